@@ -1,0 +1,1 @@
+"""Finds the workers, splits the layers, schedules requests over the pipeline, and serves them over HTTP."""

@@ -1,0 +1,1 @@
+"""What two processes must agree on: words, errors, frames, control messages. No MLX, no I/O."""

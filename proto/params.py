@@ -1,0 +1,121 @@
+"""How one request wants its tokens chosen. Travels to the last stage once, when a sequence is admitted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from proto.errors import ProtocolError, RequestError
+
+Acceptance = Literal["coupled", "ratio"]
+
+MAX_LOGPROBS = 20
+"""Most alternatives reported a token; the limit OpenAI's API documents."""
+
+MAX_LOGIT_BIAS = 1024
+"""Most entries in one request's logit_bias: each is looked at for every token."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Everything but the logits that decides the token at a position (DESIGN §6).
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off, as does
+    `xtc_probability` 0. Repetition penalty covers prompt and output; presence and frequency penalties cover
+    output only (vLLM's reading of OpenAI's API). `logprobs` is how many alternatives are
+    reported with each token; None reports none, 0 the chosen token alone.
+
+    Raises RequestError, naming the field, for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    acceptance: Acceptance = "coupled"
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 2**31 - 1)
+        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _within("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("seed", self.seed, 0, 2**64 - 1)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.acceptance not in ("coupled", "ratio"):
+            raise RequestError(
+                f"acceptance {self.acceptance!r}: choose coupled or ratio", param="acceptance"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _within(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the history of the sequence changes its logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as msgpack takes them."""
+        default = SamplingParams()
+        return {
+            name: value for name, value in asdict(self).items() if value != getattr(default, name)
+        }
+
+    @classmethod
+    def from_wire(cls, wire: object) -> SamplingParams:
+        """Inverse of `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
+        if not isinstance(wire, dict):
+            raise ProtocolError(f"sampling parameters are a map, got {type(wire).__name__}")
+        known = {f.name for f in fields(cls)}
+        if unknown := set(wire) - known:
+            raise ProtocolError(f"unknown sampling parameters: {sorted(map(str, unknown))}")
+        try:
+            return cls(**wire)
+        except (RequestError, TypeError) as error:
+            raise ProtocolError(f"sampling parameters: {error}") from error
+
+
+def _within(
+    name: str,
+    value: float,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    param: str | None = None,
+) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise RequestError(f"{name} is a number, got {value!r}", param=param or name)
+    if value > high or value < low or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise RequestError(
+            f"{name} {value:g} is outside {bracket}{low:g}, {high:g}]", param=param or name
+        )

@@ -1,0 +1,56 @@
+"""A span: the half-open range of layers `[start, end)` one worker holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from proto.errors import SpanError
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Layers `start` up to, not including, `end`. Never empty."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.end <= self.start:
+            raise SpanError(f"span {self.start}:{self.end} is empty or negative")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.end
+
+    def __str__(self) -> str:
+        """As people count: inclusive, the way `--layers` takes it."""
+        return f"{self.start}-{self.end - 1}"
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """Read `--layers` notation: `0-31` is inclusive, `7` is one layer.
+
+        Raises SpanError when the text is neither.
+        """
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+        if match is None:
+            raise SpanError(f"--layers {text!r}: write first-last, as in 0-31 (both included)")
+        first = int(match[1])
+        last = int(match[2]) if match[2] is not None else first
+        if last < first:
+            raise SpanError(f"--layers {text!r}: the last layer is before the first")
+        return cls(first, last + 1)
+
+    def check_within(self, num_layers: int) -> None:
+        """Raise SpanError unless every layer exists in a model of `num_layers`."""
+        if self.end > num_layers:
+            raise SpanError(
+                f"--layers {self}: the model has {num_layers} layers, 0-{num_layers - 1}"
+            )
