@@ -38,11 +38,15 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Admit:
-    """Create an empty sequence. `capacity` is the most tokens it will ever hold."""
+    """Create an empty sequence. `capacity` is the most tokens it will ever hold.
+
+    The first `prompt` of them are the user's: presence and frequency penalties leave those out.
+    """
 
     kind: ClassVar[str] = "admit"
     seq_id: int
     capacity: int
+    prompt: int
     params: SamplingParams = field(default_factory=SamplingParams)
 
 
@@ -279,8 +283,8 @@ def _check_tensor(frame: Frame) -> None:
 
 def _op_to_wire(op: Op) -> list[Any]:
     match op:
-        case Admit(seq_id, capacity, params):
-            return [op.kind, seq_id, capacity, params.to_wire()]
+        case Admit(seq_id, capacity, prompt, params):
+            return [op.kind, seq_id, capacity, prompt, params.to_wire()]
         case Commit(seq_id, window, kept):
             return [op.kind, seq_id, window, kept]
         case Evict(seq_id):
@@ -294,9 +298,12 @@ def _op_to_wire(op: Op) -> list[Any]:
 def _op_from_wire(wire: Any) -> Op:
     kind, *values = _list(wire, "operation", 8)
     if kind == Admit.kind:
-        seq_id, capacity, params = values
+        seq_id, capacity, prompt, params = values
         return Admit(
-            _int(seq_id, "seq_id"), _int(capacity, "capacity"), SamplingParams.from_wire(params)
+            _int(seq_id, "seq_id"),
+            _int(capacity, "capacity"),
+            _int(prompt, "prompt"),
+            SamplingParams.from_wire(params),
         )
     if kind not in _OPS:
         raise ProtocolError(f"unknown operation {kind!r}")
