@@ -1,11 +1,14 @@
-"""The raw byte streams that carry frames: their gRPC method paths and the metadata that opens them.
+"""The raw byte streams that carry frames: their gRPC methods and the metadata that opens them.
 
-Served with generic handlers and identity serializers: one message is one frame as `proto.frame.encode` wrote it.
+Served with generic handlers and identity serializers: one message is one frame, as
+`proto.frame.encode` wrote it.
 
-`FRAMES`: stream to stream. The sender of a hop opens it and sends every frame of the epoch in order. The
-receiver sends its initial metadata once it has checked who opens the stream, and nothing after; its status says
-why it ends the hop. `RESULTS`: the coordinator opens it at the last stage with one empty message, and receives the frames that
-have been through all stages, their outcomes filled, without tensors.
+`FRAMES`, stream to stream: the sender of a hop opens it and sends every frame of the epoch in order.
+The receiver sends its initial metadata once it has checked who opens the stream, and no message;
+its status says why it ends the hop.
+
+`RESULTS`, one empty message to a stream: the coordinator opens it at the last stage and receives the
+frames that have been through all stages, their outcomes filled, without tensors.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ _EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-t
 
 @dataclass(frozen=True)
 class StreamBinding:
-    """What binds one stream to a plan. `stage` is the one that serves it; `sender` the worker or coordinator id
-    of the one that opens it; `token` the plan token that Connect gave to every stage."""
+    """What binds one stream to a plan.
+
+    `stage` is the one that serves the stream, `sender` the worker or coordinator id of the one that
+    opens it, `token` the plan token that Connect gave to every stage.
+    """
 
     epoch: int
     stage: int
@@ -45,7 +51,10 @@ class StreamBinding:
 
     @classmethod
     def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
-        """Inverse of `to_metadata`, among other entries. Raises ProtocolError when one is missing or malformed."""
+        """Inverse of `to_metadata`, whatever other entries there are.
+
+        Raises ProtocolError when one of ours is missing or malformed.
+        """
         found = dict(metadata)
         sender, token = found.get(_SENDER), found.get(_TOKEN)
         if not isinstance(sender, str) or not 0 < len(sender) <= 64:

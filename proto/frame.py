@@ -21,6 +21,9 @@ VERSION = 1
 MAGIC = b"MTPF"
 _PREFIX = struct.Struct("<4sBI")
 
+MAX_INT = 2**63 - 1
+"""Of every integer but a seed: msgpack and SQLite, JSON and Swift clients all hold it signed."""
+
 MAX_HEADER_BYTES = 8 * 2**20
 """A header carries token ids: 262,144 of them are 1.3 MB; this leaves room, and no more."""
 

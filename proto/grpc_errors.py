@@ -1,0 +1,116 @@
+"""Our errors as gRPC statuses, and back: the one place that maps them. No I/O, and no grpc import.
+
+A status code is too coarse (a busy worker and one of another version share FAILED_PRECONDITION), so
+the class travels by name in the trailing metadata. A status without that entry came from gRPC itself:
+a dead peer, a lapsed deadline, another program on that port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from proto import errors
+from proto.errors import CapacityError, ClusterError, RequestError
+
+_CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
+
+_MAX_TEXT = 1000
+"""Characters of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What ends a call: a grpc.StatusCode by name, the message, and trailing metadata."""
+
+    code: str
+    details: str
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+def to_status(error: Exception) -> Status:
+    """The status to end a call with.
+
+    An exception that is not ours is INTERNAL and only its class is named: its text may hold what the
+    peer has no business to know.
+    """
+    if not isinstance(error, ClusterError):
+        return Status("INTERNAL", f"{type(error).__name__}: the log of that process says more")
+    metadata: list[tuple[str, str | bytes]] = [(_CLASS, type(error).__name__)]
+    if error.public != str(error):
+        metadata.append((_PUBLIC, error.public[:_MAX_TEXT].encode()))
+    if isinstance(error, RequestError) and error.param is not None:
+        metadata.append((_PARAM, error.param[:_MAX_TEXT].encode()))
+    if isinstance(error, CapacityError):
+        metadata.append((_RETRY, repr(error.retry_after)))
+    return Status(error.grpc_status, str(error)[:_MAX_TEXT], tuple(metadata))
+
+
+def from_status(
+    code: str,
+    details: str | None,
+    metadata: Iterable[tuple[str, str | bytes]] | None,
+    peer: str,
+) -> ClusterError:
+    """The error that a failed call stands for; made from whatever the other side sent, never raised.
+
+    `code` is the grpc.StatusCode's name. `peer` names the other side in the message, not in its
+    public form.
+    """
+    found = dict(metadata or ())
+    text = details or f"call ended with {code}"
+    if _CLASS in found:
+        return _ours(found, text, peer)
+    kind, template = _FROM_GRPC.get(code, (ClusterError, "{peer}: {text}"))
+    error = kind(template.format(peer=peer, text=text))
+    error.public = template.format(peer="a worker", text=code)
+    return error
+
+
+def _ours(found: dict[str, str | bytes], text: str, peer: str) -> ClusterError:
+    kind = _KINDS.get(str(found[_CLASS]), ClusterError)
+    extra: dict[str, Any] = {}
+    if issubclass(kind, RequestError):
+        extra["param"] = _text(found[_PARAM]) if _PARAM in found else None
+    if issubclass(kind, CapacityError):
+        extra["retry_after"] = _seconds(found.get(_RETRY))
+    error = kind(f"{peer}: {text}", **extra)
+    error.public = _text(found[_PUBLIC]) if _PUBLIC in found else text
+    return error
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode(errors="replace")
+
+
+def _seconds(value: str | bytes | None) -> float:
+    """Of a retry-after; within an hour, and one second when it makes no sense."""
+    try:
+        seconds = float(value or 1.0)
+    except ValueError:
+        return 1.0
+    return seconds if 0.0 <= seconds <= 3600.0 else 1.0
+
+
+_LOST = (errors.WorkerLostError, "{peer} is lost: {text}")
+_REFUSED = (errors.AccessError, "{peer} refuses: {text}")
+_FROM_GRPC: dict[str, tuple[type[ClusterError], str]] = {
+    "UNAVAILABLE": _LOST,
+    "CANCELLED": _LOST,
+    "UNKNOWN": _LOST,
+    "DEADLINE_EXCEEDED": (errors.DeadlineError, "{peer} did not answer in time"),
+    "UNIMPLEMENTED": (
+        errors.VersionError,
+        "{peer} is no mtp-worker of this release ({text}): install the same one on both",
+    ),
+    "UNAUTHENTICATED": _REFUSED,
+    "PERMISSION_DENIED": _REFUSED,
+    "RESOURCE_EXHAUSTED": (errors.ProtocolError, "{peer}: message above the size limit: {text}"),
+}
+
+_KINDS: dict[str, type[ClusterError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ClusterError)
+}

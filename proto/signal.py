@@ -1,0 +1,148 @@
+"""Signals from the coordinator to a worker, as plain data, their ranges checked, and as protobuf.
+
+A signal saves time and never changes an outcome (DESIGN §3): applied before or after the frame that
+says the same, once or often, the state ends the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proto import cluster_pb2 as pb
+from proto.errors import ProtocolError, VersionError
+from proto.frame import MAX_FRAME_TOKENS, MAX_INT, VERSION
+
+MAX_PULSE_MS = 60_000
+"""A worker that speaks less than once a minute cannot be told from a dead one."""
+
+MAX_SIGNAL_BYTES = 128
+"""Of a rollback on the wire, gRPC's framing included: promise 2 of DESIGN §1."""
+
+_MAX_NAME = 128
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Opens the stream: who signals, and how often it wants a pulse."""
+
+    coordinator_id: str
+    coordinator_name: str
+    pulse_ms: int
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.coordinator_id) <= _MAX_NAME or len(self.coordinator_name) > _MAX_NAME:
+            raise ProtocolError(f"hello: coordinator id and name have 1 to {_MAX_NAME} characters")
+        _within("pulse_ms", self.pulse_ms, 1, MAX_PULSE_MS)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The coordinator lives. `number` comes back in the next pulse."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        _within("heartbeat", self.number, 0, MAX_INT)
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Of `window`, `kept` tokens were right; its last `trim` go, with every window after it."""
+
+    seq_id: int
+    window: int
+    kept: int
+    trim: int
+
+    def __post_init__(self) -> None:
+        _within("seq_id", self.seq_id, 0, MAX_INT)
+        _within("window", self.window, 0, MAX_INT)
+        _within("kept", self.kept, 1, MAX_FRAME_TOKENS)
+        _within("trim", self.trim, 0, MAX_FRAME_TOKENS - self.kept)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the window before the rollback."""
+        return self.kept + self.trim
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Nobody waits for this sequence any more: skip what is queued of it."""
+
+    seq_id: int
+
+    def __post_init__(self) -> None:
+        _within("seq_id", self.seq_id, 0, MAX_INT)
+
+
+Body = Hello | Heartbeat | Rollback | Cancel
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One body, and its epoch. Epoch 0, before any plan, is for hello and heartbeat."""
+
+    epoch: int
+    body: Body
+
+    def __post_init__(self) -> None:
+        _within("epoch", self.epoch, 0, MAX_INT)
+        if self.epoch == 0 and isinstance(self.body, (Rollback, Cancel)):
+            raise ProtocolError(f"{type(self.body).__name__.lower()} outside any plan: epoch is 0")
+
+
+def to_message(signal: Signal) -> pb.Signal:
+    match signal.body:
+        case Hello(coordinator_id, name, pulse_ms):
+            hello = pb.Hello(
+                coordinator=pb.Coordinator(id=coordinator_id, name=name),
+                protocol_version=VERSION,
+                pulse_ms=pulse_ms,
+            )
+            return pb.Signal(epoch=signal.epoch, hello=hello)
+        case Heartbeat(number):
+            return pb.Signal(epoch=signal.epoch, heartbeat=pb.Heartbeat(number=number))
+        case Rollback(seq_id, window, kept, trim):
+            rollback = pb.Rollback(seq_id=seq_id, window=window, kept=kept, trim=trim)
+            return pb.Signal(epoch=signal.epoch, rollback=rollback)
+        case Cancel(seq_id):
+            return pb.Signal(epoch=signal.epoch, cancel=pb.Cancel(seq_id=seq_id))
+
+
+def from_message(message: pb.Signal) -> Signal:
+    """Inverse of `to_message`.
+
+    Raises ProtocolError for a value out of range or an unknown kind, and VersionError for a hello of
+    another protocol version.
+    """
+    body: Body
+    match message.WhichOneof("body"):
+        case "hello":
+            hello = message.hello
+            check_version(hello.protocol_version)
+            body = Hello(hello.coordinator.id, hello.coordinator.name, hello.pulse_ms)
+        case "heartbeat":
+            body = Heartbeat(message.heartbeat.number)
+        case "rollback":
+            r = message.rollback
+            body = Rollback(r.seq_id, r.window, r.kept, r.trim)
+        case "cancel":
+            body = Cancel(message.cancel.seq_id)
+        case _:
+            raise ProtocolError("signal of an unknown kind: install the same release on both sides")
+    return Signal(message.epoch, body)
+
+
+def check_version(peer: int) -> None:
+    """Raise VersionError unless the peer speaks this protocol version."""
+    if peer != VERSION:
+        raise VersionError(
+            f"peer speaks protocol version {peer}, this one {VERSION}: "
+            "install the same release of mtp-cluster on both"
+        )
+
+
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ProtocolError(f"signal: {name} {value} is outside {low} to {high}")
