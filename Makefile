@@ -1,0 +1,88 @@
+# `make demo` runs the main job, `make test` proves it. Both set up .venv first, once.
+# Works with GNU make 3.81 (macOS) and later.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null)
+
+# On Linux a plain `torch` is gigabytes of CUDA; the CPU build carries a local version that only an
+# index of CPU builds, or a wheel lying on this machine, can satisfy. macOS has one small build.
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
+
+ifneq ($(UV),)
+MAKE_VENV := uv venv --quiet --seed --clear --python
+INSTALL := uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+else
+MAKE_VENV := $(PYTHON) -m venv --clear
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+endif
+
+GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
+PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
+
+.PHONY: help demo test test-slow check fmt bench proto check-proto constraints clean
+.DEFAULT_GOAL := help
+
+help: ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+
+demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
+	$(BIN)/mtp-coord demo
+
+test: $(VENV)/.dev ## the tests, without the slow ones
+	$(BIN)/python -m pytest -m 'not slow and not bench'
+
+test-slow: $(VENV)/.dev ## the slow ones
+	$(BIN)/python -m pytest -m 'slow and not bench'
+
+check: $(VENV)/.dev check-proto ## lint, format, types, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## measure, and print the hardware beside the figures
+	$(BIN)/python -m pytest -m bench --timeout 3600 --capture no tests/bench
+
+proto: $(VENV)/.dev ## write proto/cluster_pb2* anew from proto/cluster.proto
+	$(call PROTOC,.)
+
+check-proto: $(VENV)/.dev
+	@rm -rf $(VENV)/proto-check && mkdir -p $(VENV)/proto-check
+	@$(call PROTOC,$(VENV)/proto-check)
+	@for file in $(GENERATED); do cmp "$$file" "$(VENV)/proto-check/$$file" \
+		|| { echo "$$file is not what proto/cluster.proto says: run 'make proto'" >&2; exit 1; }; done
+
+constraints: ## write constraints.txt anew: what a clean installation resolves to today
+	$(PYTHON) -m venv --clear $(VENV)-constraints
+	$(VENV)-constraints/bin/python -m pip install --quiet '.[dev]' '$(TORCH)'
+	{ echo "# Versions the tests passed with (CPython 3.11, Linux). Written by \`make constraints\`."; \
+	  $(VENV)-constraints/bin/python -m pip freeze --exclude mtp-cluster | sed 's/+.*//'; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+	rm -rf $(VENV)-constraints
+
+clean: ## remove .venv and what tools left behind
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "mtp-cluster needs Python 3.11 or later; $(PYTHON) is '$$($(PYTHON) --version 2>&1)'." >&2; \
+		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(MAKE_VENV) $(if $(UV),"$(PYTHON)") $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(TORCH)' \
+		|| echo "No CPU build of $(TORCH) found: the tests that compare with transformers will skip." >&2
+	@touch $(VENV)/.runtime $@
