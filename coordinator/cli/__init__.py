@@ -1,0 +1,87 @@
+"""`mtp-coord`: one file a command, and this one, which joins them.
+
+A command is a file of this package with one function of the same name, whose signature typer reads. The
+file is imported when its command is called, not before, so `mtp-coord --help` answers at once and a command
+is free to import what it needs at the top of its file. To add one: write the file, and its line in COMMANDS.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from proto import console
+
+PROGRAM = "mtp-coord"
+
+COMMANDS: dict[str, str] = {}
+"""Every command and its line on the help page, in the order a newcomer meets them."""
+
+
+def load_command(name: str) -> TyperCommand:
+    """The command `name` as its own file defines it; imports that file."""
+    function = name.replace("-", "_")
+    module = import_module(f"{__name__}.{function}")
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    alone.command(name)(getattr(module, function))
+    command = get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """Shows commands by their summaries, and puts the real one in place when one is called."""
+
+    def resolve_command(
+        self, ctx: Any, args: list[str]
+    ) -> tuple[str | None, TyperCommand | None, list[str]]:
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name and known else None, rest
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def not_loaded() -> None:
+    """Stands on the help page for a command whose file has not been imported."""
+
+
+for _name, _summary in COMMANDS.items():
+    app.command(_name, help=_summary)(not_loaded)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(console.version_line(PROGRAM))
+        raise typer.Exit
+
+
+@app.callback()
+def coordinator(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=show_version, is_eager=True, help="Show versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve one Qwen3.5 model from several machines, drafting with the model's own MTP head.
+
+    Start mtp-worker on each machine, then mtp-coord serve on one of them. Without workers the same engine
+    runs in this process. `--model builtin` names the small model that ships with this program.
+    """
+
+
+def main() -> None:
+    """Entry point of `mtp-coord`."""
+    console.run(PROGRAM, lambda: app(prog_name=PROGRAM))
