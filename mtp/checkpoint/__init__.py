@@ -1,0 +1,9 @@
+"""Checkpoints: configs, headers, names and weights of Qwen3.5/3.6, raw or converted by mlx-lm."""
+
+from __future__ import annotations
+
+from mtp.checkpoint.checkpoint import Checkpoint, MtpStatus
+from mtp.checkpoint.config import LayerKind, ModelConfig
+from mtp.checkpoint.header import TensorInfo
+
+__all__ = ["Checkpoint", "LayerKind", "ModelConfig", "MtpStatus", "TensorInfo"]

@@ -1,0 +1,254 @@
+"""The model a checkpoint describes: its config.json, checked once and read from here afterwards."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_lm.models.qwen3_5 import TextModelArgs
+
+from proto.errors import CheckpointError
+
+LayerKind = Literal["gdn", "attention"]
+
+SUPPORTED = ("qwen3_5", "qwen3_5_moe")
+_TEXT_ONLY = {f"{name}_text": name for name in SUPPORTED}
+"""What transformers calls a checkpoint saved without its vision part."""
+
+_LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "attention"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields of config.json that decide a stage's modules, memory and stop tokens.
+
+    `text_config` is the raw dict the fields were read from (`text_config` of config.json, or its top
+    level), and `quantization` the raw dict of mlx-lm's own quantization, None when there is none.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    layer_kinds: tuple[LayerKind, ...]
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_positions: int
+    num_experts: int
+    num_kv_heads: int
+    head_dim: int
+    gdn_value_heads: int
+    gdn_value_dim: int
+    gdn_key_heads: int
+    gdn_key_dim: int
+    gdn_kernel: int
+    mtp_layers: int
+    eos_token_ids: tuple[int, ...]
+    quantization: dict[str, Any] | None = field(repr=False, hash=False)
+    text_config: dict[str, Any] = field(repr=False, hash=False)
+
+    @classmethod
+    def load(cls, path: Path) -> ModelConfig:
+        """Read `path/config.json`, and the stop tokens of generation_config.json beside it.
+
+        Raises CheckpointError for a missing directory or file, invalid JSON, another architecture, or
+        a field that is missing or that this version cannot honour.
+        """
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: no such directory; name a directory with config.json and *.safetensors"
+            )
+        config = _read_json(path / "config.json")
+        text = config.get("text_config", config)
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{path / 'config.json'}: text_config is not an object")
+        return _Reader(path / "config.json", config, text).read(_eos_token_ids(path, config, text))
+
+    def text_args(self) -> TextModelArgs:
+        """mlx-lm's arguments for the same model; a fresh copy, since they edit what they are given."""
+        args: TextModelArgs = TextModelArgs.from_dict(copy.deepcopy(self.text_config))
+        args.tie_word_embeddings = self.tie_word_embeddings
+        return args
+
+    @property
+    def gdn_conv_dim(self) -> int:
+        """Channels of a GDN layer's convolution: q, k and v side by side."""
+        return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values one attention layer keeps a token; `itemsize` bytes an element."""
+        return 2 * self.num_kv_heads * self.head_dim * itemsize
+
+    def gdn_bytes_per_sequence(self, itemsize: int) -> int:
+        """Bytes one GDN layer keeps a sequence: convolution state, and recurrent state in fp32."""
+        conv = (self.gdn_kernel - 1) * self.gdn_conv_dim * itemsize
+        return conv + 4 * self.gdn_value_heads * self.gdn_value_dim * self.gdn_key_dim
+
+
+class _Reader:
+    """Reads fields with errors that name the file and the field."""
+
+    def __init__(self, file: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
+        self.file = file
+        self.config = config
+        self.text = text
+
+    def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+        model_type = self._model_type()
+        self._check_rope()
+        layers = self._positive("num_hidden_layers")
+        experts = self._count("num_experts")
+        heads = self._positive("num_attention_heads")
+        hidden = self._positive("hidden_size")
+        for name in self._mlp_fields(experts):
+            self._positive(name)
+        config = ModelConfig(
+            model_type=model_type,
+            hidden_size=hidden,
+            num_layers=layers,
+            layer_kinds=self._layer_kinds(layers),
+            vocab_size=self._positive("vocab_size"),
+            tie_word_embeddings=self._tied(),
+            max_positions=self._positive("max_position_embeddings"),
+            num_experts=experts,
+            num_kv_heads=self._positive("num_key_value_heads"),
+            head_dim=self._positive("head_dim") if "head_dim" in self.text else hidden // heads,
+            gdn_value_heads=self._positive("linear_num_value_heads"),
+            gdn_value_dim=self._positive("linear_value_head_dim"),
+            gdn_key_heads=self._positive("linear_num_key_heads"),
+            gdn_key_dim=self._positive("linear_key_head_dim"),
+            gdn_kernel=self._positive("linear_conv_kernel_dim"),
+            mtp_layers=self._mtp_layers(),
+            eos_token_ids=eos_token_ids,
+            quantization=self._quantization(),
+            text_config=self.text,
+        )
+        if config.gdn_value_heads % config.gdn_key_heads:
+            raise self._error(
+                f"linear_num_value_heads {config.gdn_value_heads} is not a multiple of "
+                f"linear_num_key_heads {config.gdn_key_heads}"
+            )
+        return config
+
+    def _error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {message}")
+
+    def _positive(self, name: str) -> int:
+        value = self.text.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            found = "is missing" if value is None else f"is {value!r:.60}"
+            raise self._error(f"{name} {found}; a positive integer is needed")
+        return value
+
+    def _count(self, name: str) -> int:
+        return self._positive(name) if self.text.get(name) else 0
+
+    def _model_type(self) -> str:
+        found = self.config.get("model_type")
+        model_type = _TEXT_ONLY.get(found, found) if isinstance(found, str) else None
+        if model_type not in SUPPORTED:
+            raise self._error(
+                f"model_type {found!r:.60} is not supported; Qwen3.5 and Qwen3.6 checkpoints are "
+                f"({' and '.join(SUPPORTED)})"
+            )
+        return model_type
+
+    def _mlp_fields(self, experts: int) -> tuple[str, ...]:
+        if not experts:
+            return ("intermediate_size",)
+        return (
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        )
+
+    def _check_rope(self) -> None:
+        """mlx-lm would go on with its default base, silently: the text would be nonsense."""
+        rope = self.text.get("rope_parameters")
+        if not isinstance(rope, dict) or "rope_theta" not in rope:
+            raise self._error("rope_parameters has no rope_theta")
+
+    def _layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
+        """mlx-lm derives the kinds from the interval alone, so layer_types has to say the same."""
+        interval = self._count("full_attention_interval") or 4
+        kinds: list[LayerKind] = [
+            "gdn" if (layer + 1) % interval else "attention" for layer in range(layers)
+        ]
+        types = self.text.get("layer_types")
+        if types is not None and types != [_type_of(kind) for kind in kinds]:
+            raise self._error(
+                f"layer_types is not linear attention with full attention every {interval}th of "
+                f"{layers} layers; mlx-lm cannot build another pattern. Was full_attention_interval "
+                "left out or num_hidden_layers edited?"
+            )
+        return tuple(kinds)
+
+    def _tied(self) -> bool:
+        tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+        if not isinstance(tied, bool):
+            raise self._error(f"tie_word_embeddings is {tied!r:.60}; true or false is needed")
+        return tied
+
+    def _mtp_layers(self) -> int:
+        layers = self._count("mtp_num_hidden_layers")
+        if layers > 1:
+            raise self._error(
+                f"mtp_num_hidden_layers is {layers}; heads of one layer are supported, 0 goes on without"
+            )
+        if layers and self.text.get("mtp_use_dedicated_embeddings"):
+            raise self._error(
+                "mtp_use_dedicated_embeddings is true; an MTP head with its own embeddings is not "
+                "supported. Set mtp_num_hidden_layers to 0 to go on without the head"
+            )
+        return layers
+
+    def _quantization(self) -> dict[str, Any] | None:
+        found = self.config.get("quantization")
+        if found is None:
+            foreign = self.config.get("quantization_config", self.text.get("quantization_config"))
+            if foreign is None:
+                return None
+            method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
+            if method is not None:
+                raise self._error(
+                    f"quantized by {method!r:.60}, which is not supported; take the unquantized "
+                    "checkpoint, or one quantized with mlx_lm.convert"
+                )
+            found = foreign
+        if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
+            raise self._error("quantization is not an object with bits and group_size")
+        return found
+
+
+def _type_of(kind: LayerKind) -> str:
+    return next(name for name, value in _LAYER_TYPES.items() if value == kind)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file; is {file.parent} a checkpoint?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
+    return value
+
+
+def _eos_token_ids(path: Path, config: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+    """Stop tokens; generation_config.json comes first, as in mlx-lm."""
+    generation = path / "generation_config.json"
+    sources = [_read_json(generation)] if generation.exists() else []
+    for source in [*sources, config, text]:
+        found = source.get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise CheckpointError(
+                    f"{path}: eos_token_id {found!r:.60} is not a token id or a list"
+                )
+            return tuple(ids)
+    return ()

@@ -1,0 +1,109 @@
+"""The header of a safetensors file: what tensors it holds and where, without reading one of them.
+
+Format: header length (u64, little endian), JSON header, tensor bytes. Offsets in the header count from the
+end of the header; `TensorInfo.start` counts from the start of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proto.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit the safetensors library itself sets."""
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2,
+    "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: `nbytes` bytes from byte `start` of `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's tensors by name, and its free-form metadata."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """Read the header of `file`.
+
+    Raises CheckpointError, naming the file, when it is missing, is not safetensors or is truncated.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(_LENGTH.size)
+            length = header_bytes(file, prefix, size)
+            return parse_header(file, stream.read(length), size)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def header_bytes(file: Path, prefix: bytes, size: int) -> int:
+    """How long the JSON header is, from a file's first 8 bytes and its size in bytes."""
+    if len(prefix) < _LENGTH.size:
+        raise CheckpointError(f"{file}: {size} bytes are no safetensors file; download it again")
+    (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: is no safetensors file (a header of {length} bytes); is it a Git LFS pointer?"
+        )
+    if _LENGTH.size + length > size:
+        raise _truncated(file, _LENGTH.size + length, size)
+    return int(length)
+
+
+def parse_header(file: Path, text: bytes, size: int) -> Header:
+    """Check the JSON header `text` of a file of `size` bytes, and return what it says."""
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: its header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file}: its header is not an object")
+    metadata = entries.pop("__metadata__", None)
+    first = _LENGTH.size + len(text)
+    tensors = {name: _tensor(file, name, entry, first) for name, entry in entries.items()}
+    needed = max((info.start + info.nbytes for info in tensors.values()), default=first)
+    if needed > size:
+        raise _truncated(file, needed, size)
+    return Header(tensors, metadata if isinstance(metadata, dict) else {})
+
+
+def _tensor(file: Path, name: str, entry: Any, first: int) -> TensorInfo:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        itemsize = DTYPE_BYTES[dtype]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        if whole and end - start == itemsize * math.prod(shape):
+            return TensorInfo(file, dtype, shape, first + start, end - start)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"{file}: the header's entry for {name!r:.120} is wrong: {entry!r:.120}")
+
+
+def _truncated(file: Path, needed: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: truncated: {size} bytes of at least {needed}; download or copy it again"
+    )

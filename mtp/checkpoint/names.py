@@ -1,0 +1,146 @@
+"""Tensor names: from what a checkpoint stores to what our modules call their parameters. Pure text.
+
+A *part* is what a stage loads or leaves whole: `embed`, `layers.N`, `norm`, `lm_head`, `mtp`. Within a part a
+parameter has the name mlx-lm's module gives it, as `mlp.switch_mlp.up_proj.weight`. `plan_part` says, for
+every parameter, which stored tensors it is made of and how (MTP_HEAD.md lists the facts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from proto.errors import CheckpointError
+
+Layout = Literal["raw", "mlx"]
+How = Literal["as stored", "conv1d", "norm + 1", "stack", "gate half", "up half"]
+
+_VISION = ("vision_tower.", "visual.", "model.visual.", "model.vision_tower.")
+_PREFIXES = (
+    "model.language_model.",  # raw
+    "language_model.model.",  # mlx
+    "language_model.",  # mlx: lm_head and mtp
+    "model.",  # text only
+)
+_ENDS = {"embed_tokens": "embed", "norm": "norm", "lm_head": "lm_head"}
+
+_SHIFTED_NORM = re.compile(
+    r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|pre_fc_norm_embedding|pre_fc_norm_hidden)"
+    r"\.weight"
+)
+"""RMSNorms whose raw weight is an offset from 1, by the end of the name; `linear_attn.norm` is not one."""
+
+_EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
+_FUSED = re.compile(r"(.*\bmlp)\.experts\.(gate_up|down)_proj")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How one parameter is made of stored tensors."""
+
+    stored: tuple[str, ...]
+    how: How = "as stored"
+
+
+def local_name(stored: str) -> str | None:
+    """The name without what differs between layouts: `layers.3.mlp.…`, `embed_tokens.weight`, `mtp.fc.weight`.
+
+    None for a tensor of the vision part.
+    """
+    if stored.startswith(_VISION):
+        return None
+    for prefix in _PREFIXES:
+        if stored.startswith(prefix):
+            return stored.removeprefix(prefix)
+    return stored
+
+
+def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
+    """A local name as (part, name within the part); None when no part of this model has such a tensor."""
+    head, _, rest = local.partition(".")
+    if not rest:
+        return None
+    if head in _ENDS:
+        return _ENDS[head], rest
+    if head == "mtp":
+        return "mtp", rest
+    layer, _, within = rest.partition(".")
+    if head == "layers" and within and layer.isdecimal() and int(layer) < num_layers:
+        return f"layers.{int(layer)}", within
+    return None
+
+
+def part_names(num_layers: int) -> tuple[str, ...]:
+    """Every part of a model, in the order a token passes them."""
+    return ("embed", *(f"layers.{i}" for i in range(num_layers)), "norm", "lm_head", "mtp")
+
+
+def module_path(part: str, within: str) -> str:
+    """The local name of a module or parameter of a part; inverse of `split_part`."""
+    ends = {part: head for head, part in _ENDS.items()}
+    return f"{ends.get(part, part)}.{within}".removesuffix(".")
+
+
+def plan_part(
+    part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int
+) -> dict[str, Source]:
+    """How to make each parameter of a part. `stored` are pairs (name within the part, stored name).
+
+    A stack names all experts, whether they are there or not, so that the caller sees which one is missing.
+    Raises CheckpointError when two stored tensors would become the same parameter.
+    """
+    plan: dict[str, Source] = {}
+    for within, name in stored:
+        for target, source in _sources(part, within, name, layout, num_experts):
+            if plan.setdefault(target, source) != source:
+                raise CheckpointError(
+                    f"{module_path(part, target)} is stored twice: as {plan[target].stored[0]} and as {name}"
+                )
+    return plan
+
+
+def _sources(
+    part: str, within: str, name: str, layout: Layout, num_experts: int
+) -> list[tuple[str, Source]]:
+    if (expert := _EXPERT.fullmatch(within)) and int(expert[2]) < num_experts:
+        prefix = name[: -len(f"{expert[2]}.{expert[3]}")]
+        stack = tuple(f"{prefix}{e}.{expert[3]}" for e in range(num_experts))
+        return [(f"{expert[1]}.switch_mlp.{expert[3]}", Source(stack, "stack"))]
+    if fused := _FUSED.fullmatch(within):
+        switch = f"{fused[1]}.switch_mlp"
+        if fused[2] == "down":
+            return [(f"{switch}.down_proj.weight", Source((name,)))]
+        return [
+            (f"{switch}.gate_proj.weight", Source((name,), "gate half")),
+            (f"{switch}.up_proj.weight", Source((name,), "up half")),
+        ]
+    return [(within, Source((name,), _how(part, within) if layout == "raw" else "as stored"))]
+
+
+def _how(part: str, within: str) -> How:
+    if within == "linear_attn.conv1d.weight":
+        return "conv1d"
+    final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
+    leaf = ".".join(within.split(".")[-2:])
+    if final_norm or _SHIFTED_NORM.fullmatch(leaf):
+        return "norm + 1"
+    return "as stored"
+
+
+def mtp_parameters(num_experts: int) -> tuple[str, ...]:
+    """Names within the part `mtp` that a complete head has: 15 when dense."""
+    attention = [f"self_attn.{p}_proj" for p in "qkvo"] + ["self_attn.q_norm", "self_attn.k_norm"]
+    projections = ("gate_proj", "up_proj", "down_proj")
+    if num_experts:
+        mlp = ["mlp.gate", "mlp.shared_expert_gate"]
+        mlp += [
+            f"mlp.{block}.{p}" for block in ("shared_expert", "switch_mlp") for p in projections
+        ]
+    else:
+        mlp = [f"mlp.{p}" for p in projections]
+    layer = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
+    modules = ["fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"]
+    modules += [f"layers.0.{module}" for module in layer]
+    return tuple(f"{module}.weight" for module in modules)

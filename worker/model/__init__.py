@@ -1,0 +1,1 @@
+"""One stage of the model: its modules, and the forward pass over frames of rows."""

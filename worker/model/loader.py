@@ -1,0 +1,235 @@
+"""Build a stage's modules and read their weights: its span, the ends it owns, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import DecoderLayer
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import infer_quant_config
+
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.config import ModelConfig
+from mtp.checkpoint.names import local_name, module_path
+from mtp.checkpoint.weights import read_part
+from mtp.head import MTPHead
+from proto.errors import CheckpointError, UsageError
+from proto.span import Span
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, as they lie on disk."""
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+}
+"""What `--dtype` takes."""
+
+
+@dataclass
+class StageModules:
+    """What one stage computes with. A part it does not own is None.
+
+    `embed_tokens` is there on the first stage, and on the last where a tied lm_head or the MTP head needs it.
+    `lm_head` is None on a last stage with tied embeddings. `layers` stand in the order of `span`.
+    """
+
+    config: ModelConfig
+    span: Span
+    layers: list[DecoderLayer]
+    embed_tokens: nn.Embedding | nn.QuantizedEmbedding | None = None
+    norm: nn.RMSNorm | None = None
+    lm_head: nn.Linear | nn.QuantizedLinear | None = None
+    head: MTPHead | None = None
+
+
+def stage_parts(
+    checkpoint: Checkpoint, span: Span, *, first: bool, last: bool, with_head: bool = True
+) -> tuple[str, ...]:
+    """The parts a stage loads, so that a planner counts the bytes a loader reads.
+
+    Raises SpanError when the model has no such layers.
+    """
+    span.check_within(checkpoint.config.num_layers)
+    head = last and with_head and checkpoint.mtp.complete
+    tied = checkpoint.config.tie_word_embeddings
+    parts = ["embed"] if first or head or (last and tied) else []
+    parts += [f"layers.{layer}" for layer in span]
+    if last:
+        parts += ["norm"] if tied else ["norm", "lm_head"]
+    return (*parts, "mtp") if head else tuple(parts)
+
+
+def load_stage(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    first: bool,
+    last: bool,
+    dtype: mx.Dtype | None,
+    with_head: bool = True,
+    on_progress: Progress | None = None,
+) -> StageModules:
+    """Load the layers of `span` and the ends this stage owns; `dtype` None keeps what is stored.
+
+    Names and shapes of the whole stage are checked before the first weight is read; then part by part is
+    read, so peak memory stays near the stage's own. Without the head's tensors the head is None and
+    `checkpoint.mtp` says what is missing.
+
+    Raises SpanError, CheckpointError naming tensor and file, and UsageError for a dtype that cannot run here.
+    """
+    parts = stage_parts(checkpoint, span, first=first, last=last, with_head=with_head)
+    if checkpoint.unknown:
+        raise CheckpointError(
+            f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
+            f"no part of this model ({len(checkpoint.unknown)} such); is config.json of another checkpoint?"
+        )
+    modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
+    _read(checkpoint, modules, on_progress)
+    return StageModules(
+        config=checkpoint.config,
+        span=span,
+        layers=[modules[f"layers.{layer}"] for layer in span],
+        embed_tokens=modules.get("embed"),
+        norm=modules.get("norm"),
+        lm_head=modules.get("lm_head"),
+        head=modules.get("mtp"),
+    )
+
+
+def _read(
+    checkpoint: Checkpoint, modules: dict[str, nn.Module], on_progress: Progress | None
+) -> None:
+    """Evaluate the modules' lazy weights, one part after another."""
+    sizes = checkpoint.part_bytes()
+    total = sum(sizes[part] for part in modules)
+    done = 0
+    for part, module in modules.items():
+        if on_progress:
+            on_progress(done, total)
+        mx.eval(module.parameters())
+        mx.clear_cache()  # what a cast or a split left over would add up, part by part
+        done += sizes[part]
+    if on_progress:
+        on_progress(done, total)
+
+
+def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> nn.Module:
+    """A part's module, quantized as its tensors are, holding lazy weights."""
+    weights = read_part(checkpoint, part, dtype)
+    module = _quantize(checkpoint, part, _skeleton(checkpoint.config, part), weights)
+    _check(checkpoint, part, module, weights)
+    _check_experts(part, module, weights)
+    module.load_weights(list(weights.items()))
+    return module.eval()
+
+
+def _skeleton(config: ModelConfig, part: str) -> nn.Module:
+    """The unquantized module of a part. Its random weights are lazy and never computed."""
+    args = config.text_args()
+    match part.partition("."):
+        case "embed", _, _:
+            return nn.Embedding(args.vocab_size, args.hidden_size)
+        case "norm", _, _:
+            return nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        case "lm_head", _, _:
+            return nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        case "mtp", _, _:
+            return MTPHead(args)
+        case _, _, layer:
+            return DecoderLayer(args, int(layer))
+
+
+def _quantize(
+    checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
+) -> nn.Module:
+    """Replace what is stored quantized by quantized modules, by mlx-lm's own rules.
+
+    An entry of config.json for a module's path is obeyed; else a weight with scales is quantized, its bits
+    and group size worked out from the shapes.
+    """
+    quantization = checkpoint.config.quantization
+    if quantization is None:
+        return module
+    overrides = {local_name(path): value for path, value in quantization.items()}
+
+    def parameters(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
+        within = path.removeprefix("part").removeprefix(".")
+        if (local := module_path(part, within)) in overrides:
+            found: bool | dict[str, Any] = overrides[local]
+            return found
+        prefix = f"{within}." if within else ""
+        if not hasattr(leaf, "to_quantized") or f"{prefix}scales" not in weights:
+            return False
+        own = {f"part.{prefix}{name}": weights[f"{prefix}{name}"] for name in ("weight", "scales")}
+        inferred: dict[str, Any] = infer_quant_config(f"part.{within}".removesuffix("."), leaf, own)
+        if f"{prefix}global_scale" in weights:
+            inferred["global_scale"] = True
+        return inferred
+
+    # nn.quantize replaces leaves of a module: held in one, a part that is itself a leaf is replaced too.
+    holder = nn.Module()
+    holder.part = module
+    try:
+        nn.quantize(
+            holder,
+            group_size=quantization["group_size"],
+            bits=quantization["bits"],
+            mode=quantization.get("mode", "affine"),
+            class_predicate=parameters,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: quantization of {part} cannot be honoured: {error}"
+        ) from error
+    quantized: nn.Module = holder.part
+    return quantized
+
+
+def _check(
+    checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
+) -> None:
+    """Names and shapes must be exactly what the module has. Nothing is read for it."""
+    expected = dict(tree_flatten(module.parameters()))
+    plan = checkpoint.plans[part]
+    for name in expected.keys() - weights.keys():
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {module_path(part, name)} is missing; download the checkpoint "
+            "again, or convert it again"
+        )
+    for name in weights.keys() - expected.keys():
+        stored = plan[name].stored[0]
+        hint = (
+            "is it quantized, and config.json does not say so?"
+            if name.endswith("scales")
+            else ("is config.json of another checkpoint?")
+        )
+        raise CheckpointError(
+            f"{checkpoint.tensors[stored].file}: tensor {stored} is not one this model has; {hint}"
+        )
+    for name, weight in weights.items():
+        if weight.shape != expected[name].shape:
+            stored = plan[name].stored[0]
+            raise CheckpointError(
+                f"{checkpoint.tensors[stored].file}: tensor {stored} gives {module_path(part, name)} the "
+                f"shape {weight.shape}, config.json asks for {expected[name].shape}"
+            )
+
+
+def _check_experts(part: str, module: nn.Module, weights: dict[str, mx.array]) -> None:
+    """MLX's CPU backend multiplies unquantized experts in float32 only: say so before the first token."""
+    if mx.default_device().type != mx.cpu:
+        return
+    for path, leaf in module.named_modules():
+        if isinstance(leaf, SwitchLinear) and weights[f"{path}.weight"].dtype != mx.float32:
+            dtype = str(weights[f"{path}.weight"].dtype).removeprefix("mlx.core.")
+            raise UsageError(
+                f"{module_path(part, path)} is {dtype}, and the CPU runs unquantized experts in float32 "
+                "only: use --dtype float32, or a quantized checkpoint"
+            )
