@@ -1,0 +1,295 @@
+"""What the pipeline does next: which sequences, which tokens, in which order. Plain data, no tensors, no clock.
+
+The pipeline of N stages is kept full with N + 1 frames, so that a stage that ends one always finds the next:
+* Sequences that decode travel in lanes: rows sent together. A lane takes ⌈c/N⌉ of the c sequences that decode,
+  those that waited longest; one whose window is in flight waits for its outcome.
+* Prompts travel as a convoy of chunks, which need no outcome to follow each other. A lane that is ready goes
+  before the next chunk, so running streams wait for one chunk a stage and no more.
+
+Times are given by the caller, in seconds, and only ever subtracted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator.request import (
+    FinishReason,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenChunk,
+)
+from coordinator.sequence import Sequence
+from proto.errors import CapacityError, ProtocolError, RequestError
+from proto.frame import Commit, Evict, Frame, Op, Outcome, Segment
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the stages' memory allows. `kv_tokens` counts every token a sequence may ever hold, once for all stages."""
+
+    context: int
+    sequences: int = 16
+    kv_tokens: int = 2**20
+    queue: int = 256
+    prefill_chunk: int = 512
+    step_tokens: int = 2048
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A window lost tokens: what the broadcast says. `trim` tokens leave the sequence's end."""
+
+    seq_id: int
+    window: int
+    kept: int
+    trim: int
+
+
+@dataclass
+class Settlement:
+    """What one frame's return means: events for clients, signals for workers."""
+
+    events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A frame that has not returned: when it left, and how much of which work it carries."""
+
+    sent: float
+    decode_rows: int
+    width: int
+
+
+DepthChooser = Callable[[int], int]
+"""Rows of a lane → how many drafts to ask for."""
+
+
+class Scheduler:
+    """Queue, lanes and convoy of one plan. The caller sends what `next_frame` gives and returns what comes back."""
+
+    def __init__(self, stages: int, limits: Limits, depth: DepthChooser) -> None:
+        self.limits = limits
+        self.depth = depth
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.ops: list[Op] = []
+        """Operations of sequences that have left: they ride in the next frame, whatever it carries."""
+        self._next_seq = 0
+        self.reset(stages, epoch=0)
+
+    def reset(self, stages: int, epoch: int) -> None:
+        """A new plan serves: what was in flight is void, and every live sequence is fed again from its tokens."""
+        self.stages = stages
+        self.epoch = epoch
+        self.next_number = 0
+        self.in_flight: deque[InFlight] = deque()
+        self.ops.clear()
+        for sequence in self.running.values():
+            sequence.rebuild()
+
+    # ---- requests
+
+    def submit(self, request: GenerationRequest, now: float) -> Sequence:
+        """Queue a request. Raises RequestError when it can never be served, CapacityError when the queue is full."""
+        self._check(request)
+        if len(self.waiting) >= self.limits.queue:
+            raise CapacityError(
+                f"{len(self.waiting)} requests are waiting already, the queue takes no more",
+                retry_after=1.0 + len(self.waiting) / max(1, self.limits.sequences),
+            )
+        sequence = Sequence(self._next_seq, request, now)
+        self._next_seq += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not request.prompt:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        if request.max_tokens < 1:
+            raise RequestError("max_tokens is at least 1", param="max_tokens")
+        total = len(request.prompt) + request.max_tokens
+        if total > self.limits.context:
+            raise RequestError(
+                f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens}"
+                f" exceed the context of {self.limits.context} tokens",
+                param="max_tokens",
+            )
+        if total > self.limits.kv_tokens:
+            raise RequestError(
+                f"{total} tokens exceed the K/V memory of this cluster, {self.limits.kv_tokens} tokens",
+                param="max_tokens",
+            )
+
+    def cancel(self, seq_id: int) -> None:
+        """The client is gone. Its stages hear of it by Evict in the next header."""
+        for sequence in self.waiting:
+            if sequence.seq_id == seq_id:
+                self.waiting.remove(sequence)
+                return
+        sequence_or_none = self.running.get(seq_id)
+        if sequence_or_none is not None:
+            self._leave(sequence_or_none)
+
+    # ---- out
+
+    def next_frame(self, now: float) -> Frame | None:
+        """The next frame to send, or None while there is nothing to do or the pipeline is full."""
+        self._admit_waiting()
+        segments = self._next_lane()
+        width = max((s.width for s in segments), default=0)
+        decode_rows = len(segments)
+        if not segments:
+            segments = self._next_chunks()
+        if not segments and not self.ops:
+            return None
+        return self._frame(tuple(segments), InFlight(now, decode_rows, width))
+
+    def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
+        ops = self.ops
+        self.ops = []
+        for segment in segments:
+            sequence = self.running[segment.seq_id]
+            ops.extend(sequence.ops)
+            sequence.ops = []
+            sequence.in_flight += 1
+        frame = Frame(self.epoch, self.next_number, tuple(ops), segments)
+        self.next_number += 1
+        self.in_flight.append(record)
+        return frame
+
+    def _admit_waiting(self) -> None:
+        while self.waiting and len(self.running) < self.limits.sequences:
+            held = sum(s.capacity for s in self.running.values())
+            if held + self.waiting[0].capacity > self.limits.kv_tokens:
+                return
+            sequence = self.waiting.popleft()
+            self.running[sequence.seq_id] = sequence
+
+    def _next_lane(self) -> list[Segment]:
+        """Windows of the lane that has waited longest, if the pipeline has room for another."""
+        decoding = [s for s in self.running.values() if s.admitted and not s.prefilling]
+        ready = [s for s in decoding if s.ready]
+        lanes = sum(1 for record in self.in_flight if record.decode_rows)
+        if not ready or lanes > self.stages:
+            return []
+        rows = ready[: -(-len(decoding) // self.stages)]
+        depth = self.depth(len(rows))
+        for sequence in rows:  # to the back: the next lane takes the others first
+            self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
+        return [self._window(sequence, depth) for sequence in rows]
+
+    def _window(self, sequence: Sequence, depth: int) -> Segment:
+        """`[last token, drafts …]`, asking for `depth` drafts to follow; never past the request's limit."""
+        drafts = sequence.drafts[: sequence.remaining - 1]
+        sequence.window_drafts, sequence.drafts = drafts, ()
+        return Segment(
+            sequence.seq_id,
+            sequence.take_window_number(),
+            position=len(sequence.tokens) - 1,
+            tokens=(sequence.tokens[-1], *drafts),
+            open=True,
+            sample=True,
+            drafts=min(depth, max(0, sequence.remaining - 2)),
+        )
+
+    def _next_chunks(self) -> list[Segment]:
+        """Prompt chunks for one frame: the oldest prompt first, others with what is left of the budget."""
+        if len(self.in_flight) > self.stages:
+            return []
+        budget = self.limits.step_tokens
+        segments: list[Segment] = []
+        for sequence in self.running.values():
+            size = min(self.limits.prefill_chunk, budget, sequence.goal - sequence.fed)
+            if size <= 0:
+                continue
+            segments.append(self._chunk(sequence, size))
+            budget -= size
+        return segments
+
+    def _chunk(self, sequence: Sequence, size: int) -> Segment:
+        if not sequence.admitted:
+            sequence.ops.append(sequence.admit_op())
+            sequence.admitted = True
+        start = sequence.fed
+        sequence.fed += size
+        last = not sequence.prefilling
+        return Segment(
+            sequence.seq_id,
+            sequence.take_window_number(),
+            position=start,
+            tokens=tuple(sequence.tokens[start : sequence.fed]),
+            sample=last,
+            drafts=min(self.depth(1), max(0, sequence.remaining - 2)) if last else 0,
+        )
+
+    # ---- back
+
+    def settle(self, frame: Frame, now: float) -> Settlement:
+        """Take a frame that came back, the oldest in flight. Raises ProtocolError when it is another."""
+        expected = self.next_number - len(self.in_flight)
+        if frame.number != expected or len(frame.outcomes) != len(frame.segments):
+            raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
+        self.in_flight.popleft()
+        settlement = Settlement()
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
+            sequence = self.running.get(segment.seq_id)
+            if sequence is not None:
+                sequence.in_flight -= 1
+                self._settle_segment(sequence, segment, outcome, now, settlement)
+        return settlement
+
+    def _settle_segment(
+        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
+    ) -> None:
+        if outcome.cancelled:
+            return
+        if segment.open:
+            sequence.windows += 1
+            sequence.ops.append(Commit(sequence.seq_id, segment.window, outcome.kept))
+            if outcome.kept < segment.width:
+                trim = segment.width - outcome.kept
+                to.rejections.append(
+                    Rejection(sequence.seq_id, segment.window, outcome.kept, trim)
+                )
+        else:
+            sequence.passed = segment.position + segment.width
+            progress = PrefillProgress(sequence.passed, sequence.goal, sequence.cached)
+            to.events.append((sequence.seq_id, progress))
+        if outcome.token is None:
+            return
+        sequence.prefilled = sequence.prefilled or now
+        tokens = sequence.emit(outcome)
+        sequence.drafts = outcome.drafts
+        if tokens:
+            chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
+            to.events.append((sequence.seq_id, chunk))
+        if sequence.finished is not None:
+            self._finish(sequence, sequence.finished, now, to)
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, now: float, to: Settlement
+    ) -> None:
+        to.events.append((sequence.seq_id, Finished(reason, sequence.stats(now))))
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self.running[sequence.seq_id]
+        if sequence.admitted:
+            self.ops.extend(sequence.ops)
+            self.ops.append(Evict(sequence.seq_id))
+
+    def check(self) -> None:
+        """Invariants, for tests and idle loops."""
+        assert len(self.running) <= self.limits.sequences
+        assert sum(s.capacity for s in self.running.values()) <= self.limits.kv_tokens
+        for sequence in self.running.values():
+            assert 0 <= sequence.fed <= sequence.goal <= len(sequence.tokens), sequence
+            assert sequence.remaining > 0 and sequence.in_flight >= 0, sequence
+            assert sequence.prefilling or sequence.in_flight <= self.stages + 2, sequence

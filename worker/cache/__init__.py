@@ -1,0 +1,1 @@
+"""What a stage keeps of its sequences, and how it rolls back (DESIGN §4)."""

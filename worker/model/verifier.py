@@ -1,0 +1,219 @@
+"""What only the last stage does: final norm, logits, the target's choice, comparing drafts with it, drafting on.
+
+Logits never leave this stage. For each window `[t0, d1 … dk]` the target's own tokens are computed at every row;
+a draft is right when it equals the target's token before it (coupled), or passes the ratio test. The hidden
+states of the kept rows feed the MTP head, which drafts what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mtp.acceptance import kept, ratio_targets
+from mtp.attention import KVFormat
+from mtp.drafter import Drafter, DraftJob, Drafts
+from mtp.filters import filtered
+from mtp.history import History
+from mtp.sampling import choose, logprobs
+from proto.errors import ProtocolError
+from proto.frame import Admit, Outcome, Segment, TokenLogprob
+from worker.cache.tail import Tail
+from worker.model.loader import StageModules
+from worker.model.stage import Run
+
+Key = tuple[int, int]
+"""(seq_id, window)"""
+
+
+class Verifier:
+    """The last stage's ends: norm, lm_head (or tied embedding), and the MTP head where the checkpoint has it."""
+
+    def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
+        self.norm = modules.norm
+        self.vocab = modules.config.vocab_size
+        self.spared = modules.config.eos_token_ids
+        embed = modules.embed_tokens
+        self.unembed = embed.as_linear if modules.lm_head is None else modules.lm_head
+        self.drafter = (
+            None
+            if modules.head is None
+            else Drafter(modules.head, embed, self.unembed, kv_format)
+        )
+        self.tails: dict[int, Tail] = {}
+
+    # ---- a sequence's life
+
+    def admit(self, op: Admit) -> None:
+        head = None if self.drafter is None else self.drafter.new_state()
+        history = History(self.vocab, op.prompt) if op.params.penalized else None
+        self.tails[op.seq_id] = Tail(op, head, history=history)
+
+    def evict(self, seq_id: int) -> None:
+        self.tails.pop(seq_id, None)
+
+    def save(self, seq_id: int) -> Tail:
+        """A copy of what this stage keeps, for a prefix entry; what the request wanted is not part of it."""
+        tail = self.tails[seq_id]
+        head = None if tail.head is None else tail.head.copy()
+        return Tail(tail.admitted, head, tokens=list(tail.tokens))
+
+    def restore(self, seq_id: int, saved: Tail) -> None:
+        """Start a just admitted sequence from a saved copy."""
+        tail = self.tails[seq_id]
+        tail.head = None if saved.head is None else saved.head.copy()
+        tail.take(saved.tokens)
+
+    # ---- one frame
+
+    def verify(
+        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
+    ) -> dict[Key, Outcome]:
+        """Decide every segment of `x [rows, hidden]`. `states` are evaluated on the way, so that they do not pile up.
+
+        Raises ProtocolError when drafts are wanted and this checkpoint has no head.
+        """
+        normed = self.norm(x)
+        logits = self._logits(normed, runs)
+        targets = {
+            _key(s): self._targets(self.tails[s.seq_id], s, rows) for s, rows in logits
+        }
+        mx.eval(normed, list(targets.values()), *states)
+        decided = {_key(s): self._decide(s, targets[_key(s)]) for s, _ in logits}
+        outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
+        self._settle(normed, runs, outcomes)
+        with_logprobs = self._with_logprobs(logits, outcomes)
+        return self._with_drafts(runs, with_logprobs)
+
+    def outcomes(
+        self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]
+    ) -> tuple[Outcome, ...]:
+        """Outcomes in the order of `segments`; a cancelled segment's says so."""
+        return tuple(
+            decided.get(_key(s)) or Outcome(s.seq_id, s.window, kept=0, cancelled=True)
+            for s in segments
+        )
+
+    def _logits(self, normed: mx.array, runs: Sequence[Run]) -> list[tuple[Segment, mx.array]]:
+        """Logit rows `[w, vocab]` of the segments that want any: all rows of a window, the last of a prompt."""
+        wanted: list[tuple[Segment, int, int]] = []
+        start = 0
+        for _, segment in runs:
+            end = start + segment.width
+            if segment.open:
+                wanted.append((segment, start, end))
+            elif segment.sample:
+                wanted.append((segment, end - 1, end))
+            start = end
+        if not wanted:
+            return []
+        rows = [i for _, first, last in wanted for i in range(first, last)]
+        selected = normed if len(rows) == normed.shape[0] else normed[mx.array(rows)]
+        logits = self.unembed(selected)
+        parts, row = [], 0
+        for segment, first, last in wanted:
+            parts.append((segment, logits[row : row + last - first]))
+            row += last - first
+        return parts
+
+    def _targets(self, tail: Tail, segment: Segment, logits: mx.array) -> mx.array:
+        """The target's token after each row: int32 `[w]`, lazy."""
+        params, rows = tail.params, logits.shape[0]
+        first = segment.position + segment.width - rows + 1
+        drafts, scores = segment.tokens[1:], tail.draft_scores
+        if scores is None or not segment.open or not drafts:
+            return choose(logits, params, first, tail.history, segment.tokens, self.spared)
+        target_scores = filtered(
+            logits, params, first, tail.history, segment.tokens, self.spared
+        )
+        return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
+
+    def _decide(self, segment: Segment, targets: mx.array) -> Outcome:
+        chosen = [int(t) for t in targets.tolist()]
+        if not segment.open:
+            return Outcome(segment.seq_id, segment.window, segment.width, chosen[0])
+        expected = self.tails[segment.seq_id].expected
+        count = kept(segment.tokens, chosen, expected)
+        token = chosen[count - 1] if count else None
+        return Outcome(segment.seq_id, segment.window, count, token)
+
+    def _settle(
+        self, normed: mx.array, runs: Sequence[Run], outcomes: Mapping[Key, Outcome]
+    ) -> None:
+        """Let verified tokens join their sequences' histories and their heads' pairs."""
+        start = 0
+        for _, segment in runs:
+            outcome, tail = outcomes[_key(segment)], self.tails[segment.seq_id]
+            if outcome.kept:
+                tokens = segment.tokens[: outcome.kept]
+                tail.take(tokens)
+                tail.expected = outcome.token
+                if tail.head is not None:
+                    tail.head.observe(
+                        normed[start : start + outcome.kept], tokens, outcome.token
+                    )
+            start += segment.width
+
+    def _with_logprobs(
+        self, logits: Sequence[tuple[Segment, mx.array]], outcomes: Mapping[Key, Outcome]
+    ) -> dict[Key, Outcome]:
+        """Add the target's log-probabilities of the tokens each outcome emits, where they are asked for."""
+        result = dict(outcomes)
+        for segment, rows in logits:
+            outcome = outcomes[_key(segment)]
+            top = self.tails[segment.seq_id].params.logprobs
+            if top is None or outcome.token is None:
+                continue
+            emitted = [outcome.token]
+            if segment.open:
+                emitted = [*segment.tokens[1 : outcome.kept], outcome.token]
+            result[_key(segment)] = replace(
+                outcome, logprobs=_token_logprobs(rows[: len(emitted)], emitted, top)
+            )
+        return result
+
+    def _with_drafts(
+        self, runs: Sequence[Run], outcomes: dict[Key, Outcome]
+    ) -> dict[Key, Outcome]:
+        jobs: dict[Key, DraftJob] = {}
+        for _, segment in runs:
+            tail, outcome = self.tails[segment.seq_id], outcomes[_key(segment)]
+            if not segment.drafts or outcome.token is None:
+                continue
+            if tail.head is None:
+                raise ProtocolError("drafts are wanted, but this checkpoint has no MTP head")
+            position = segment.position + outcome.kept
+            jobs[_key(segment)] = DraftJob(
+                tail.head, segment.drafts, outcome.token, position, tail.params, tail.history
+            )
+        if self.drafter is None:
+            return outcomes
+        drafts: Sequence[Drafts] = self.drafter.draft(list(jobs.values())) if jobs else ()
+        for key, drafted in zip(jobs, drafts, strict=True):
+            self.tails[key[0]].draft_scores = drafted.scores
+            outcomes[key] = replace(outcomes[key], drafts=drafted.tokens)
+        heads = [self.tails[s.seq_id].head for _, s in runs]
+        self.drafter.relieve([head for head in heads if head is not None])
+        return outcomes
+
+
+def _key(segment: Segment) -> Key:
+    return segment.seq_id, segment.window
+
+
+def _prompt_chunk(segment: Segment) -> Outcome:
+    return Outcome(segment.seq_id, segment.window, kept=segment.width)
+
+
+def _token_logprobs(
+    logits: mx.array, tokens: Sequence[int], top: int
+) -> tuple[TokenLogprob, ...]:
+    chosen, top_ids, top_values = logprobs(logits, tokens, top)
+    return tuple(
+        TokenLogprob(token, float(p), tuple(zip(ids, values, strict=True)))
+        for token, p, ids, values in zip(
+            tokens, chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True
+        )
+    )

@@ -1,0 +1,26 @@
+"""Hidden states as bytes and back, without going through a dtype numpy lacks (bfloat16)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_AS_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def to_bytes(x: mx.array) -> tuple[str, tuple[int, ...], memoryview]:
+    """dtype name, shape and buffer of `x`, evaluated. The buffer keeps the array alive; nothing is copied
+    beyond what MLX needs to make `x` contiguous."""
+    name = _NAMES[x.dtype]
+    plain = x.view(mx.uint16) if name == "bfloat16" else x
+    data = np.array(plain, copy=False)
+    return name, tuple(x.shape), memoryview(np.ascontiguousarray(data)).cast("B")
+
+
+def from_bytes(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> mx.array:
+    """Inverse of `to_bytes`; must run on the thread that computes with the result."""
+    flat = np.frombuffer(data, dtype=_AS_NUMPY[dtype]).reshape(shape)
+    array = mx.array(flat)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
