@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -45,7 +44,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, 2**31 - 1)
+        _within("top_k", self.top_k, 0, 2**31 - 1, whole=True)
         _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
@@ -53,9 +52,9 @@ class SamplingParams:
         _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("seed", self.seed, 0, 2**64 - 1)
+        _within("seed", self.seed, 0, 2**64 - 1, whole=True)
         if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
         if self.acceptance not in ("coupled", "ratio"):
             raise RequestError(
                 f"acceptance {self.acceptance!r}: choose coupled or ratio", param="acceptance"
@@ -66,6 +65,7 @@ class SamplingParams:
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
+            _within("logit_bias token", token, 0, 2**32 - 1, whole=True, param="logit_bias")
             _within(f"logit_bias[{token}]", bias, -100.0, 100.0, param="logit_bias")
 
     @property
@@ -98,24 +98,26 @@ class SamplingParams:
             raise ProtocolError(f"unknown sampling parameters: {sorted(map(str, unknown))}")
         try:
             return cls(**wire)
-        except (RequestError, TypeError) as error:
+        except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 
 
 def _within(
     name: str,
-    value: float,
+    value: object,
     low: float,
     high: float,
     *,
     low_open: bool = False,
+    whole: bool = False,
     param: str | None = None,
 ) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        raise RequestError(f"{name} is a number, got {value!r}", param=param or name)
-    if value > high or value < low or (low_open and value == low):
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(f"{name} is {kind}, got {value!r:.60}", param=param or name)
+    if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
+        shown = f" {value:g}" if abs(value) < 1e300 else ""  # a longer integer has no float
         raise RequestError(
-            f"{name} {value:g} is outside {bracket}{low:g}, {high:g}]", param=param or name
+            f"{name}{shown} is outside {bracket}{low:g}, {high:g}]", param=param or name
         )
