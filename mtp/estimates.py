@@ -1,0 +1,143 @@
+"""What the controller knows: how often drafts are kept, and what steps cost. Plain numbers in, plain numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+MEMORY_WINDOWS = 48
+"""Time constant of the acceptance estimate: noise of about 1/sqrt(96), and a change is seen in some 50 windows."""
+
+FADED_WINDOWS = 4
+"""How much an old acceptance counts when it is looked at again: as much as one probe."""
+
+FIRST_ACCEPTANCE = 0.75
+"""Of a first draft, before any was seen: a little below what published runs of Qwen3.5 heads show."""
+
+NEXT_ACCEPTANCE = 0.95
+"""Of a position never seen, over that of the position before it."""
+
+PRIOR_WINDOWS = 2.0
+"""How many windows those two count as."""
+
+
+class AcceptanceEstimate:
+    """The chance that draft i+1 of a window is kept once draft i was, by exponentially forgetting counts."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._seen: list[float] = []
+
+    def observe(self, width: int, kept: int) -> None:
+        """A window of `width` tokens of which `kept` were right. Drafts after the first wrong one say nothing."""
+        if not 1 <= kept <= width:
+            raise ValueError(f"{kept} of {width} tokens kept")
+        forget = 1 - 1 / MEMORY_WINDOWS
+        for position in range(min(kept, width - 1)):
+            if position == len(self._seen):
+                self._kept.append(0.0)
+                self._seen.append(0.0)
+            right = position + 1 < kept
+            self._kept[position] = self._kept[position] * forget + right
+            self._seen[position] = self._seen[position] * forget + 1
+
+    def by_position(self, depth: int) -> list[float]:
+        """The estimate for each of the first `depth` drafts, given that those before it were kept."""
+        chances: list[float] = []
+        for position in range(depth):
+            prior = NEXT_ACCEPTANCE * chances[-1] if chances else FIRST_ACCEPTANCE
+            kept, seen = 0.0, 0.0
+            if position < len(self._seen):
+                kept, seen = self._kept[position], self._seen[position]
+            chances.append((kept + PRIOR_WINDOWS * prior) / (seen + PRIOR_WINDOWS))
+        return chances
+
+    def fade(self, first: int) -> None:
+        """Make room for news at position `first` (0 is the first draft) and after."""
+        for position in range(first, len(self._seen)):
+            share = min(1.0, FADED_WINDOWS / max(self._seen[position], 1.0))
+            self._kept[position] *= share
+            self._seen[position] *= share
+
+
+def expected_kept(chances: Sequence[float]) -> float:
+    """Mean tokens a window brings whose drafts are each kept with `chances`, given those before them."""
+    total = reach = 1.0
+    for chance in chances:
+        reach *= chance
+        total += reach
+    return total
+
+
+FIRST_SAMPLES = 3
+"""Steps timed before a width has a cost: their median survives one outlier, such as a kernel's first use."""
+
+LEVEL_SAMPLES = 9
+MOST_SAMPLES = 64
+REFRESHED_SAMPLES = 6
+"""How many samples an old cost counts as when its width is measured again."""
+
+LARGEST_SURPRISE = 0.25
+"""A timing this far off, as a logarithm, counts as no further: hiccups of a shared machine."""
+
+
+class StepCosts:
+    """Cost of a step by width, as a logarithm, over a level that all widths share.
+
+        log seconds = level + relative[width] + noise
+
+    The level follows whatever slows every step alike (other programs, heat, a longer context), so a width that
+    was timed in quiet and one timed under load can still be compared.
+    """
+
+    def __init__(self) -> None:
+        self._relative: dict[int, float] = {}
+        self._samples: dict[int, int] = {}
+        self._first: dict[int, list[float]] = {}
+        self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
+
+    def observe(self, width: int, seconds: float) -> None:
+        logarithm = math.log(max(seconds, 1e-9))
+        self._samples[width] = self._samples.get(width, 0) + 1
+        if width not in self._relative:
+            self._meet(width, logarithm)
+            return
+        surprise = logarithm - self._level() - self._relative[width]
+        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
+        self._samples[width] = min(self._samples[width], MOST_SAMPLES)
+        self._relative[width] += surprise / self._samples[width]
+        self._recent.append(logarithm - self._relative[width])
+
+    def _meet(self, width: int, logarithm: float) -> None:
+        """One of the first samples of `width`. The first width met defines the level."""
+        first = self._first.setdefault(width, [])
+        first.append(logarithm - self._level() if self._recent else logarithm)
+        if len(first) < FIRST_SAMPLES:
+            return
+        if not self._recent:
+            self._recent.extend(first)
+            self._relative[width] = 0.0
+        else:
+            self._relative[width] = median(first)
+        del self._first[width]
+
+    def _level(self) -> float:
+        return median(self._recent)
+
+    def samples(self, width: int) -> int:
+        return self._samples.get(width, 0)
+
+    def refresh(self, width: int) -> None:
+        """`width` is about to be measured again: let the new samples count."""
+        self._samples[width] = min(self.samples(width), REFRESHED_SAMPLES)
+
+    def measured(self, width: int) -> bool:
+        return width in self._relative
+
+    def relative(self, width: int) -> float:
+        """Logarithm of the cost over the level; of a width not measured, the least it can be: a narrower one's."""
+        if width in self._relative:
+            return self._relative[width]
+        return max((cost for known, cost in self._relative.items() if known < width), default=0.0)
