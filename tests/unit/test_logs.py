@@ -1,0 +1,79 @@
+"""The log's two forms: the same facts as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from proto.logs import LogFormat, LogLevel, configure
+
+
+@pytest.fixture(autouse=True)
+def untouched_root() -> Iterator[None]:
+    """Give the root logger back as pytest set it up."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_is_one_object_a_record_with_the_fields_given() -> None:
+    """Each line parses by itself; what came through `extra` stands beside the message, with its type."""
+    out = io.StringIO()
+    configure(LogLevel.info, LogFormat.json, out)
+    logging.getLogger("coordinator.x").warning("worker %s lost", "mac-2", extra={"epoch": 3})
+    logging.getLogger("coordinator.x").info("two\nlines")
+    first, second = (json.loads(line) for line in out.getvalue().splitlines())
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "warning",
+        "logger": "coordinator.x",
+        "message": "worker mac-2 lost",
+        "epoch": 3,
+    }
+    assert second["message"] == "two\nlines"
+
+
+def test_json_carries_the_exception() -> None:
+    """A traceback is a field, so that the record stays one line."""
+    out = io.StringIO()
+    configure(LogLevel.info, LogFormat.json, out)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    (line,) = out.getvalue().splitlines()
+    assert "ValueError: bad" in json.loads(line)["exception"]
+
+
+def test_text_puts_fields_after_the_message() -> None:
+    """`field=value`, in the order given, before a traceback."""
+    out = io.StringIO()
+    configure(LogLevel.info, LogFormat.text, out)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("w").exception("lost", extra={"worker": "mac-2", "epoch": 3})
+    first, *rest = out.getvalue().splitlines()
+    assert first.endswith(" ERROR w: lost worker=mac-2 epoch=3")
+    assert rest[-1] == "ValueError: bad"
+
+
+def test_level_is_a_floor_for_every_logger() -> None:
+    """Below the level nothing is written, whoever logs it; warnings go to the log as well."""
+    out = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        configure(LogLevel.warning, LogFormat.text, out)
+        logging.getLogger("a.b").info("quiet")
+        warnings.warn("odd", UserWarning, stacklevel=1)
+    assert "quiet" not in out.getvalue()
+    assert "odd" in out.getvalue()
