@@ -12,7 +12,6 @@ Times are given by the caller, in seconds, and only ever subtracted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.request import (
@@ -24,6 +23,7 @@ from coordinator.request import (
     TokenChunk,
 )
 from coordinator.sequence import Sequence
+from mtp.controller import Controller
 from proto.errors import CapacityError, ProtocolError, RequestError
 from proto.frame import Commit, Evict, Frame, Op, Outcome, Segment
 
@@ -63,20 +63,17 @@ class InFlight:
     """A frame that has not returned: when it left, and how much of which work it carries."""
 
     sent: float
-    decode_rows: int
-    width: int
-
-
-DepthChooser = Callable[[int], int]
-"""Rows of a lane → how many drafts to ask for."""
+    alone: bool
+    """Nothing else was under way when it left."""
+    decode_rows: int = 0
 
 
 class Scheduler:
     """Queue, lanes and convoy of one plan. The caller sends what `next_frame` gives and returns what comes back."""
 
-    def __init__(self, stages: int, limits: Limits, depth: DepthChooser) -> None:
+    def __init__(self, stages: int, limits: Limits, controller: Controller) -> None:
         self.limits = limits
-        self.depth = depth
+        self.controller = controller
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.ops: list[Op] = []
@@ -143,13 +140,12 @@ class Scheduler:
         """The next frame to send, or None while there is nothing to do or the pipeline is full."""
         self._admit_waiting()
         segments = self._next_lane()
-        width = max((s.width for s in segments), default=0)
-        decode_rows = len(segments)
+        record = InFlight(now, not self.in_flight, len(segments))
         if not segments:
             segments = self._next_chunks()
         if not segments and not self.ops:
             return None
-        return self._frame(tuple(segments), InFlight(now, decode_rows, width))
+        return self._frame(tuple(segments), record)
 
     def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
         ops = self.ops
@@ -180,7 +176,7 @@ class Scheduler:
         if not ready or lanes > self.stages:
             return []
         rows = ready[: -(-len(decoding) // self.stages)]
-        depth = self.depth(len(rows))
+        depth = self.controller.choose(len(rows))
         for sequence in rows:  # to the back: the next lane takes the others first
             self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
         return [self._window(sequence, depth) for sequence in rows]
@@ -226,7 +222,7 @@ class Scheduler:
             position=start,
             tokens=tuple(sequence.tokens[start : sequence.fed]),
             sample=last,
-            drafts=min(self.depth(1), max(0, sequence.remaining - 2)) if last else 0,
+            drafts=min(self.controller.choose(), max(0, sequence.remaining - 2)) if last else 0,
         )
 
     # ---- back
@@ -236,7 +232,8 @@ class Scheduler:
         expected = self.next_number - len(self.in_flight)
         if frame.number != expected or len(frame.outcomes) != len(frame.segments):
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
-        self.in_flight.popleft()
+        record = self.in_flight.popleft()
+        self._observe(frame, record, now)
         settlement = Settlement()
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             sequence = self.running.get(segment.seq_id)
@@ -244,6 +241,24 @@ class Scheduler:
                 sequence.in_flight -= 1
                 self._settle_segment(sequence, segment, outcome, now, settlement)
         return settlement
+
+    def _observe(self, frame: Frame, record: InFlight, now: float) -> None:
+        """Tell the controller what a lane's step cost and kept.
+
+        A step that had the pipeline to itself held its sequences up from sending to return; one among others
+        holds up the whole pipeline for as long as its slowest stage takes.
+        """
+        if not record.decode_rows:
+            return
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
+            if not outcome.cancelled:
+                self.controller.observe_window(segment.width, outcome.kept)
+        widths = {(s.width, s.drafts) for s in frame.segments}
+        if len(widths) == 1:
+            ((width, drafted),) = widths
+            alone = record.alone and not self.in_flight
+            seconds = now - record.sent if alone else max(frame.stage_us) / 1e6
+            self.controller.observe_step(record.decode_rows, width, drafted, seconds)
 
     def _settle_segment(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement

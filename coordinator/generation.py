@@ -1,0 +1,149 @@
+"""The generation loop: requests into the scheduler, frames to the pipeline, outcomes back to whoever waits.
+
+It knows nothing of tokenization, HTTP or where the stages run. When a pipeline fails, every live sequence is kept
+as its tokens, and fed again to the next one; clients see a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from coordinator.pipeline import Pipeline, PipelineSource
+from coordinator.request import Finished, GenerationEvent, GenerationRequest
+from coordinator.scheduler import Scheduler, Settlement
+from proto.errors import ClusterError, NotReadyError
+
+log = logging.getLogger(__name__)
+
+RATE_WINDOW = 10.0
+"""Seconds over which tokens a second are counted for `status`."""
+
+
+class GenerationLoop:
+    """Serves requests over the pipelines a source gives. `start` and `close` bracket its life.
+
+    Everything but the pipeline runs on the event loop's thread, so the scheduler needs no lock.
+    """
+
+    def __init__(
+        self,
+        source: PipelineSource,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source = source
+        self.scheduler = scheduler
+        self.clock = clock
+        self.pipeline: Pipeline | None = None
+        self._listeners: dict[int, asyncio.Queue[GenerationEvent]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._emitted: deque[tuple[float, int]] = deque()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Acquire the first pipeline and begin to serve. Raises ClusterError when there is none to be had."""
+        await self._adopt(await self.source.acquire())
+        self._task = asyncio.create_task(self._serve(), name="generation loop")
+
+    async def close(self) -> None:
+        """End every open request with an error and stop."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._fail_all("the server is shutting down")
+        if self.pipeline is not None:
+            await self.pipeline.close()
+            self.pipeline = None
+
+    # ---- requests
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """See `coordinator.request.Generator`."""
+        if self._task is None or self._task.done():
+            raise NotReadyError("this server is not serving: it is starting or shutting down")
+        sequence = self.scheduler.submit(request, self.clock())
+        queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
+        self._listeners[sequence.seq_id] = queue
+        log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
+        try:
+            self._pump()
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            del self._listeners[sequence.seq_id]
+            self._abandon(sequence.seq_id)
+
+    def _abandon(self, seq_id: int) -> None:
+        """Nobody waits for a sequence any more; one that has finished is gone already."""
+        if seq_id in self.scheduler.running and self.pipeline is not None:
+            self.pipeline.cancel(seq_id)
+        self.scheduler.cancel(seq_id)
+        self._pump()
+
+    # ---- the loop
+
+    async def _serve(self) -> None:
+        """Receive for as long as there are pipelines. Ends when the source has none left to give."""
+        while True:
+            assert self.pipeline is not None
+            try:
+                frame = await self.pipeline.receive()
+                settlement = self.scheduler.settle(frame, self.clock())
+            except ClusterError as error:
+                if not await self._replace(self.pipeline, error):
+                    return
+                continue
+            self._deliver(settlement)
+            self._pump()
+
+    async def _replace(self, failed: Pipeline, error: ClusterError) -> bool:
+        log.warning("pipeline failed", extra={"epoch": failed.epoch, "error": str(error)})
+        self.pipeline = None
+        self.source.failed(failed, error)
+        await failed.close()
+        try:
+            await self._adopt(await self.source.acquire())
+        except ClusterError as final:
+            log.error("no plan can serve", extra={"error": str(final)})
+            self._fail_all(final.public)
+            return False
+        return True
+
+    async def _adopt(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.scheduler.reset(pipeline.stages, pipeline.epoch)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send whatever may be sent now."""
+        if self.pipeline is None:
+            return
+        while (frame := self.scheduler.next_frame(self.clock())) is not None:
+            self.pipeline.send(frame)
+
+    def _deliver(self, settlement: Settlement) -> None:
+        assert self.pipeline is not None
+        for r in settlement.rejections:
+            self.pipeline.rollback(r.seq_id, r.window, r.kept, r.trim)
+        for seq_id, event in settlement.events:
+            if seq_id in self._listeners:
+                self._listeners[seq_id].put_nowait(event)
+
+    def _fail_all(self, message: str) -> None:
+        """End every open request with an error event: never a cut."""
+        now = self.clock()
+        for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
+            if sequence.seq_id in self._listeners:
+                event = Finished("error", sequence.stats(now), error=message)
+                self._listeners[sequence.seq_id].put_nowait(event)
+            self.scheduler.cancel(sequence.seq_id)
