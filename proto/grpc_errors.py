@@ -17,7 +17,7 @@ from proto.errors import CapacityError, ClusterError, RequestError
 _CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
 
 _MAX_TEXT = 1000
-"""Characters of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
+"""Bytes of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def to_status(error: Exception) -> Status:
         return Status("INTERNAL", f"{type(error).__name__}: the log of that process says more")
     metadata: list[tuple[str, str | bytes]] = [(_CLASS, type(error).__name__)]
     if error.public != str(error):
-        metadata.append((_PUBLIC, error.public[:_MAX_TEXT].encode()))
+        metadata.append((_PUBLIC, _cut(error.public)))
     if isinstance(error, RequestError) and error.param is not None:
-        metadata.append((_PARAM, error.param[:_MAX_TEXT].encode()))
+        metadata.append((_PARAM, _cut(error.param)))
     if isinstance(error, CapacityError):
         metadata.append((_RETRY, repr(error.retry_after)))
-    return Status(error.grpc_status, str(error)[:_MAX_TEXT], tuple(metadata))
+    return Status(error.grpc_status, _text(_cut(str(error))), tuple(metadata))
 
 
 def from_status(
@@ -80,8 +80,12 @@ def _ours(found: dict[str, str | bytes], text: str, peer: str) -> ClusterError:
     return error
 
 
+def _cut(text: str) -> bytes:
+    return text.encode(errors="replace")[:_MAX_TEXT]
+
+
 def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode(errors="replace")
+    return value if isinstance(value, str) else value.decode(errors="ignore")
 
 
 def _seconds(value: str | bytes | None) -> float:

@@ -287,6 +287,17 @@ def check_refused(data: bytes) -> None:
     assert peak < 20 * len(data) + 2**20
 
 
+def test_gap_before_the_tensor_is_zero() -> None:
+    """What lies between header and tensor is checked, so that no byte of a message goes unread."""
+    frame = Frame(1, 2, segments=(Segment(1, 0, 0, (9,)),)).with_tensor("float32", (1, 1), bytes(4))
+    data = bytearray(encode(frame))
+    header_bytes = PREFIX.unpack_from(data)[2]
+    gap = -(PREFIX.size + header_bytes) % codec.ALIGNMENT
+    assert gap
+    data[PREFIX.size + header_bytes] = 1
+    check_refused(bytes(data))
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_bytes_are_refused(name: str) -> None:
     """Nothing but ProtocolError, a short message, memory bounded by the size of the input."""
