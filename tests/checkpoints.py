@@ -328,7 +328,7 @@ def _predicate(router: Choose | None, overrides: bool) -> Choose:
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if path == "fc" or (overrides and path.endswith("v_proj")):
             return False
-        if overrides and re.search(r"layers\.\d*[13579]\.mlp\.down_proj", path):
+        if overrides and re.search(r"layers\.\d*[13579]\.mlp\.(switch_mlp\.)?down_proj", path):
             return {"group_size": 32, "bits": 8}
         return True if router is None else router(path, module)
 

@@ -23,6 +23,7 @@ from mtp.checkpoint.names import (
     split_part,
 )
 from proto.errors import CheckpointError
+from proto.span import Span
 
 _INDEX = "model.safetensors.index.json"
 _SAMPLED_TENSORS = 1024
@@ -113,6 +114,21 @@ class Checkpoint:
     def _stored(self, part: str) -> set[str]:
         """Stored names a part is made of; both halves of a fused tensor name it, so a set."""
         return {name for source in self.plans[part].values() for name in source.stored}
+
+    def stage_parts(
+        self, span: Span, *, first: bool, last: bool, with_head: bool = True
+    ) -> tuple[str, ...]:
+        """The parts a stage holds: what a loader reads is what a planner counts.
+
+        Raises SpanError when the model has no such layers.
+        """
+        span.check_within(self.config.num_layers)
+        head = last and with_head and self.mtp.complete
+        tied = self.config.tie_word_embeddings
+        embed = first or head or (last and tied)
+        ends = ("norm", *(() if tied else ("lm_head",)), *(("mtp",) if head else ()))
+        layers = tuple(f"layers.{layer}" for layer in span)
+        return (*(("embed",) if embed else ()), *layers, *(ends if last else ()))
 
     def fingerprint(self) -> str:
         """Hex digest that two copies of the same weights share, however they are cut into files.

@@ -34,10 +34,12 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
             f"{checkpoint.path}: tensor {missing[0]} is missing; {_and_more(missing)}"
         )
     files: _Files = {}
-    return {
-        name: _cast(name, _build(checkpoint, source, files), dtype)
-        for name, source in checkpoint.plans[part].items()
-    }
+    weights = {}
+    for name, source in checkpoint.plans[part].items():
+        stored = [_load(checkpoint, tensor, files) for tensor in source.stored]
+        made = mx.stack(stored) if source.how == "stack" else _make(checkpoint, source, stored[0])
+        weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
+    return weights
 
 
 def _and_more(missing: tuple[str, ...]) -> str:
@@ -45,16 +47,13 @@ def _and_more(missing: tuple[str, ...]) -> str:
     return f"{more}download the checkpoint again, or convert it again"
 
 
-def _build(checkpoint: Checkpoint, source: Source, files: _Files) -> mx.array:
-    stored = [_load(checkpoint, name, files) for name in source.stored]
-    if source.how == "stack":
-        return mx.stack(stored)
+def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
     try:
-        return _TRANSFORMS[source.how](stored[0])
+        return _TRANSFORMS[source.how](stored)
     except (ValueError, IndexError) as error:
-        file = checkpoint.tensors[source.stored[0]].file
+        name = source.stored[0]
         raise CheckpointError(
-            f"{file}: tensor {source.stored[0]} has shape {stored[0].shape}: {error}"
+            f"{checkpoint.tensors[name].file}: tensor {name} has shape {stored.shape}: {error}"
         ) from error
 
 
@@ -71,8 +70,8 @@ def _load(checkpoint: Checkpoint, name: str, files: _Files) -> mx.array:
 
 
 def _shift(weight: mx.array) -> mx.array:
-    """Raw norms store an offset from 1; in fp32, so that the sum is rounded once."""
-    return (weight.astype(mx.float32) + 1.0).astype(weight.dtype)
+    """Raw norms store an offset from 1. The sum stays in fp32 here, so that a cast rounds it once."""
+    return weight.astype(mx.float32) + 1.0
 
 
 def _half(which: int) -> Callable[[mx.array], mx.array]:
@@ -89,7 +88,8 @@ _TRANSFORMS: dict[How, Callable[[mx.array], mx.array]] = {
 }
 
 
-def _cast(name: str, weight: mx.array, dtype: mx.Dtype | None) -> mx.array:
-    if dtype is None or name.endswith(_NEVER_CAST) or not mx.issubdtype(weight.dtype, mx.floating):
-        return weight
-    return weight.astype(dtype)
+def _dtype(name: str, stored: mx.Dtype, asked: mx.Dtype | None) -> mx.Dtype:
+    """What a parameter stored as `stored` becomes: packed integers and the exceptions stay as they are."""
+    if asked is None or name.endswith(_NEVER_CAST) or not mx.issubdtype(stored, mx.floating):
+        return stored
+    return asked

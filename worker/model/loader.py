@@ -49,23 +49,6 @@ class StageModules:
     head: MTPHead | None = None
 
 
-def stage_parts(
-    checkpoint: Checkpoint, span: Span, *, first: bool, last: bool, with_head: bool = True
-) -> tuple[str, ...]:
-    """The parts a stage loads, so that a planner counts the bytes a loader reads.
-
-    Raises SpanError when the model has no such layers.
-    """
-    span.check_within(checkpoint.config.num_layers)
-    head = last and with_head and checkpoint.mtp.complete
-    tied = checkpoint.config.tie_word_embeddings
-    parts = ["embed"] if first or head or (last and tied) else []
-    parts += [f"layers.{layer}" for layer in span]
-    if last:
-        parts += ["norm"] if tied else ["norm", "lm_head"]
-    return (*parts, "mtp") if head else tuple(parts)
-
-
 def load_stage(
     checkpoint: Checkpoint,
     span: Span,
@@ -84,7 +67,7 @@ def load_stage(
 
     Raises SpanError, CheckpointError naming tensor and file, and UsageError for a dtype that cannot run here.
     """
-    parts = stage_parts(checkpoint, span, first=first, last=last, with_head=with_head)
+    parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
@@ -103,18 +86,19 @@ def load_stage(
     )
 
 
-def _read(
-    checkpoint: Checkpoint, modules: dict[str, nn.Module], on_progress: Progress | None
-) -> None:
-    """Evaluate the modules' lazy weights, one part after another."""
+def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: Progress | None) -> None:
+    """Evaluate the modules' lazy weights, one after another."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
     for part, module in modules.items():
         if on_progress:
             on_progress(done, total)
-        mx.eval(module.parameters())
-        mx.clear_cache()  # what a cast or a split left over would add up, part by part
+        for weight in dict(tree_flatten(module.parameters())).values():
+            mx.eval(
+                weight
+            )  # one at a time: what it is cast, split or stacked from goes before the next
+        mx.clear_cache()
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
