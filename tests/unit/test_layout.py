@@ -22,7 +22,7 @@ MAY_IMPORT = {
 }
 """Our own packages each may import; coordinator also imports worker, in COMPOSITION_ROOTS alone."""
 
-COMPOSITION_ROOTS: set[str] = set()
+COMPOSITION_ROOTS = {"coordinator.local"}
 """Modules that put coordinator and worker together in one process."""
 
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "requests", "socket", "ssl", "starlette"}
