@@ -31,13 +31,31 @@ from worker.tensor import from_bytes, to_bytes
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What a stage holds: for status, and for tests that ask what a vanished request left behind."""
+class SequenceHolding:
+    """What a stage holds of one sequence."""
 
-    sequences: tuple[int, ...]
-    open_windows: int
-    prefixes: tuple[int, ...]
+    seq_id: int
+    committed: int
+    capacity: int
+    open_windows: tuple[int, ...]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class PrefixHolding:
+    """What a stage holds of one prefix entry."""
+
+    entry: int
+    length: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All a stage holds: for status, and for tests that ask what a vanished request left behind."""
+
+    sequences: tuple[SequenceHolding, ...]
+    prefixes: tuple[PrefixHolding, ...]
 
 
 class StageEngine:
@@ -93,11 +111,20 @@ class StageEngine:
 
     def holdings(self) -> Holdings:
         return Holdings(
-            sequences=tuple(sorted(self.sequences)),
-            open_windows=sum(len(s.stack.windows) for s in self.sequences.values()),
-            prefixes=tuple(sorted(self.prefixes)),
-            nbytes=sum(s.nbytes for s in self.sequences.values())
-            + sum(p.nbytes for p in self.prefixes.values()),
+            tuple(
+                SequenceHolding(
+                    seq_id,
+                    s.stack.committed,
+                    s.admitted.capacity,
+                    tuple(w.number for w in s.stack.windows),
+                    s.nbytes,
+                )
+                for seq_id, s in sorted(self.sequences.items())
+            ),
+            tuple(
+                PrefixHolding(entry, p.length, p.nbytes)
+                for entry, p in sorted(self.prefixes.items())
+            ),
         )
 
     # ---- header

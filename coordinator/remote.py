@@ -1,0 +1,125 @@
+"""A pipeline of workers: frames out to stage 0, results back from the last stage, signals to all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from coordinator.worker_client import WorkerClient
+from proto import cluster_pb2 as pb
+from proto.dataplane import RESULTS, TOKEN_BYTES, StreamBinding
+from proto.errors import ClusterError, WorkerLostError
+from proto.frame import Frame, decode, encode
+from proto.grpc_errors import from_status
+from proto.signal import Cancel, Rollback, Signal
+from worker.link import CHANNEL_OPTIONS, Link
+
+
+class RemotePipeline:
+    """Implements `coordinator.pipeline.Pipeline` over workers that have loaded their stages."""
+
+    def __init__(
+        self, workers: Sequence[WorkerClient], epoch: int, *, has_mtp: bool, hop_timeout: float
+    ) -> None:
+        self.epoch = epoch
+        self.stages = len(workers)
+        self.has_mtp = has_mtp
+        self.workers = tuple(workers)
+        self.hop_timeout = hop_timeout
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+        self._failure: ClusterError | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self, worker_ids: Sequence[str]) -> None:
+        """Bind every stage into the plan, the last first, then open both ends of the data plane.
+
+        Raises what the first refusal stands for.
+        """
+        me = self.workers[0].me
+        for stage in reversed(range(self.stages)):
+            last = stage == self.stages - 1
+            await self.workers[stage].connect(
+                pb.ConnectRequest(
+                    coordinator=me,
+                    epoch=self.epoch,
+                    stage=stage,
+                    num_stages=self.stages,
+                    next_address="" if last else self.workers[stage + 1].address,
+                    next_worker_id="" if last else worker_ids[stage + 1],
+                    plan_token=self._token,
+                    hop_timeout_ms=int(self.hop_timeout * 1000),
+                )
+            )
+        self._channel = grpc.aio.insecure_channel(
+            self.workers[-1].address, options=CHANNEL_OPTIONS
+        )
+        self._reader = asyncio.create_task(self._read(self._binding(self.stages - 1)))
+        self._link = Link(
+            self.workers[0].address,
+            self._binding(0),
+            timeout=self.hop_timeout,
+            on_failure=self.fail,
+        )
+        await self._link.open()
+
+    def _binding(self, stage: int) -> StreamBinding:
+        return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
+
+    # ---- frames
+
+    def send(self, frame: Frame) -> None:
+        self._link.send(encode(frame))
+
+    async def receive(self) -> Frame:
+        result = await self._results.get()
+        if isinstance(result, ClusterError):
+            self._results.put_nowait(result)  # for every later call too
+            raise result
+        return result
+
+    def fail(self, error: ClusterError) -> None:
+        """The plan can go on no longer; the first cause is the one told."""
+        if self._failure is None:
+            self._failure = error
+            self._results.put_nowait(error)
+
+    async def _read(self, binding: StreamBinding) -> None:
+        address = self.workers[-1].address
+        call = self._channel.unary_stream(RESULTS)(b"", metadata=binding.to_metadata())
+        try:
+            async for data in call:
+                self._results.put_nowait(decode(data))
+            self.fail(WorkerLostError(f"{address} ended its results"))
+        except grpc.aio.AioRpcError as error:
+            details = error.details()
+            self.fail(
+                from_status(error.code().name, details, error.trailing_metadata(), address)
+            )
+        except ClusterError as error:
+            self.fail(error)
+
+    # ---- signals
+
+    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+        self._broadcast(Signal(self.epoch, Rollback(seq_id, window, kept, trim)))
+
+    def cancel(self, seq_id: int) -> None:
+        self._broadcast(Signal(self.epoch, Cancel(seq_id)))
+
+    def _broadcast(self, signal: Signal) -> None:
+        for worker in self.workers:
+            worker.signal(signal)
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+            await self._link.close()
+            await self._channel.close()

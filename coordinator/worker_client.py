@@ -1,0 +1,171 @@
+"""One worker as the coordinator calls it: control calls with deadlines, and the Signals stream both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.errors import ClusterError, DeadlineError, WorkerLostError
+from proto.frame import VERSION
+from proto.grpc_errors import from_status
+from proto.signal import Heartbeat, Hello, Signal, check_version, to_message
+from worker.link import CHANNEL_OPTIONS
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DESCRIBE_SECONDS = 30.0
+"""A first Describe computes the fingerprint of a large checkpoint on a cold disk."""
+
+CONTROL_SECONDS = 15.0
+LOAD_SILENCE_SECONDS = 120.0
+"""A load that reports no progress for so long is stuck: one part of a large model on a slow disk takes seconds."""
+
+PULSES_A_TIMEOUT = 6
+"""Pulses asked for within one failure timeout: a few may be late without a false alarm."""
+
+
+class WorkerClient:
+    """Calls to the worker at `address`. Errors are those of proto/errors.py, naming the worker."""
+
+    def __init__(self, address: str, me: pb.Coordinator) -> None:
+        self.address = address
+        self.me = me
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.WorkerStub(self._channel)
+        self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.pulse: pb.WorkerPulse | None = None
+        self.pulse_at = 0.0
+
+    # ---- control
+
+    async def describe(
+        self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
+    ) -> pb.WorkerInfo:
+        """Raises VersionError for a worker of another release, WorkerLostError when nobody answers."""
+        request = pb.DescribeRequest(protocol_version=VERSION, coordinator=self.me, model=model)
+        info: pb.WorkerInfo = await self._call(self._stub.Describe(request, timeout=timeout))
+        check_version(info.protocol_version)
+        return info
+
+    async def load(
+        self, request: pb.LoadRequest, on_progress: Callable[[int, int], None]
+    ) -> pb.LoadResult:
+        """Have the worker load a stage; `on_progress(done, total)` in bytes."""
+        stream = self._stub.Load(request)
+        try:
+            while True:
+                message = await asyncio.wait_for(stream.read(), LOAD_SILENCE_SECONDS)
+                if message is grpc.aio.EOF:
+                    raise WorkerLostError(f"{self.address} ended the load without a result")
+                if message.WhichOneof("body") == "result":
+                    result: pb.LoadResult = message.result
+                    return result
+                on_progress(message.progress.done, message.progress.total)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.address} made no progress loading for {LOAD_SILENCE_SECONDS:g} s"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
+
+    async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+        reply: pb.ConnectReply = await self._call(
+            self._stub.Connect(request, timeout=CONTROL_SECONDS)
+        )
+        return reply
+
+    async def unload(self, epoch: int) -> None:
+        request = pb.UnloadRequest(coordinator=self.me, epoch=epoch)
+        await self._call(self._stub.Unload(request, timeout=CONTROL_SECONDS))
+
+    async def holdings(self) -> pb.HoldingsReply:
+        request = pb.HoldingsRequest(coordinator=self.me)
+        reply: pb.HoldingsReply = await self._call(
+            self._stub.Holdings(request, timeout=CONTROL_SECONDS)
+        )
+        return reply
+
+    # ---- signals
+
+    def watch(
+        self,
+        failure_timeout: float,
+        on_pulse: Callable[[pb.WorkerPulse], None],
+        on_lost: Callable[[ClusterError], None],
+    ) -> None:
+        """Open the Signals stream: beat, and hear pulses. `on_lost` is called once, when it ends or falls silent."""
+        interval = failure_timeout / PULSES_A_TIMEOUT
+        self._tasks = [
+            asyncio.create_task(self._hear(failure_timeout, interval, on_pulse, on_lost)),
+            asyncio.create_task(self._beat(interval)),
+        ]
+
+    def signal(self, signal: Signal) -> None:
+        self._signals.put_nowait(to_message(signal))
+
+    async def _outgoing(self, interval: float) -> AsyncIterator[pb.Signal]:
+        yield to_message(Signal(0, Hello(self.me.id, self.me.name, int(interval * 1000))))
+        while True:
+            yield await self._signals.get()
+
+    async def _beat(self, interval: float) -> None:
+        for number in itertools.count(1):
+            self.signal(Signal(0, Heartbeat(number)))
+            await asyncio.sleep(interval)
+
+    async def _hear(
+        self,
+        failure_timeout: float,
+        interval: float,
+        on_pulse: Callable[[pb.WorkerPulse], None],
+        on_lost: Callable[[ClusterError], None],
+    ) -> None:
+        call = self._stub.Signals(self._outgoing(interval))
+        try:
+            while True:
+                pulse = await asyncio.wait_for(call.read(), failure_timeout)
+                if pulse is grpc.aio.EOF:
+                    raise WorkerLostError(f"{self.address} closed its signal stream")
+                self.pulse, self.pulse_at = pulse, time.monotonic()
+                on_pulse(pulse)
+        except TimeoutError:
+            on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
+        except grpc.aio.AioRpcError as error:
+            on_lost(self._translate(error))
+        except ClusterError as error:
+            on_lost(error)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self._channel.close()
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: Any) -> ClusterError:
+        return from_status(
+            error.code().name, error.details(), error.trailing_metadata(), self.address
+        )

@@ -1,0 +1,301 @@
+"""The worker's gRPC face: protobuf calls and raw frame streams, turned into calls on the node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import mlx.core as mx
+
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.dataplane import FRAMES, RESULTS, SERVICE, StreamBinding
+from proto.errors import AccessError, ClusterError, ProtocolError
+from proto.frame import VERSION
+from proto.grpc_errors import to_status
+from proto.signal import Hello, check_version, from_message
+from worker import hardware
+from worker.link import CHANNEL_OPTIONS
+from worker.model.loader import DTYPES
+from worker.node import WorkerNode
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+STOP_SECONDS = 1.0
+"""How long open calls may take to end when the server stops."""
+
+
+class WorkerService(pb_grpc.WorkerServicer):
+    """Control calls. Every ClusterError becomes its gRPC status."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
+        return await _answer(context, self._describe(request))
+
+    async def _describe(self, request: pb.DescribeRequest) -> pb.WorkerInfo:
+        check_version(request.protocol_version)
+        node, identity = self.node, self.node.identity
+        node.release_lapsed()
+        info = pb.WorkerInfo(
+            protocol_version=VERSION,
+            package_version=version("mtp-cluster"),
+            worker_id=identity.id,
+            name=identity.name,
+            hardware=hardware.describe(identity.memory_limit, list(DTYPES)),
+            model=identity.models.own.name if identity.models.own else "",
+            state=node.state,
+            uptime_ms=int((time.monotonic() - identity.started) * 1000),
+        )
+        if identity.pinned is not None:
+            info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
+        if request.HasField("model"):
+            info.fingerprint = await asyncio.to_thread(
+                identity.models.fingerprint_of, request.model
+            )
+        if node.claim is not None:
+            info.claimed_by.CopyFrom(pb.Coordinator(id=node.claim.id, name=node.claim.name))
+        if node.key is not None:
+            info.loaded.CopyFrom(_loaded(node))
+        return info
+
+    async def Load(
+        self, request: pb.LoadRequest, context: Context
+    ) -> AsyncIterator[pb.LoadProgress]:
+        progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
+
+        def on_progress(done: int, total: int) -> None:
+            progress.put_nowait(pb.LoadProgress(progress=pb.LoadBytes(done=done, total=total)))
+
+        task = asyncio.create_task(self.node.load(request, on_progress))
+        task.add_done_callback(lambda _: progress.put_nowait(pb.LoadProgress()))
+        try:
+            while (message := await progress.get()).WhichOneof("body"):
+                yield message
+            yield pb.LoadProgress(result=await task)
+        except ClusterError as error:
+            await _abort(context, error)
+        finally:
+            task.cancel()
+
+    async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
+        return await _answer(context, self.node.connect(request))
+
+    async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
+        async def unload() -> pb.UnloadReply:
+            self.node.unload(request)
+            return pb.UnloadReply(memory_used=mx.get_active_memory())
+
+        return await _answer(context, unload())
+
+    async def Holdings(self, request: pb.HoldingsRequest, context: Context) -> pb.HoldingsReply:
+        return await _answer(context, self._holdings())
+
+    async def _holdings(self) -> pb.HoldingsReply:
+        node = self.node
+        reply = pb.HoldingsReply(
+            epoch=node.epoch,
+            memory_used=mx.get_active_memory(),
+            queued_in=node.thread.queued,
+            queued_out=node.link.queued if node.link else 0,
+        )
+        engine = node.engine
+        if engine is not None:
+            held = await node.thread.call(engine.holdings)
+            reply.sequences.extend(
+                pb.SequenceHolding(
+                    seq_id=s.seq_id,
+                    length=s.committed,
+                    capacity=s.capacity,
+                    open_windows=s.open_windows,
+                    bytes=s.nbytes,
+                )
+                for s in held.sequences
+            )
+            reply.prefixes.extend(
+                pb.PrefixHolding(entry=p.entry, length=p.length, bytes=p.nbytes)
+                for p in held.prefixes
+            )
+        return reply
+
+    async def Signals(
+        self, requests: AsyncIterator[pb.Signal], context: Context
+    ) -> AsyncIterator[pb.WorkerPulse]:
+        try:
+            first = from_message(await anext(requests))
+            if not isinstance(first.body, Hello):
+                raise ProtocolError("the first signal is a hello")
+            hello = first.body
+            holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
+            self.node.hold(holder)
+        except ClusterError as error:
+            await _abort(context, error)
+            return
+        except StopAsyncIteration:
+            return
+        heard = Heard()
+        reader = asyncio.create_task(self._read_signals(requests, holder, heard))
+        try:
+            number = 0
+            while not reader.done():
+                number += 1
+                yield self._pulse(number, heard.heartbeat)
+                await asyncio.wait({reader}, timeout=hello.pulse_ms / 1000)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await reader
+        except ClusterError as error:
+            await _abort(context, error)
+        finally:
+            reader.cancel()
+            # The coordinator is gone, or left us: nobody waits for what we hold of its requests.
+            if self.node.claim is not None and self.node.claim.id == holder.id:
+                self.node.release()
+
+    async def _read_signals(
+        self, requests: AsyncIterator[pb.Signal], holder: pb.Coordinator, heard: Heard
+    ) -> None:
+        async for message in requests:
+            signal = from_message(message)
+            self.node.hold(holder)
+            if message.WhichOneof("body") == "heartbeat":
+                heard.heartbeat = message.heartbeat.number
+            elif signal.epoch == self.node.epoch:
+                self.node.signal(signal)
+
+    def _pulse(self, number: int, heartbeat: int) -> pb.WorkerPulse:
+        node, traffic, link = self.node, self.node.traffic, self.node.link
+        engine = node.engine
+        pulse = pb.WorkerPulse(
+            number=number,
+            worker_id=node.identity.id,
+            state=node.state,
+            epoch=node.binding.epoch if node.binding else 0,
+            heartbeat=heartbeat,
+            frames_done=engine.frames_done if engine else 0,
+            queued_in=node.thread.queued,
+            queued_out=link.queued if link else 0,
+            engine_stall_ms=int(node.thread.stall * 1000),
+            link_stall_ms=int(link.stall * 1000) if link else 0,
+            busy_us=node.thread.busy_us,
+            memory_used=mx.get_active_memory(),
+            memory_peak=mx.get_peak_memory(),
+            sequences=len(engine.sequences) if engine else 0,
+            prefix_entries=len(engine.prefixes) if engine else 0,
+            rows_done=traffic.rows,
+            segments_skipped=traffic.skipped,
+            bytes_in=traffic.bytes_in,
+            bytes_out=traffic.bytes_out,
+            messages_in=traffic.messages_in,
+            messages_out=traffic.messages_out,
+        )
+        if node.fault is not None:
+            pulse.fault.CopyFrom(node.fault)
+        return pulse
+
+
+class Heard:
+    """The newest heartbeat a Signals stream brought."""
+
+    heartbeat = 0
+
+
+class DataPlane:
+    """The two raw byte streams."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
+                RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
+            },
+        )
+
+    async def frames(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[bytes]:
+        """Frames from the stage before, or from the coordinator."""
+        try:
+            binding = self.node.check_stream(_stream_binding(context))
+            await context.send_initial_metadata(())
+            async for data in requests:
+                self.node.take(data, binding)
+        except ClusterError as error:
+            await _abort(context, error)
+        for nothing in ():  # the stream goes one way; this makes it a generator
+            yield nothing
+
+    async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
+        """Frames that have been through the last stage, for the coordinator."""
+        try:
+            binding = self.node.check_stream(_stream_binding(context))
+            if not binding.last:
+                raise AccessError(f"stage {binding.stage} is not the last: it has no results")
+            queue = self.node.results
+            await context.send_initial_metadata(())
+            while isinstance(item := await queue.get(), bytes):
+                yield item
+            raise item
+        except ClusterError as error:
+            await _abort(context, error)
+
+
+def make_server(node: WorkerNode) -> grpc.aio.Server:
+    """A server with both planes; the caller adds a port."""
+    server = grpc.aio.server(
+        options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)), maximum_concurrent_rpcs=64
+    )
+    pb_grpc.add_WorkerServicer_to_server(WorkerService(node), server)
+    server.add_generic_rpc_handlers((DataPlane(node).handler(),))
+    return server
+
+
+def _loaded(node: WorkerNode) -> pb.LoadedStage:
+    key = node.key
+    assert key is not None
+    return pb.LoadedStage(
+        epoch=node.epoch,
+        span=pb.Span(start=key.span.start, end=key.span.end),
+        first=key.first,
+        last=key.last,
+        fingerprint=key.fingerprint,
+        dtype=key.dtype,
+        kv_bits=key.kv_bits,
+        mtp=key.mtp,
+        weight_bytes=node.weight_bytes,
+    )
+
+
+def _stream_binding(context: Context) -> StreamBinding:
+    metadata: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+    return StreamBinding.from_metadata(metadata)
+
+
+async def _answer(context: Context, work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except ClusterError as error:
+        await _abort(context, error)
+        raise  # abort raises; this tells the type checker
+
+
+async def _abort(context: Context, error: ClusterError) -> None:
+    log.info("call refused", extra={"error": str(error)})
+    status = to_status(error)
+    await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+
+

@@ -1,0 +1,39 @@
+"""What makes two loaded stages the same: if nothing here differs, weights need not be read again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proto import cluster_pb2 as pb
+from proto.errors import UsageError
+from proto.span import Span
+
+KV_BITS = (0, 4, 8)
+
+
+@dataclass(frozen=True)
+class StageKey:
+    """A stage as Load asks for it, apart from the epoch and the budgets."""
+
+    fingerprint: str
+    span: Span
+    first: bool
+    last: bool
+    dtype: str
+    kv_bits: int
+    mtp: bool
+
+    @classmethod
+    def of(cls, request: pb.LoadRequest) -> StageKey:
+        """Raises SpanError or UsageError for values no stage can have."""
+        if request.kv_bits not in KV_BITS:
+            raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
+        return cls(
+            fingerprint=request.model.fingerprint,
+            span=Span(request.span.start, request.span.end),
+            first=request.first,
+            last=request.last,
+            dtype=request.dtype,
+            kv_bits=request.kv_bits,
+            mtp=request.mtp,
+        )
