@@ -119,6 +119,20 @@ class ChatParser:
         return list(calls)
 
 
+def join_parts(parts: Iterable[Part]) -> list[Part]:
+    """The same parts with neighbouring pieces of one text joined."""
+    joined: list[Part] = []
+    for part in parts:
+        match (joined[-1] if joined else None, part):
+            case (Content(before), Content(text)):
+                joined[-1] = Content(before + text)
+            case (Reasoning(before), Reasoning(text)):
+                joined[-1] = Reasoning(before + text)
+            case _:
+                joined.append(part)
+    return joined
+
+
 class _Lines:
     """Holds line breaks at the end of a text until it is known whether text follows them.
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.chat import ChatParser, Content, Part, Reasoning, ToolCall
+from coordinator.chat import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
 from coordinator.model_info import eos_ids, generation_defaults
 from coordinator.tokenizer import Tokenizer
 from proto.errors import CheckpointError, RequestError
@@ -24,7 +24,10 @@ WEATHER = {
         "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +161,7 @@ def parse(tokenizer: Tokenizer, text: str, step: int, **options: Any) -> list[Pa
     parts: list[Part] = []
     for start in range(0, len(text), step):
         parts += parser.add(text[start : start + step])
-    parts += parser.finish()
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
+    return join_parts([*parts, *parser.finish()])
 
 
 STEPS = pytest.mark.parametrize("step", [1, 3, 7, 1000])

@@ -1,0 +1,42 @@
+"""The app: routers, keys, errors, joined. Follow a request from chat.py or completions.py through delivery.py."""
+
+from __future__ import annotations
+
+from fastapi import Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from coordinator.api import chat, completions, errors, health, models
+from coordinator.api.body import require_key
+from coordinator.api.context import Api, ApiOptions
+from coordinator.metrics import Metrics
+from coordinator.model_info import ModelInfo
+from coordinator.request import Generator
+from coordinator.status import StatusSource
+from coordinator.tokenizer import Tokenizer
+
+
+def create_app(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    status: StatusSource,
+    options: ApiOptions | None = None,
+) -> FastAPI:
+    """An ASGI app that serves one model. It starts and stops nothing: its parts belong to the caller."""
+    options = options or ApiOptions()
+    # No generated pages: they would load scripts from elsewhere, and bodies are checked by our own hand.
+    app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.api = Api(generator, tokenizer, model, status, options, Metrics(status))
+    for router in (chat.router, completions.router, models.router, health.router):
+        app.include_router(router, dependencies=[Depends(require_key)])
+    app.include_router(health.open_router)
+    errors.install(app)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app

@@ -1,0 +1,44 @@
+"""What operators and their tools ask: does it live, does it serve, how does it do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.context import api_of
+from proto.errors import NotReadyError
+
+open_router = APIRouter()
+"""For load balancers and supervisors, which have no key and learn nothing but yes or no."""
+
+router = APIRouter()
+
+
+@open_router.get("/health")
+async def health() -> Response:
+    """The process answers. It may not serve yet: see /ready."""
+    return JSONResponse({"status": "ok"})
+
+
+@open_router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 while a plan is serving, 503 with Retry-After otherwise."""
+    if not api_of(request).status.status().ready:
+        raise NotReadyError("no plan is serving yet")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """The whole cluster, as `coordinator.status` describes it."""
+    return JSONResponse(asdict(api_of(request).status.status()))
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(api_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
