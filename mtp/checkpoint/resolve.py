@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -21,8 +21,6 @@ BUILTIN = "builtin"
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """What a checkpoint and its tokenizer are made of; a repo's other formats are not fetched."""
 
-_REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-
 
 def resolve_model(name: str) -> Path:
     """The directory of model `name`: `builtin`, a directory, or a hub repo as `Qwen/Qwen3.5-4B`.
@@ -33,17 +31,23 @@ def resolve_model(name: str) -> Path:
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if not _REPO.fullmatch(name):
-        raise CheckpointError(
-            f"model {name!r:.200}: no such directory; give a directory, a hub repo as Qwen/Qwen3.5-4B, or "
-            f"{BUILTIN}"
-        )
+    if "/" not in name:
+        raise _unknown(name)
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+    except HFValidationError:
+        raise _unknown(name) from None
     except LocalEntryNotFoundError:
         return _download(name)
+
+
+def _unknown(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"model {name!r:.200}: no such directory; give a directory, a hub repo as Qwen/Qwen3.5-4B, or "
+        f"{BUILTIN}"
+    )
 
 
 def _download(repo: str) -> Path:

@@ -1,0 +1,140 @@
+"""`mtp-coord inspect MODEL`: what a checkpoint holds, whether its MTP head is there, who would hold what."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.model_costs import model_costs
+from coordinator.plan import NodeSpec, make_plan
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.report import report
+from mtp.checkpoint.resolve import resolve_model
+from proto.errors import SpanError
+from proto.size import format_size
+from proto.span import Span
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A directory, a hub repo, or 'builtin'.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Show what each of N nodes would hold.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a checkpoint's layers, sizes, quantization and MTP head. Reads headers only, no weights."""
+    checkpoint = Checkpoint.open(resolve_model(model))
+    facts = report(checkpoint, _cut(checkpoint, nodes))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console()
+    console.print(_summary(model, facts))
+    console.print(_node_table(facts))
+
+
+def _cut(checkpoint: Checkpoint, nodes: int) -> tuple[Span, ...]:
+    """The spans the planner gives `nodes` equal machines with room for anything.
+
+    Raises SpanError for more nodes than layers.
+    """
+    if nodes > checkpoint.config.num_layers:
+        raise SpanError(
+            f"--nodes {nodes}: the model has {checkpoint.config.num_layers} layers, and a node takes one "
+            "or more"
+        )
+    specs = [NodeSpec(name=f"node {number}", memory_limit=_ENDLESS) for number in range(nodes)]
+    return tuple(stage.span for stage in make_plan(model_costs(checkpoint), specs).stages)
+
+
+_ENDLESS = 2**60
+
+
+def _summary(model: str, facts: dict[str, Any]) -> Table:
+    table = Table(title=escape(model), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    kinds = Counter(facts["layer_kinds"])
+    sizes = facts["bytes"]
+    table.add_row("architecture", facts["model_type"])
+    table.add_row(
+        "layers",
+        f"{facts['num_layers']}: {kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention",
+    )
+    table.add_row("parameters", f"{facts['parameters']:,}")
+    table.add_row("context", f"{facts['max_positions']:,} tokens")
+    table.add_row(
+        "stored as", ", ".join(f"{d} {format_size(n)}" for d, n in facts["dtypes"].items())
+    )
+    table.add_row("quantization", _quantization(facts["quantization"]))
+    table.add_row("norms", _NORMS[facts["norms"]])
+    table.add_row("MTP head", _mtp(facts["mtp"]))
+    table.add_row("embedding", format_size(sizes["embed"]))
+    table.add_row("a layer", _range(sizes["layers"]))
+    table.add_row(
+        "lm_head", "tied" if facts["tie_word_embeddings"] else format_size(sizes["lm_head"])
+    )
+    table.add_row("MTP", format_size(sizes["mtp"]))
+    table.add_row("all parts", format_size(sizes["total"]))
+    if sizes["vision"]:
+        table.add_row("vision", f"{format_size(sizes['vision'])}, not used")
+    if unknown := facts["unknown_tensors"]:
+        table.add_row(
+            "unknown", f"[red]{len(unknown)} tensors of no part: {escape(unknown[0])}, …[/red]"
+        )
+    return table
+
+
+_NORMS = {
+    "raw": "raw (offsets from 1, as Qwen publishes them)",
+    "shifted": "shifted (as used; converted for MLX)",
+}
+
+
+def _quantization(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    text = f"{found['bits']} bit, groups of {found['group_size']}, {found['mode']}"
+    overrides = Counter(
+        "unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values()
+    )
+    return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
+
+
+def _mtp(mtp: dict[str, Any]) -> str:
+    missing = mtp["missing"]
+    if mtp["complete"]:
+        return "complete"
+    if mtp["present"]:
+        first = escape(missing[0])
+        return f"[red]incomplete[/red]: {len(missing)} tensors missing, the first {first}"
+    if mtp["announced"]:
+        return "[yellow]none[/yellow]: config.json announces one, its tensors are missing"
+    return "none"
+
+
+def _node_table(facts: dict[str, Any]) -> Table:
+    title = f"what each of {len(facts['nodes'])} equal nodes would hold"
+    table = Table(title=title, title_justify="left")
+    for heading in ("stage", "layers", "GDN", "attention", "size"):
+        table.add_column(heading, justify="right")
+    table.add_column("and")
+    for node in facts["nodes"]:
+        row = [
+            node["stage"],
+            node["layers"],
+            node["gdn"],
+            node["attention"],
+            format_size(node["bytes"]),
+        ]
+        table.add_row(*map(str, row), ", ".join(node["ends"]))
+    return table
+
+
+def _range(sizes: list[int]) -> str:
+    smallest, largest = format_size(min(sizes)), format_size(max(sizes))
+    return smallest if smallest == largest else f"{smallest} to {largest}"

@@ -1,0 +1,56 @@
+"""What a person may call a model, and what each name leads to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.resolve import resolve_model
+from proto.errors import CheckpointError
+from tests.conftest import Checkpoints
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache and no network, whatever this machine has."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
+    """`builtin` is the package's own; a directory is taken as it is, `~` included."""
+    assert resolve_model("builtin") == checkpoint_dir()
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model("~") == Path.home()
+
+
+def test_a_cached_repo_is_found_without_the_network(
+    offline: Path, checkpoints: Checkpoints
+) -> None:
+    """The standard cache's layout is read, and nothing is asked of the hub."""
+    commit = "0" * 40
+    repo = offline / "models--someone--some-model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copytree(checkpoints(), repo / "snapshots" / commit)
+    assert (resolve_model("someone/some-model") / "config.json").is_file()
+
+
+def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:
+    """Not cached and offline: the name, the reason and the alternatives in one line."""
+    with pytest.raises(CheckpointError, match=r"someone/else.*cannot be reached.*builtin"):
+        resolve_model("someone/else")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing-here", "./nothing/here", "/no/such/dir", "a/b/c", "a--b/c", "./x"]
+)
+def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
+    """A mistyped path is an error about a path."""
+    with pytest.raises(CheckpointError, match="no such directory"):
+        resolve_model(name)
