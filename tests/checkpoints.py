@@ -136,6 +136,17 @@ def config_of(
     }
 
 
+def read_tensors(path: Path) -> Weights:
+    """Everything a checkpoint stores, under its stored names, read."""
+    weights: Weights = {}
+    for file in path.glob("*.safetensors"):
+        loaded = mx.load(str(file))
+        assert isinstance(loaded, dict)
+        weights |= loaded
+    mx.eval(weights)
+    return weights
+
+
 # ---- raw weights
 
 

@@ -16,7 +16,7 @@ from mtp.checkpoint import Checkpoint, ModelConfig
 from mtp.checkpoint.header import MAX_HEADER_BYTES
 from proto.errors import CheckpointError, SpanError
 from proto.span import Span
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import read_tensors, write_checkpoint
 from tests.conftest import Checkpoints
 
 
@@ -36,12 +36,7 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def _rewrite(path: Path, change: Callable[[dict[str, mx.array]], object], form: str = "pt") -> None:
     """Put all tensors through `change` into one file without an index."""
-    weights: dict[str, mx.array] = {}
-    for file in path.glob("*.safetensors"):
-        loaded = mx.load(str(file))
-        assert isinstance(loaded, dict)
-        weights |= loaded
-    mx.eval(weights)
+    weights = read_tensors(path)
     for file in path.glob("model*"):
         file.unlink()
     change(weights)
