@@ -18,7 +18,10 @@ from proto import console
 
 PROGRAM = "mtp-coord"
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "generate": "Generate text from one prompt, in this process.",
+    "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
+}
 """Every command and its line on the help page, in the order a newcomer meets them."""
 
 

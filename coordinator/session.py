@@ -1,0 +1,111 @@
+"""A local engine from options: the model's stages in this process, and the loop that serves requests over them.
+
+What `mtp-coord generate`, the single-node server and the tests share. Requests go in as tokens; text is their business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import mlx.core as mx
+
+from coordinator.generation import GenerationLoop
+from coordinator.local import LocalModel, LocalPipeline, LocalSource
+from coordinator.model_costs import model_costs
+from coordinator.plan import NodeSpec, make_plan
+from coordinator.scheduler import Limits, Scheduler
+from mtp.attention import KVFormat
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.controller import Controller, MtpMode
+from proto.errors import SpanError, UsageError
+from proto.span import Span
+
+log = logging.getLogger(__name__)
+
+AUTO = MtpMode()
+
+ENDLESS_BYTES = 2**60
+"""Memory of a stage in this process, to the planner: all stages share one machine, so none is short of it."""
+
+MOST_NAMED = 3
+"""How many missing tensors a message names; fifteen would hide what to do about them."""
+
+
+@asynccontextmanager
+async def local_generator(
+    checkpoint: Checkpoint,
+    *,
+    stages: int = 1,
+    dtype: mx.Dtype | None = None,
+    mtp: MtpMode = AUTO,
+    kv_bits: int | None = None,
+    limits: Limits | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> AsyncIterator[GenerationLoop]:
+    """Load `checkpoint`, cut evenly into `stages`, and serve requests until the block is left.
+
+    `dtype` None keeps what is stored; `kv_bits` 4 or 8 quantizes the K/V. `on_progress` hears bytes read and bytes in
+    all, from the thread that loads. Raises SpanError for more stages than layers, UsageError for a depth
+    that needs a head this checkpoint lacks, and what loading raises.
+    """
+    mode = mtp_in_force(checkpoint, mtp)
+    model = LocalModel(
+        checkpoint,
+        even_spans(checkpoint, stages),
+        dtype,
+        kv_format(checkpoint, kv_bits),
+        with_head=mode.depth != 0,
+    )
+    limits = limits or Limits(checkpoint.config.max_positions)
+    pipeline = LocalPipeline(model)
+    loop = GenerationLoop(LocalSource(pipeline), Scheduler(stages, limits, Controller(mode)))
+    try:
+        await pipeline.start(on_progress)
+        await loop.start()
+        yield loop
+    finally:
+        await loop.close()
+        await pipeline.close()
+
+
+def even_spans(checkpoint: Checkpoint, stages: int) -> tuple[Span, ...]:
+    """The cut the planner makes for equal machines. Raises SpanError for more stages than layers."""
+    layers = checkpoint.config.num_layers
+    if stages > layers:
+        raise SpanError(
+            f"--stages {stages}: the model has {layers} layers, and a stage takes one or more"
+        )
+    nodes = [NodeSpec(f"stage {number}", ENDLESS_BYTES) for number in range(stages)]
+    return tuple(stage.span for stage in make_plan(model_costs(checkpoint), nodes).stages)
+
+
+def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
+    """What of `--mtp` this checkpoint can do: `auto` goes on without a head, and the log says so.
+
+    Raises UsageError when drafts were asked for by number.
+    """
+    if asked.depth == 0 or checkpoint.mtp.complete:
+        return asked
+    missing = _few(checkpoint.mtp.missing)
+    if asked.depth is None:
+        log.warning(
+            "decoding without drafts: this checkpoint has no whole MTP head",
+            extra={"missing": missing},
+        )
+        return MtpMode(0)
+    raise UsageError(
+        f"--mtp {asked}: this checkpoint has no whole MTP head, it lacks {missing}. Use a checkpoint that keeps "
+        "its mtp.* tensors, such as the original one, or --mtp off"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def kv_format(checkpoint: Checkpoint, bits: int | None) -> KVFormat:
+    """Quantized K/V in groups of 64 along the head, or of 32 where heads are narrower."""
+    return KVFormat(bits, group_size=32 if checkpoint.config.head_dim % 64 else 64)
