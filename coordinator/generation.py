@@ -20,6 +20,9 @@ from proto.errors import ClusterError, NotReadyError
 
 log = logging.getLogger(__name__)
 
+RETRY_SECONDS = 1.0
+"""Pause after a wait for a plan was in vain, lest a source that fails at once is asked without end."""
+
 RATE_WINDOW = 10.0
 """Seconds over which tokens a second are counted for `status`."""
 
@@ -93,31 +96,34 @@ class GenerationLoop:
     # ---- the loop
 
     async def _serve(self) -> None:
-        """Receive for as long as there are pipelines. Ends when the source has none left to give."""
+        """Receive for as long as the server lives, over one pipeline after another."""
         while True:
-            assert self.pipeline is not None
+            if self.pipeline is None:
+                await self._find_pipeline()
+                continue
             try:
                 frame = await self.pipeline.receive()
                 settlement = self.scheduler.settle(frame, self.clock())
             except ClusterError as error:
-                if not await self._replace(self.pipeline, error):
-                    return
+                await self._give_up(self.pipeline, error)
                 continue
             self._deliver(settlement)
             self._pump()
 
-    async def _replace(self, failed: Pipeline, error: ClusterError) -> bool:
-        log.warning("pipeline failed", extra={"epoch": failed.epoch, "error": str(error)})
+    async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
+        log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
-        self.source.failed(failed, error)
-        await failed.close()
+        self.source.failed(pipeline, error)
+        await pipeline.close()
+
+    async def _find_pipeline(self) -> None:
+        """Adopt the next pipeline. When none can be had in the source's time, end what waits, and try on."""
         try:
             await self._adopt(await self.source.acquire())
-        except ClusterError as final:
-            log.error("no plan can serve", extra={"error": str(final)})
-            self._fail_all(final.public)
-            return False
-        return True
+        except ClusterError as error:
+            log.error("no plan can serve", extra={"error": str(error)})
+            self._fail_all(error.public)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _adopt(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

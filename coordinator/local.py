@@ -95,6 +95,9 @@ class LocalPipeline:
     def cancel(self, seq_id: int) -> None:
         """As `rollback`."""
 
+    def fail(self, error: ClusterError) -> None:
+        self._outbox.put_nowait(error)
+
     async def close(self) -> None:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)

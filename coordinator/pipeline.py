@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from proto.errors import ClusterError
 from proto.frame import Frame
 
 
@@ -34,6 +35,10 @@ class Pipeline(Protocol):
 
     def cancel(self, seq_id: int) -> None:
         """Tell every stage at once that nobody waits for a sequence."""
+        ...
+
+    def fail(self, error: ClusterError) -> None:
+        """Make `receive` raise `error`: whoever planned this pipeline has given it up."""
         ...
 
     async def close(self) -> None:

@@ -24,6 +24,11 @@ class KVFormat:
     bits: int | None = None
     group_size: int = 64
 
+    @classmethod
+    def of(cls, head_dim: int, bits: int | None) -> KVFormat:
+        """The widest groups that divide a head: 64, or 32 where heads are narrower."""
+        return cls(bits, group_size=32 if head_dim % 64 else 64)
+
     def new_cache(self) -> KV:
         if self.bits is None:
             return KVCache()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from proto import console
+from proto.logs import LogFormat, LogLevel, configure
+from proto.size import parse_size
+from proto.span import Span
+from worker.options import DEFAULT_PORT, WorkerOptions, check_exposure, parse_listen
 
 PROGRAM = "mtp-worker"
 
@@ -26,6 +33,45 @@ def show_version(asked: bool) -> None:
 
 @app.command()
 def worker(
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A-B",
+            help="Hold exactly these layers, both included. Without it the coordinator decides.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint on this machine: a directory, a hub repo, or 'builtin'. Without it the "
+            "coordinator's path or repo is looked up here."
+        ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
+    ] = f"127.0.0.1:{DEFAULT_PORT}",
+    name: Annotated[
+        str | None, typer.Option(help="Name shown in status and logs.  [default: host name]")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most memory to use, such as 48GB.  [default: 3/4]"),
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")
+    ] = False,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where to remember, between runs, the port chosen by --listen HOST:0."),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Allow --listen on a network, unencrypted and open to all."),
+    ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Log lines for people or as JSON.")
+    ] = LogFormat.text,
     version: Annotated[
         bool,
         typer.Option(
@@ -33,7 +79,31 @@ def worker(
         ),
     ] = False,
 ) -> None:
-    """Hold some of a model's layers and run them for a coordinator."""
+    """Hold some of a model's layers and run them for a coordinator.
+
+    Start one on each machine, then `mtp-coord serve` on one of them. Ends on Ctrl-C or SIGTERM, after the
+    coordinator has planned without it.
+    """
+    configure(log_level, log_format)
+    span = Span.parse(layers) if layers is not None else None
+    host, port = parse_listen(listen)
+    check_exposure(host, insecure=insecure)
+    # What follows imports MLX, which --help and a wrong flag need not wait for.
+    from mtp.checkpoint.resolve import resolve_model
+    from worker.hardware import default_memory_limit
+    from worker.run import run
+
+    options = WorkerOptions(
+        host=host,
+        port=port,
+        name=name or socket.gethostname().partition(".")[0],
+        layers=span,
+        model=resolve_model(model) if model is not None else None,
+        memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),
+        mdns=not no_mdns,
+        state_dir=state_dir,
+    )
+    asyncio.run(run(options))
 
 
 def main() -> None:

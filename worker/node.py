@@ -234,7 +234,8 @@ class WorkerNode:
             with_head=key.mtp,
             on_progress=partial(self.thread.post, on_progress),
         )
-        return Stage(modules, KVFormat(key.kv_bits or None))
+        kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
+        return Stage(modules, kv_format)
 
     def _load_result(self, reused: bool) -> pb.LoadResult:
         assert self.stage is not None

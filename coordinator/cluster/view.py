@@ -56,7 +56,7 @@ class Phase(Enum):
     GATHERING = "waiting for workers"
     STARTING = "loading"
     SERVING = "serving"
-    ENDED = "ended"
+    ENDED = "without a plan"
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,14 @@ class ReplanAsked:
 
 @dataclass(frozen=True)
 class Ended:
-    """No plan can be had, or the server stops."""
+    """No plan could be had in the time there was."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Someone waits for a plan again."""
 
 
 Event = (
@@ -197,6 +202,7 @@ Event = (
     | PlanFailed
     | ReplanAsked
     | Ended
+    | Gathering
 )
 
 
@@ -229,6 +235,8 @@ def apply(view: View, event: Event, now: float) -> View:
             return replace(view, replan=view.phase is Phase.SERVING)
         case Ended(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
+        case Gathering():
+            return _enter(view, Phase.GATHERING)
         case _:
             return view  # news of a plan that has been replaced
 

@@ -1,0 +1,374 @@
+"""The edge of the cluster: watches workers, tells the view what happens, and carries out what is decided.
+
+All decisions are `decide.decide`'s and all state is the view; here are the sockets, the tasks and the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator.cluster.decide import Action, GiveUp, Serve, ServeAlone, decide
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import (
+    Draining,
+    Ended,
+    Event,
+    Gathering,
+    Left,
+    Lost,
+    Member,
+    Phase,
+    PlanFailed,
+    Refused,
+    ReplanAsked,
+    Seen,
+    Serving,
+    Settings,
+    Starting,
+    Tick,
+    View,
+    apply,
+)
+from coordinator.pipeline import Pipeline
+from coordinator.plan import Plan, StagePlan
+from coordinator.remote import RemotePipeline
+from coordinator.worker_client import WorkerClient
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, NotReadyError, WorkerLostError
+from proto.span import Span
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+POLL_SECONDS = 1.0
+"""How often an address that is not a ready worker is asked again."""
+
+PROBE_SECONDS = 1.0
+"""How long a worker may take to show that it lives, after a plan failed and nobody knows whose fault it is."""
+
+LINK_SECONDS = 1e-4
+"""A hop, for the planner, until measured: what a gRPC stream on a local network was seen to take."""
+
+
+@dataclass(frozen=True)
+class ManagerOptions:
+    """`failure_timeout`: seconds of silence, of a hop that takes nothing, or of an engine that does nothing, that
+    make a worker lost. `addresses` are asked whether or not anyone announces them."""
+
+    me: pb.Coordinator
+    settings: Settings
+    addresses: tuple[str, ...] = ()
+    failure_timeout: float = 3.0
+
+
+@dataclass
+class LoadState:
+    """How far each worker of the plan being loaded is: bytes done and in all, by address."""
+
+    done: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class ClusterManager:
+    """Implements `coordinator.pipeline.PipelineSource` over workers, with this process as a last resort.
+
+    `alone(epoch)` makes the pipeline of this process. `on_progress` hears of loads.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        options: ManagerOptions,
+        alone: Callable[[int], Awaitable[Pipeline]],
+        on_progress: Callable[[LoadState], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.alone = alone
+        self.on_progress = on_progress
+        self.clock = clock
+        self.view = View(options.settings, now=clock(), since=clock())
+        self.clients: dict[str, WorkerClient] = {}
+        self.plan: Plan | None = None
+        self.pipeline: Pipeline | None = None
+        self.loads = LoadState()
+        self._planner = model.planner(LINK_SECONDS)
+        self._known: dict[str, float] = dict.fromkeys(options.addresses, 0.0)
+        self._waiting: asyncio.Future[Pipeline] | None = None
+        self._start: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life
+
+    def start(self) -> None:
+        """Begin to look for workers."""
+        self._spawn(self._ticks())
+
+    def found(self, address: str) -> None:
+        """Discovery has a candidate: it is asked who it is before it is believed."""
+        self._known.setdefault(address, 0.0)
+
+    def replan(self) -> None:
+        """Use the workers there are as well as can be, though the present plan works."""
+        self._happened(ReplanAsked())
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._start] if self._start else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._dismiss(a) for a in self.clients), return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    async def _dismiss(self, address: str) -> None:
+        """Let a worker go: what it holds of our requests is of no use to anyone."""
+        with contextlib.suppress(ClusterError):
+            await asyncio.wait_for(self.clients[address].unload(self.view.epoch), PROBE_SECONDS)
+
+    # ---- PipelineSource
+
+    async def acquire(self) -> Pipeline:
+        if self.view.phase is Phase.SERVING and self.pipeline is not None:
+            return self.pipeline
+        if self.view.phase is Phase.ENDED:
+            self._happened(Gathering())
+        self._waiting = asyncio.get_running_loop().create_future()
+        return await self._waiting
+
+    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+        if pipeline is not self.pipeline:
+            return
+        self.pipeline = None
+        if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
+            self._spawn(self._find_culprit(pipeline.epoch, str(error)))
+
+    async def _find_culprit(self, epoch: int, reason: str) -> None:
+        """Ask every worker of a failed plan whether it lives, so that the next plan leaves out those that do not."""
+        await asyncio.gather(*(self._probe(address) for address in self.view.serving))
+        self._happened(PlanFailed(epoch, reason))
+
+    async def _probe(self, address: str) -> None:
+        try:
+            if address in self.clients:
+                await self.clients[address].describe(timeout=PROBE_SECONDS)
+        except ClusterError as error:
+            self._lost(address, error)
+
+    # ---- events and actions
+
+    def _happened(self, event: Event) -> None:
+        before = self.view
+        self.view = apply(before, event, self.clock())
+        if not isinstance(event, Tick):
+            log.debug("event", extra={"event": event})
+        if before.phase is not self.view.phase:
+            log.info(
+                self.view.phase.value,
+                extra={"epoch": self.view.epoch, "problem": self.view.problem},
+            )
+        if before.serving and not self.view.serving:
+            self._stop_plan(self.view.problem)
+        action = decide(self.view, self._planner)
+        if action is not None:
+            self._carry_out(action)
+
+    def _stop_plan(self, reason: str) -> None:
+        """The plan in force is void: whoever waits on its pipeline hears of it now."""
+        if self._start is not None:
+            self._start.cancel()
+        if self.pipeline is not None:
+            self.pipeline.fail(WorkerLostError(reason))
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Serve(plan):
+                addresses = tuple(stage.node for stage in plan.stages)
+                self._begin(plan.epoch, addresses, self._serve(plan))
+            case ServeAlone(epoch):
+                self._begin(epoch, (), self._serve_alone(epoch))
+            case GiveUp(reason):
+                self._happened(Ended(reason))
+                if self._waiting is not None and not self._waiting.done():
+                    self._waiting.set_exception(NotReadyError(reason))
+
+    def _begin(
+        self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
+    ) -> None:
+        self._stop_plan("the cluster is changing its plan")
+        self._start = asyncio.create_task(work, name=f"start of epoch {epoch}")
+        self._happened(Starting(epoch, addresses))
+
+    async def _serve(self, plan: Plan) -> None:
+        """Load and connect a plan, and give its pipeline to whoever waits."""
+        try:
+            workers = [self.clients[stage.node] for stage in plan.stages]
+            self.loads = LoadState()
+            results = await asyncio.gather(
+                *(self._load(w, s, plan.epoch) for w, s in zip(workers, plan.stages, strict=True))
+            )
+            pipeline = RemotePipeline(
+                workers,
+                plan.epoch,
+                has_mtp=results[-1].has_mtp,
+                hop_timeout=self.options.failure_timeout,
+            )
+            ids = [self.view.members[stage.node].worker_id for stage in plan.stages]
+            try:
+                await pipeline.open(ids)
+            except BaseException:
+                await pipeline.close()
+                raise
+        except ClusterError as error:
+            self._happened(PlanFailed(plan.epoch, str(error)))
+        else:
+            self.plan = plan
+            self._serves(pipeline)
+
+    async def _load(self, worker: WorkerClient, stage: StagePlan, epoch: int) -> pb.LoadResult:
+        request = pb.LoadRequest(
+            coordinator=self.options.me,
+            epoch=epoch,
+            model=self.model.ref,
+            span=pb.Span(start=stage.span.start, end=stage.span.end),
+            first=stage.first,
+            last=stage.last,
+            dtype=self.model.dtype or "",
+            kv_bits=self.model.kv_bits,
+            mtp=self.model.with_head,
+            limits=self.model.limits,
+        )
+
+        def on_progress(done: int, total: int) -> None:
+            self.loads.done[stage.node] = (done, total)
+            self.on_progress(self.loads)
+
+        try:
+            return await worker.load(request, on_progress)
+        except ClusterError as error:
+            self._happened(PlanFailed(epoch, str(error), stage.node))
+            raise
+
+    async def _serve_alone(self, epoch: int) -> None:
+        try:
+            pipeline = await self.alone(epoch)
+        except ClusterError as error:
+            self._happened(Ended(str(error)))
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_exception(error)
+        else:
+            self.plan = None
+            self._serves(pipeline)
+
+    def _serves(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._happened(Serving(pipeline.epoch))
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(pipeline)
+
+    # ---- workers
+
+    async def _ticks(self) -> None:
+        while True:
+            for address, asked in list(self._known.items()):
+                if address not in self.clients and self.clock() - asked >= POLL_SECONDS:
+                    self._known[address] = self.clock()
+                    self._spawn(self._meet(address))
+            self._happened(Tick())
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _meet(self, address: str) -> None:
+        """Ask an address who it is; a worker that can serve us is watched from then on."""
+        client = WorkerClient(address, self.options.me)
+        try:
+            info = await client.describe(self.model.ref)
+        except ClusterError as error:
+            log.debug("no worker", extra={"address": address, "error": str(error)})
+            await client.close()
+            return
+        member = _member(address, info)
+        reason = self._refusal(info)
+        if reason:
+            await client.close()
+            before = self.view.members.get(address)
+            if before is None or before.reason != reason:
+                log.warning("worker refused", extra={"address": address, "reason": reason})
+            self._happened(Refused(member, reason))
+            return
+        self.clients[address] = client
+        client.watch(
+            self.options.failure_timeout,
+            lambda pulse: self._pulse(address, pulse),
+            lambda error: self._lost(address, error),
+        )
+        log.info("worker joined", extra={"address": address, "worker": member.name})
+        self._happened(Seen(member))
+
+    def _refusal(self, info: pb.WorkerInfo) -> str:
+        """Why a worker cannot serve us, empty when it can."""
+        if info.HasField("claimed_by") and info.claimed_by.id != self.options.me.id:
+            return f"serves coordinator {info.claimed_by.name}"
+        if info.fingerprint != self.model.ref.fingerprint:
+            theirs = info.fingerprint[:12] or "none"
+            return f"has another checkpoint ({info.model or 'no model'}, fingerprint {theirs})"
+        if info.state == pb.WORKER_STATE_DRAINING:
+            return "is leaving"
+        return ""
+
+    def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
+        limit_ms = self.options.failure_timeout * 1000
+        member = self.view.members.get(address)
+        if pulse.state == pb.WORKER_STATE_DRAINING:
+            if address not in self.view.serving:
+                self._spawn(self._farewell(address))
+            elif member is not None and member.state.value != "draining":
+                self._happened(Draining(address))
+        if pulse.engine_stall_ms > limit_ms:
+            stall = pulse.engine_stall_ms / 1000
+            self._lost(address, WorkerLostError(f"its engine has done nothing for {stall:.1f} s"))
+        elif pulse.HasField("fault") and address in self.view.serving:
+            if pulse.epoch == self.view.epoch and self.pipeline is not None:
+                self.failed(self.pipeline, WorkerLostError(pulse.fault.message))
+
+    async def _farewell(self, address: str) -> None:
+        """A worker that no plan uses may leave."""
+        client = self.clients.pop(address, None)
+        if client is None:
+            return
+        with contextlib.suppress(ClusterError):
+            await client.unload(self.view.epoch)
+        await client.close()
+        log.info("worker left", extra={"address": address})
+        self._happened(Left(address))
+
+    def _lost(self, address: str, error: ClusterError) -> None:
+        client = self.clients.pop(address, None)
+        if client is None:
+            return
+        log.warning("worker lost", extra={"address": address, "error": str(error)})
+        self._spawn(client.close())
+        self._known[address] = self.clock()
+        self._happened(Lost(address, str(error)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _member(address: str, info: pb.WorkerInfo) -> Member:
+    pinned = Span(info.pinned.start, info.pinned.end) if info.HasField("pinned") else None
+    return Member(
+        address,
+        info.worker_id,
+        info.name,
+        info.hardware.memory_limit,
+        speed=info.hardware.bytes_per_second / 100e9 or 1.0,
+        pinned=pinned,
+    )
+
