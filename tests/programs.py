@@ -1,0 +1,98 @@
+"""What mtp-worker and mtp-coord accept, and the command lines our pages and service files write for them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from typer.main import get_command
+
+from coordinator.cli import COMMANDS, load_command
+from worker.cli import app as worker_app
+
+PROGRAMS = ("mtp-worker", "mtp-coord")
+_END_OF_COMMAND = {"|", "||", "&", "&&", ";", ">", "2>", "<", "#"}
+_FENCE = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
+_CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """One call of one of our programs, as a page or a service file has it."""
+
+    source: str
+    program: str
+    args: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}: {' '.join([self.program, *self.args])}"
+
+    @property
+    def command(self) -> str | None:
+        """The command of mtp-coord; None for mtp-worker, or where none is named."""
+        if self.program == "mtp-worker" or not self.args or self.args[0].startswith("-"):
+            return None
+        return self.args[0]
+
+    def unknown_flags(self) -> list[str]:
+        """The flags the program would refuse. Raises KeyError when there is no such command."""
+        known = {"--help", "-h", "--version"}
+        if self.program == "mtp-worker":
+            known |= _flags_of_worker()
+        elif self.command is not None:
+            known |= _flags_of_command(self.command)
+        given = [arg.partition("=")[0] for arg in self.args if re.match(r"-{1,2}[a-z]", arg)]
+        return [flag for flag in given if flag not in known]
+
+
+def _flags_of_worker() -> set[str]:
+    return {flag for param in get_command(worker_app).params for flag in _flags(param)}
+
+
+def _flags_of_command(name: str) -> set[str]:
+    if name not in COMMANDS:
+        raise KeyError(f"mtp-coord has no command {name!r}")
+    return {flag for param in load_command(name).params for flag in _flags(param)}
+
+
+def _flags(param: object) -> Iterator[str]:
+    yield from getattr(param, "opts", [])
+    yield from getattr(param, "secondary_opts", [])
+
+
+def from_words(source: str, words: Sequence[str]) -> CommandLine | None:
+    """The call `words` make, or None when they call something else. A path before the program is dropped."""
+    program = words[0].rpartition("/")[2] if words else ""
+    if program not in PROGRAMS:
+        return None
+    end = next((i for i, word in enumerate(words) if word in _END_OF_COMMAND), len(words))
+    return CommandLine(source, program, tuple(words[1:end]))
+
+
+def from_shell(source: str, text: str) -> Iterator[CommandLine]:
+    """Every call in a piece of shell: prompts such as `mac-1 $`, comments and continued lines understood."""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        command = re.sub(r"^\S* ?\$ ", "", line.strip())
+        words = shlex.split(command.replace("…", ""), comments=True) if "mtp-" in command else []
+        if found := from_words(source, words):
+            yield found
+
+
+def from_markdown(source: str, text: str) -> Iterator[CommandLine]:
+    """Every call in a page's fenced blocks and code spans."""
+    for block in _FENCE.findall(text):
+        yield from from_shell(source, block)
+    for span in _CODE_SPAN.findall(_FENCE.sub("", text)):
+        yield from from_shell(source, span.replace("\n", " "))
+
+
+def skip_unless_there(call: CommandLine) -> None:
+    """Skip a test about a command that is not written yet."""
+    if call.program == "mtp-worker":
+        if len(_flags_of_worker()) <= 2:
+            pytest.skip("mtp-worker takes no flags yet")
+    elif call.command is not None and call.command not in COMMANDS:
+        pytest.skip(f"mtp-coord {call.command} is not there yet")
