@@ -25,7 +25,8 @@ class FakeGenerator:
     """Answers every request with the tokens of `text`, `window` at a time.
 
     `refuse` is raised before the first event; `fail_after` windows it raises `failure`. `pause` is slept before each
-    window; after `hang_after` windows it waits for ever. `answer` gives texts by request.
+    window; after `hang_after` windows it releases `hanging` and
+    waits for ever. `answer` gives texts by request.
     """
 
     tokenizer: Tokenizer
@@ -41,6 +42,7 @@ class FakeGenerator:
     answer: Callable[[GenerationRequest], str] | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    hanging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         self.requests.append(request)
@@ -69,6 +71,7 @@ class FakeGenerator:
         if self.failure is not None and window == self.fail_after:
             raise self.failure
         if window == self.hang_after:
+            self.hanging.release()
             await asyncio.Event().wait()
         await asyncio.sleep(self.pause)
 

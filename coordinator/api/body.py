@@ -23,7 +23,8 @@ async def require_key(request: Request) -> None:
     if not keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    matches = [secrets.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    sent = given.strip().encode("latin-1")  # headers are bytes, which Starlette reads as Latin-1
+    matches = [secrets.compare_digest(sent, key.encode()) for key in keys]
     if scheme.lower() != "bearer" or not any(matches):
         raise HTTPException(
             401,

@@ -87,7 +87,7 @@ def as_template_reads(message: Message) -> Json:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         except ValueError:
             raise RequestError(
-                f"the arguments of the call of {call['function']['name']!r} are not JSON",
+                f"messages: the arguments of the call of {call['function']['name']!r} are not JSON",
                 param="messages",
             ) from None
     return turn
