@@ -10,12 +10,15 @@ UV := $(shell command -v uv 2>/dev/null)
 # index of CPU builds, or a wheel lying on this machine, can satisfy. macOS has one small build.
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
+# Twice quiet: errors alone.
+PIP_FLAGS := --quiet --quiet --disable-pip-version-check
+
 ifneq ($(UV),)
 MAKE_VENV := uv venv --quiet --seed --clear --python
 INSTALL := uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 else
 MAKE_VENV := $(PYTHON) -m venv --clear
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt
 endif
 
 GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
@@ -60,7 +63,7 @@ check-proto: $(VENV)/.dev
 
 constraints: ## write constraints.txt anew: what a clean installation resolves to today
 	$(PYTHON) -m venv --clear $(VENV)-constraints
-	$(VENV)-constraints/bin/python -m pip install --quiet '.[dev]' '$(TORCH)'
+	$(VENV)-constraints/bin/python -m pip install $(PIP_FLAGS) '.[dev]' '$(TORCH)'
 	{ echo "# Versions the tests passed with (CPython 3.11, Linux). Written by \`make constraints\`."; \
 	  $(VENV)-constraints/bin/python -m pip freeze --exclude mtp-cluster | sed 's/+.*//'; } > constraints.txt.new
 	mv constraints.txt.new constraints.txt
@@ -83,6 +86,6 @@ $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '$(TORCH)' \
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt '$(TORCH)' \
 		|| echo "No CPU build of $(TORCH) found: the tests that compare with transformers will skip." >&2
 	@touch $(VENV)/.runtime $@
