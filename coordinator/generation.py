@@ -127,7 +127,10 @@ class GenerationLoop:
 
     async def _adopt(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.scheduler.reset(pipeline.stages, pipeline.epoch)
+        now = self.clock()
+        self._deliver(
+            self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now)
+        )
         self._pump()
 
     def _pump(self) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
+from coordinator.model_costs import model_costs
 from coordinator.pipeline import Pipeline
 from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
@@ -21,6 +23,7 @@ from proto.errors import ClusterError, WorkerLostError
 from proto.frame import Frame
 from proto.span import Span
 from worker.engine import StageEngine
+from worker.hardware import default_memory_limit
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
@@ -38,6 +41,20 @@ class LocalModel:
     dtype: mx.Dtype | None = None
     kv_format: KVFormat = KVFormat()
     with_head: bool = True
+    max_sequences: int = DEFAULT_SEQUENCES
+
+    def capacity(self) -> Capacity:
+        """What this machine's memory has room for. Raises MemoryLimitError when that is not one sequence."""
+        name = None if self.dtype is None else str(self.dtype).removeprefix("mlx.core.")
+        costs = model_costs(
+            self.checkpoint, dtype=name, kv_bits=self.kv_format.bits, with_head=self.with_head
+        )
+        whole = Span(0, len(costs.layers))
+        weights = sum(layer.weight_bytes for layer in costs.layers)
+        weights += costs.embed_bytes + costs.tail_bytes
+        limit = default_memory_limit()
+        room = Room("this machine", whole, True, limit, weights, reserve_bytes(costs))
+        return capacity(costs, [room], self.checkpoint.config.max_positions, self.max_sequences)
 
     def load(self, on_progress: Callable[[int, int], None] | None = None) -> list[Stage]:
         """The stages, in order. Runs on the thread that will compute with them."""
@@ -65,7 +82,7 @@ class LocalPipeline:
     def __init__(self, model: LocalModel, epoch: int = 1) -> None:
         self.epoch = epoch
         self.stages = len(model.spans)
-        self.has_mtp = model.with_head and model.checkpoint.mtp.complete
+        self.capacity = model.capacity()
         self._model = model
         self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._outbox: asyncio.Queue[Frame | Exception] = asyncio.Queue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from coordinator.budget import Capacity
 from proto.errors import ClusterError
 from proto.frame import Frame
 
@@ -16,7 +17,7 @@ class Pipeline(Protocol):
 
     epoch: int
     stages: int
-    has_mtp: bool
+    capacity: Capacity
 
     def send(self, frame: Frame) -> None:
         """Queue a frame for stage 0. A failure shows in `receive`."""

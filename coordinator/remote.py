@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
+from coordinator.budget import Capacity
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.dataplane import RESULTS, TOKEN_BYTES, StreamBinding
@@ -24,11 +25,11 @@ class RemotePipeline:
     """Implements `coordinator.pipeline.Pipeline` over workers that have loaded their stages."""
 
     def __init__(
-        self, workers: Sequence[WorkerClient], epoch: int, *, has_mtp: bool, hop_timeout: float
+        self, workers: Sequence[WorkerClient], epoch: int, capacity: Capacity, hop_timeout: float
     ) -> None:
         self.epoch = epoch
         self.stages = len(workers)
-        self.has_mtp = has_mtp
+        self.capacity = capacity
         self.workers = tuple(workers)
         self.hop_timeout = hop_timeout
         self._token = secrets.token_bytes(TOKEN_BYTES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from coordinator.budget import Capacity
 from coordinator.request import (
     FinishReason,
     Finished,
@@ -30,11 +31,10 @@ from proto.frame import Commit, Evict, Frame, Op, Outcome, Segment
 
 @dataclass(frozen=True)
 class Limits:
-    """What the stages' memory allows. `kv_tokens` counts every token a sequence may ever hold, once for all stages."""
+    """What the user allows. `context` is the model's; a prompt is cut into chunks of `prefill_chunk` tokens, and chunks of
+    several prompts share a frame up to `step_tokens`."""
 
     context: int
-    sequences: int = 16
-    kv_tokens: int = 2**20
     queue: int = 256
     prefill_chunk: int = 512
     step_tokens: int = 2048
@@ -71,25 +71,42 @@ class InFlight:
 class Scheduler:
     """Queue, lanes and convoy of one plan. The caller sends what `next_frame` gives and returns what comes back."""
 
-    def __init__(self, stages: int, limits: Limits, controller: Controller) -> None:
+    def __init__(self, limits: Limits, controller: Controller) -> None:
         self.limits = limits
         self.controller = controller
+        self.stages = 1
+        self.epoch = 0
+        self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
+        """Nothing is admitted before the first plan."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.ops: list[Op] = []
         """Operations of sequences that have left: they ride in the next frame, whatever it carries."""
-        self._next_seq = 0
-        self.reset(stages, epoch=0)
-
-    def reset(self, stages: int, epoch: int) -> None:
-        """A new plan serves: what was in flight is void, and every live sequence is fed again from its tokens."""
-        self.stages = stages
-        self.epoch = epoch
-        self.next_number = 0
         self.in_flight: deque[InFlight] = deque()
+        self.next_number = 0
+        self._next_seq = 0
+
+    def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> Settlement:
+        """A new plan serves: what was in flight is void, and every live sequence is fed again from its tokens.
+
+        They go to the head of the queue, in their order. One that the new plan can never hold ends with an error.
+        """
+        self.stages, self.epoch, self.capacity = stages, epoch, capacity
+        self.next_number = 0
+        self.in_flight.clear()
         self.ops.clear()
-        for sequence in self.running.values():
+        live = list(self.running.values())
+        self.running.clear()
+        for sequence in live:
             sequence.rebuild()
+        self.waiting.extendleft(reversed(live))
+        settlement = Settlement()
+        for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
+            self.waiting.remove(sequence)
+            message = "the machines that are left have too little memory to go on with this request"
+            ended = Finished("error", sequence.stats(now), error=message)
+            settlement.events.append((sequence.seq_id, ended))
+        return settlement
 
     # ---- requests
 
@@ -99,7 +116,7 @@ class Scheduler:
         if len(self.waiting) >= self.limits.queue:
             raise CapacityError(
                 f"{len(self.waiting)} requests are waiting already, the queue takes no more",
-                retry_after=1.0 + len(self.waiting) / max(1, self.limits.sequences),
+                retry_after=1.0 + len(self.waiting) / max(1, self.capacity.sequences),
             )
         sequence = Sequence(self._next_seq, request, now)
         self._next_seq += 1
@@ -118,9 +135,9 @@ class Scheduler:
                 f" exceed the context of {self.limits.context} tokens",
                 param="max_tokens",
             )
-        if total > self.limits.kv_tokens:
+        if total > self.capacity.kv_tokens:
             raise RequestError(
-                f"{total} tokens exceed the K/V memory of this cluster, {self.limits.kv_tokens} tokens",
+                f"{total} tokens exceed the K/V memory of this cluster, {self.capacity.kv_tokens} tokens",
                 param="max_tokens",
             )
 
@@ -161,9 +178,9 @@ class Scheduler:
         return frame
 
     def _admit_waiting(self) -> None:
-        while self.waiting and len(self.running) < self.limits.sequences:
+        while self.waiting and len(self.running) < self.capacity.sequences:
             held = sum(s.capacity for s in self.running.values())
-            if held + self.waiting[0].capacity > self.limits.kv_tokens:
+            if held + self.waiting[0].capacity > self.capacity.kv_tokens:
                 return
             sequence = self.waiting.popleft()
             self.running[sequence.seq_id] = sequence
@@ -302,8 +319,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Invariants, for tests and idle loops."""
-        assert len(self.running) <= self.limits.sequences
-        assert sum(s.capacity for s in self.running.values()) <= self.limits.kv_tokens
+        assert len(self.running) <= self.capacity.sequences
+        assert sum(s.capacity for s in self.running.values()) <= self.capacity.kv_tokens
         for sequence in self.running.values():
             assert 0 <= sequence.fed <= sequence.goal <= len(sequence.tokens), sequence
             assert sequence.remaining > 0 and sequence.in_flight >= 0, sequence

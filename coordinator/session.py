@@ -60,7 +60,7 @@ async def local_generator(
     )
     limits = limits or Limits(checkpoint.config.max_positions)
     pipeline = LocalPipeline(model)
-    loop = GenerationLoop(LocalSource(pipeline), Scheduler(stages, limits, Controller(mode)))
+    loop = GenerationLoop(LocalSource(pipeline), Scheduler(limits, Controller(mode)))
     try:
         await pipeline.start(on_progress)
         await loop.start()

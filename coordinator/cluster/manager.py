@@ -209,14 +209,14 @@ class ClusterManager:
         try:
             workers = [self.clients[stage.node] for stage in plan.stages]
             self.loads = LoadState()
-            results = await asyncio.gather(
+            await asyncio.gather(
                 *(self._load(w, s, plan.epoch) for w, s in zip(workers, plan.stages, strict=True))
             )
             pipeline = RemotePipeline(
                 workers,
                 plan.epoch,
-                has_mtp=results[-1].has_mtp,
-                hop_timeout=self.options.failure_timeout,
+                self.model.capacity(plan),
+                self.options.failure_timeout,
             )
             ids = [self.view.members[stage.node].worker_id for stage in plan.stages]
             try:
@@ -241,7 +241,6 @@ class ClusterManager:
             dtype=self.model.dtype or "",
             kv_bits=self.model.kv_bits,
             mtp=self.model.with_head,
-            limits=self.model.limits,
         )
 
         def on_progress(done: int, total: int) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
 from coordinator.cluster.view import Member
 from coordinator.model_costs import model_costs
-from coordinator.plan import NodeSpec, Plan, Workload, make_plan
+from coordinator.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 
-RESERVE_BYTES = 256 * 2**20
-"""Kept free on every node for activations: a 512-token chunk of a 27B model needs about 100 MB."""
+SMALLEST_CONTEXT = 4096
+"""Tokens a plan has to have room for; one that has less would serve nobody."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +27,40 @@ class ServedModel:
     kv_bits: int
     with_head: bool
     draft_depth: int
-    limits: pb.Limits
+    max_sequences: int = DEFAULT_SEQUENCES
 
-    def planner(self, link_seconds: float) -> Callable[[Sequence[Member], int], Plan]:
-        """Members and an epoch → the plan over them, its stages named by address."""
-        costs = model_costs(
+    @cached_property
+    def costs(self) -> ModelCosts:
+        return model_costs(
             self.checkpoint,
             dtype=self.dtype,
             kv_bits=self.kv_bits or None,
             with_head=self.with_head,
         )
+
+    def planner(self, link_seconds: float) -> Callable[[Sequence[Member], int], Plan]:
+        """Members and an epoch → the plan over them, its stages named by address."""
         workload = Workload(
             sequences=1,
-            kv_tokens=min(self.checkpoint.config.max_positions, 4096),
+            kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
             draft_depth=self.draft_depth,
-            reserve_bytes=min(RESERVE_BYTES, self.weight_bytes // 4),
+            reserve_bytes=reserve_bytes(self.costs),
         )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             nodes = [NodeSpec(m.address, m.memory_limit, m.speed, m.pinned) for m in members]
             return make_plan(
-                costs, nodes, workload=workload, link_seconds=link_seconds, epoch=epoch
+                self.costs, nodes, workload=workload, link_seconds=link_seconds, epoch=epoch
             )
 
         return plan
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(self.checkpoint.part_bytes().values())
+    def capacity(self, plan: Plan) -> Capacity:
+        """What the plan's stages have room for. Raises MemoryLimitError when that is not one sequence."""
+        rooms = [
+            Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve_bytes(self.costs))
+            for s in plan.stages
+        ]
+        return capacity(
+            self.costs, rooms, self.checkpoint.config.max_positions, self.max_sequences
+        )
