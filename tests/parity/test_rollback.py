@@ -1,0 +1,390 @@
+"""Rolling back leaves nothing behind: whatever was tried and by whatever way the news of its failure came, a stage
+ends in the state of one that was fed the kept tokens alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mtp.attention import KVFormat
+from proto.frame import Commit, Evict, Frame, Outcome, Segment
+from tests.chain import VOCAB, Chain, Script, random_tokens, same
+from tests.conftest import Checkpoints
+
+LONGEST = 5
+"""Widest window tried."""
+
+PROMPTS = (3, 6, 11)
+KV_BITS = (None, 8, 4)
+GROUP = 32
+"""Of quantized K/V: the test checkpoints' head_dim."""
+
+
+def _format(bits: int | None) -> KVFormat:
+    return KVFormat(bits, GROUP)
+
+
+class Truth:
+    """Greedy text after a prompt, fed token by token without a window, with the state after every token."""
+
+    def __init__(self, path: Path, prompt: int, steps: int, bits: int | None = None) -> None:
+        chain = Chain(path, kv_format=_format(bits))
+        script = Script(0, random_tokens(prompt, seed=prompt))
+        self.prompt = prompt
+        self.states: dict[int, list[mx.array]] = {}
+        self.logits: dict[int, mx.array] = {}
+        while script.fed < prompt + steps:
+            outcome = chain.send(script.chunk(1), ops=script.due()).outcomes[0]
+            self.states[script.fed] = chain.state(0)
+            self.logits[script.fed] = chain.logits[0][0]
+            if script.fed == len(script.known):
+                assert outcome.token is not None
+                script.known.append(outcome.token)
+        self.tokens = script.known
+
+    def window(self, start: int, width: int, right: int) -> list[int]:
+        """`width` tokens for `start`, of which the first `right` are the text's."""
+        end = start + width
+        text = [*self.tokens[start:end], *[0] * (end - len(self.tokens))]
+        return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
+
+
+truth = lru_cache(maxsize=32)(Truth)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Windows of `widths` open at once; window `cut` keeps `kept` of its tokens, those before it all."""
+
+    widths: tuple[int, ...]
+    cut: int
+    kept: int
+
+
+def _cases(count: int) -> list[Case]:
+    """Every width and every kept of every one of `count` windows; 0 only for one sent in hope."""
+    cases = []
+    for cut in range(count):
+        for width in range(1, LONGEST + 1):
+            whole = width if cut == count - 1 else width - 1
+            for kept in range(0 if cut else 1, whole + 1):
+                others = (1 + (width + kept + i) % LONGEST for i in range(count))
+                widths = tuple(width if i == cut else w for i, w in enumerate(others))
+                cases.append(Case(widths, cut, kept))
+    return cases
+
+
+@dataclass
+class Row:
+    """One case on its way: its text, its script, and what the last stage said of its windows."""
+
+    case: Case
+    truth: Truth
+    script: Script
+    segments: list[Segment] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens it must have in the end."""
+        return self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.kept
+
+    def send(self) -> Segment:
+        index = len(self.segments)
+        right = self.case.kept if index >= self.case.cut else LONGEST
+        start, width = self.script.fed, self.case.widths[index]
+        tokens = self.truth.window(start, width, right if index == self.case.cut else width)
+        self.segments.append(self.script.window(tokens))
+        return self.segments[-1]
+
+    def check(self, outcome: Outcome, index: int) -> None:
+        width = self.case.widths[index]
+        expected = width if index < self.case.cut else self.case.kept
+        if index > self.case.cut and self.case.kept < self.case.widths[self.case.cut]:
+            assert outcome.cancelled
+            return
+        assert (outcome.kept, outcome.cancelled) == (expected, False), (self.case, index)
+        self.commits.append(Commit(self.script.seq_id, outcome.window, outcome.kept))
+
+
+def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
+    for stage in stages:
+        for row in rows:
+            for commit in row.commits:
+                chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.kept)
+
+
+NEWS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
+    "header alone": ((), 1, ()),
+    "signal, then header": ((0, 1, 2), 1, ()),
+    "header, then signal": ((), 1, (0, 1, 2)),
+    "all of it twice": ((0, 1, 2, 0, 1, 2), 2, (0, 1, 2)),
+    "signal to one stage": ((1,), 1, ()),
+}
+"""Stages that hear the signal before the header, how often the header says it, and stages that hear it after."""
+
+
+def _open_windows(chain: Chain, rows: list[Row]) -> None:
+    """All rows' prompts, then their windows, each stage running all of them before the next one starts."""
+    prompts = [row.script.chunk(row.truth.prompt) for row in rows]
+    chain.send(*prompts, ops=[op for row in rows for op in row.script.due()])
+    for _ in rows[0].case.widths:
+        chain.post(*(row.send() for row in rows))
+    for index, frame in enumerate(chain.drain()):
+        for row, outcome in zip(rows, frame.outcomes, strict=True):
+            row.check(outcome, index)
+
+
+@pytest.mark.parametrize("bits", KV_BITS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_width_and_every_kept(checkpoints: Checkpoints, count: int, bits: int | None) -> None:
+    """Rows of one frame keep different counts of one to three open windows of 1 to 5 tokens; state and next logits
+    are those of a fresh run over the kept tokens. Quantized K/V is bit-equal too: each token's K/V is rounded alone."""
+    path = checkpoints(layers=5)
+    truths = [truth(path, prompt, 4 * LONGEST, bits) for prompt in PROMPTS]
+    for name, (before, times, after) in NEWS.items():
+        if bits is not None and name != "signal to one stage":
+            continue
+        chain = Chain(path, (1, 4), _format(bits))  # GDN, both kinds, GDN
+        rows = []
+        for i, case in enumerate(_cases(count)):
+            text = truths[i % len(truths)]
+            rows.append(Row(case, text, Script(i, text.tokens[: text.prompt])))
+        _open_windows(chain, rows)
+        _signal(chain, before, rows)
+        chain.send(ops=[c for row in rows for c in row.commits] * times)
+        _signal(chain, after, rows)
+        _check_ends(chain, rows)
+
+
+def _check_ends(chain: Chain, rows: list[Row]) -> None:
+    for row in rows:
+        seq_id, length = row.script.seq_id, row.length
+        assert {engine.sequences[seq_id].stack.length for engine in chain.engines} == {length}
+        assert same(chain.state(seq_id), row.truth.states[length]), row.case
+        row.script.fed = length
+    holdings = [s for engine in chain.engines for s in engine.holdings().sequences]
+    assert not any(held.open_windows for held in holdings)
+    chain.send(*(row.script.window(row.truth.tokens[row.length :][:1]) for row in rows))
+    for row in rows:
+        logits = chain.logits[row.script.seq_id][0]
+        assert mx.array_equal(logits, row.truth.logits[row.length + 1]), row.case
+
+
+# ---- frames on their way
+
+
+def test_frames_on_their_way_are_skipped_and_passed_on(checkpoints: Checkpoints) -> None:
+    """A stage that heard of a rejection passes later windows on as cancelled, with no rows; a stage after it that
+    heard nothing does the same with them; a stage before it runs them, and ends in the same state."""
+    text = truth(checkpoints(), PROMPTS[0], 4 * LONGEST)
+    chain = Chain(checkpoints(), (2, 4, 6))
+    script = Script(0, text.tokens[: text.prompt])
+    chain.send(script.chunk(text.prompt), ops=script.due())
+    start = script.fed
+    first = script.window(text.window(start, 3, right=2))
+    chain.post(first)
+    rejection = chain.drain()[0].outcomes[0]
+    assert rejection.kept == 2
+    for _ in range(2):
+        chain.post(script.window(text.window(script.fed, 2, right=0)))
+    assert [chain.step(0).segments[0].cancelled for _ in range(2)] == [False, False]
+    chain.engines[1].rollback(1, 0, first.window, 2)
+    passed = [chain.step(1) for _ in range(2)]
+    assert all(f.segments[0].cancelled and f.rows == 0 and f.dtype == "" for f in passed)
+    lengths = [engine.sequences[0].stack.length for engine in chain.engines]
+    assert lengths == [start + 7, start + 2, start + 3, start + 2]
+    assert all(frame.outcomes[0].cancelled for frame in chain.drain())
+    chain.send(ops=[Commit(0, first.window, 2)])
+    assert same(chain.state(0), text.states[start + 2])
+
+
+def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkpoints) -> None:
+    """A stage that skips one sequence of a frame runs the others' rows, and they are the right ones."""
+    path = checkpoints()
+    texts = [truth(path, prompt, 4 * LONGEST) for prompt in PROMPTS]
+    chain = Chain(path, (4,))
+    scripts = [Script(i, text.tokens[: text.prompt]) for i, text in enumerate(texts)]
+    prompts = [
+        script.chunk(script.fed + text.prompt) for script, text in zip(scripts, texts, strict=True)
+    ]
+    chain.send(*prompts, ops=[op for script in scripts for op in script.due()])
+    chain.send(scripts[1].window(texts[1].window(scripts[1].fed, 2, right=1)))
+    widths = (2, 3, 4)
+    chain.post(
+        *(
+            s.window(t.window(s.fed, w, right=w))
+            for s, t, w in zip(scripts, texts, widths, strict=True)
+        )
+    )
+    outcomes = chain.drain()[0].outcomes
+    assert [(o.kept, o.cancelled) for o in outcomes] == [(2, False), (0, True), (4, False)]
+    for script, text, width in zip(scripts, texts, widths, strict=True):
+        if script.seq_id != 1:
+            end = text.prompt + width
+            assert mx.array_equal(chain.logits[script.seq_id][-1], text.logits[end])
+
+
+# ---- any order at all
+
+
+class Weather:
+    """One sequence driven by chance: windows of hope and despair, stages that take frames when they like, signals
+    late, lost, doubled. What it must come to in the end is the plain text."""
+
+    def __init__(self, path: Path, text: Truth, seed: int, cuts: tuple[int, ...]) -> None:
+        self.random = random.Random(seed)
+        self.text = text
+        self.chain = Chain(path, cuts)
+        self.script = Script(0, text.tokens[: text.prompt])
+        self.signals: list[Commit] = []
+        self.sent: deque[Segment] = deque()
+        self.hoping = True
+        """Whether all that is on its way is right, as far as the coordinator knows."""
+        self.skipped = 0
+
+    def run(self, turns: int) -> None:
+        prompt = self.script.chunk(self.text.prompt)
+        self.script.settle(prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0])
+        for _ in range(turns):
+            self.random.choices([self.send, self.step, self.signal], [2, 6, 3])[0]()
+        for frame in self.chain.drain():
+            self.settle(frame)
+        self.chain.send(ops=self.script.due())
+
+    def send(self) -> None:
+        if not self.hoping or len(self.sent) > 4 or self.script.fed + 10 > len(self.text.tokens):
+            return
+        width = self.random.randint(1, 4)
+        right = self.random.choice([width, width, width, self.random.randint(0, width)])
+        if not self.sent:
+            right = max(1, right)  # its first token is confirmed
+        segment = self.script.window(self.text.window(self.script.fed, width, right))
+        self.sent.append(segment)
+        self.chain.post(segment, ops=self.script.due())
+
+    def step(self) -> None:
+        busy = [i for i, inbox in enumerate(self.chain.inboxes) if inbox]
+        if not busy:
+            return
+        stage = self.random.choice(busy)
+        frame = self.chain.step(stage)
+        if stage + 1 == len(self.chain.inboxes):
+            self.settle(frame)
+
+    def signal(self) -> None:
+        """Any news there ever was, to any stage, again or for the first time."""
+        if self.signals:
+            news = self.random.choice(self.signals)
+            stage = self.random.randrange(len(self.chain.engines))
+            self.chain.engines[stage].rollback(1, 0, news.window, news.kept)
+
+    def settle(self, frame: Frame) -> None:
+        segment, outcome = self.sent.popleft(), frame.outcomes[0]
+        self.skipped += outcome.cancelled
+        if outcome.cancelled:
+            # Sent before the rejection was known; after the last such one nothing is on its way.
+            self.hoping = self.hoping or not self.sent
+            return
+        self.script.settle(segment, outcome)
+        self.signals.append(Commit(0, segment.window, outcome.kept))
+        if outcome.kept < segment.width:
+            self.hoping = not self.sent
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
+def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
+    """In every order in which frames can pass and signals can come, come twice or be lost, all stages end in
+    the state of a run over the kept tokens, and these are the text."""
+    path = checkpoints(layers=4)
+    text = truth(path, PROMPTS[0], 60)
+    skipped, most = 0, 0
+    for seed in range(10):
+        weather = Weather(path, text, seed, cuts)
+        weather.run(turns=100)
+        length = weather.script.fed
+        assert weather.script.known == text.tokens[: len(weather.script.known)]
+        assert {e.sequences[0].stack.length for e in weather.chain.engines} == {length}
+        assert same(weather.chain.state(0), text.states[length]), seed
+        skipped += weather.skipped
+        most = max(most, length)
+    assert skipped > 10 and most > 20
+
+
+# ---- cancel and evict
+
+
+def _phases(chain: Chain, script: Script, text: Truth) -> Iterator[str]:
+    """The phases of a sequence's life in which its client may leave."""
+    chain.post(script.chunk(4), ops=script.due())
+    yield "admit on its way"
+    chain.step(0)
+    yield "first chunk in the middle"
+    chain.drain()
+    yield "between chunks"
+    chain.post(script.chunk(text.prompt))
+    chain.step(0)
+    yield "last chunk in the middle"
+    chain.drain()
+    chain.post(script.window(text.window(script.fed, 3, right=1)))
+    chain.step(0)
+    chain.post(script.window(text.window(script.fed, 2, right=0)))
+    chain.step(1)
+    yield "two windows in the middle"
+    chain.drain()
+    yield "rejected, and nobody told"
+    chain.engines[0].rollback(1, 0, 2, 1)
+    yield "rejected, and one stage told"
+
+
+def test_a_client_may_leave_in_every_phase(checkpoints: Checkpoints) -> None:
+    """Cancelled by signal on any of the stages, or on none, in any phase of its life, then evicted by a header: nothing
+    of the sequence stays on any stage, frames keep their order, and another sequence goes on."""
+    path = checkpoints(layers=4)
+    text = truth(path, PROMPTS[2], 4 * LONGEST)
+    phase = 0
+    while True:
+        for told in ((), (0,), (1,), (0, 1, 2)):
+            chain = Chain(path, (1, 3))
+            other = Script(1, text.tokens[: text.prompt])
+            other.run(chain, other.chunk(text.prompt))
+            script = Script(0, text.tokens[: text.prompt])
+            names = list(zip(range(phase + 1), _phases(chain, script, text), strict=False))
+            if len(names) <= phase:
+                assert phase == 7
+                return
+            for stage in told:
+                chain.engines[stage].cancel(1, 0)
+            chain.post(ops=[Evict(0)])
+            chain.drain()
+            for engine in chain.engines:
+                assert [s.seq_id for s in engine.holdings().sequences] == [1], names[-1]
+            assert list(chain.verifier.tails) == [1]
+            other.run(chain, other.next_window())
+            assert mx.array_equal(chain.logits[1][0], text.logits[text.prompt + 1])
+        phase += 1
+
+
+def test_news_of_another_epoch_or_of_strangers_changes_nothing(checkpoints: Checkpoints) -> None:
+    """Signals of an older plan, and of sequences a stage does not hold, are dropped."""
+    text = truth(checkpoints(), PROMPTS[0], 4 * LONGEST)
+    chain = Chain(checkpoints(), (4,))
+    script = Script(0, text.tokens[: text.prompt])
+    chain.send(script.chunk(text.prompt), ops=script.due())
+    chain.post(script.window(text.window(script.fed, 3, right=3)))
+    chain.step(0)
+    for engine in chain.engines:
+        engine.rollback(0, 0, 1, 1)
+        engine.cancel(0, 0)
+        engine.rollback(1, 7, 1, 1)
+        engine.cancel(1, 7)
+        engine.rollback(1, 0, 9, 1)
+    outcome = chain.drain()[0].outcomes[0]
+    assert (outcome.kept, outcome.cancelled) == (3, False)

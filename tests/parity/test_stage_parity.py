@@ -1,0 +1,117 @@
+"""A chain of stages computes what mlx-lm's own model computes, bit for bit, wherever it is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from proto.frame import Evict, Segment
+from tests.chain import Chain, Script, Stock, best, random_tokens
+from tests.conftest import Checkpoints
+
+PROMPT = 21
+CHUNKS = (1, 3, 16, PROMPT)
+STEPS = 64
+
+ONE_AND_TWO_STAGES = [(), *((cut,) for cut in range(1, 8))]
+THREE_STAGES = [(1, 2), (2, 3), (3, 4), (1, 7), (4, 7)]  # (3, 4): a stage of attention alone
+EVERY_LAYER = [tuple(range(1, 8))]
+
+FORMS: list[dict[str, Any]] = [
+    {"tie": False, "shards": 3},
+    {"layout": "mlx"},
+    {"layout": "mlx", "quantize": 4},
+    {"layout": "mlx", "quantize": 8, "tie": False},
+    {"layout": "mlx", "quantize": 4, "overrides": True},
+    {"moe": True},
+    {"moe": True, "tie": False, "fused_experts": False},
+    {"layout": "mlx", "quantize": 4, "moe": True},
+]
+
+
+def _prefill(chain: Chain, stock: Stock, seq_id: int, chunk: int) -> Script:
+    """Feed the prompt by `chunk` tokens; each chunk's last logits must be the stock model's."""
+    script = Script(seq_id, list(stock.prompt))
+    while script.fed < len(stock.prompt):
+        chain.send(script.chunk(chunk), ops=script.due())
+        assert mx.array_equal(chain.logits[seq_id][0], stock.logits[script.fed - 1])
+    script.known.append(best(chain.logits[seq_id][0]))
+    return script
+
+
+def _decode(chain: Chain, stock: Stock, script: Script, steps: int) -> None:
+    for _ in range(steps):
+        at = script.fed
+        script.run(chain, script.window([script.known[-1]]))
+        assert mx.array_equal(chain.logits[script.seq_id][0], stock.logits[at]), at
+    assert script.known[:-1] == stock.tokens[: PROMPT + steps]
+
+
+def _check(path: Path, cuts: tuple[int, ...], stock: Stock, steps: int = STEPS) -> None:
+    chain = Chain(path, cuts)
+    scripts = [_prefill(chain, stock, i, chunk) for i, chunk in enumerate(CHUNKS)]
+    script = scripts.pop(sum(cuts) % len(CHUNKS))
+    script.ops += [Evict(other.seq_id) for other in scripts]
+    _decode(chain, stock, script, steps)
+
+
+@pytest.mark.parametrize(
+    "cuts", [ONE_AND_TWO_STAGES, THREE_STAGES, EVERY_LAYER], ids=["1 and 2", "3", "8 stages"]
+)
+def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, ...]]) -> None:
+    """Promise 1: logits do not depend on where the cuts are or how the prompt is chunked, through 64 steps."""
+    path = checkpoints()
+    stock = Stock(path, random_tokens(PROMPT), STEPS)
+    for cut in cuts:
+        _check(path, cut, stock)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options))
+def test_every_form_of_checkpoint_is_bit_equal(
+    checkpoints: Checkpoints, options: dict[str, Any]
+) -> None:
+    """Quantized, with experts, fused or not, untied or sharded: the same logits as mlx-lm, cut or whole."""
+    path = checkpoints(**options)
+    # mlx-lm reads fused experts only; `write_checkpoint` gives both forms the same weights.
+    readable = checkpoints(**{k: v for k, v in options.items() if k != "fused_experts"})
+    stock = Stock(readable, random_tokens(PROMPT), STEPS)
+    _check(path, (), stock, steps=8)
+    _check(path, (3, 4), stock)
+
+
+@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+def test_sequences_in_one_frame_do_not_see_each_other(
+    checkpoints: Checkpoints, options: dict[str, Any]
+) -> None:
+    """Rows of sequences of other lengths, some in their prompt and some in windows of several tokens, change no
+    bit of a sequence's logits."""
+    path = checkpoints(**options)
+    stocks = [Stock(path, random_tokens(n, seed=n), 24) for n in (1, 9, 26)]
+    chain = Chain(path, (3,))
+    scripts = [Script(i, list(stock.prompt)) for i, stock in enumerate(stocks)]
+    mixed = False
+    for turn in range(12):
+        segments = [_next(script, stocks[script.seq_id], turn) for script in scripts]
+        mixed |= len({segment.open for segment in segments}) == 2
+        frame = chain.send(*segments, ops=[op for script in scripts for op in script.due()])
+        for script, segment, outcome in zip(scripts, segments, frame.outcomes, strict=True):
+            rows = chain.logits[script.seq_id]
+            end = segment.position + segment.width
+            expected = stocks[script.seq_id].logits[end - rows.shape[0] : end]
+            assert mx.array_equal(rows, expected), (script.seq_id, segment.position)
+            assert outcome.kept == segment.width
+            if segment.open or script.fed == len(script.known):
+                script.settle(segment, outcome)
+    assert mixed
+    assert all(s.known == stocks[s.seq_id].tokens[: len(s.known)] for s in scripts)
+
+
+def _next(script: Script, stock: Stock, turn: int) -> Segment:
+    """A prompt chunk of 4, then windows of 1 to 3 tokens that are all right."""
+    if script.fed < len(stock.prompt):
+        return script.chunk(4)
+    drafts = stock.tokens[script.fed + 1 :][: (turn + script.seq_id) % 3]
+    return script.window([script.known[-1], *drafts])
