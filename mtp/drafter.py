@@ -29,11 +29,12 @@ MOST_WAITING = 64
 class HeadState:
     """One sequence's head: the cache, and the pairs it has not been fed yet.
 
-    `tail [1, hidden]` is the newest hidden state, while the token after it is not known.
+    `newest [1, hidden]` is the newest hidden state. Its pair is among the known ones if its `successor` is known.
     """
 
     cache: KV
-    tail: mx.array | None = None
+    newest: mx.array | None = None
+    successor: int | None = None
     waiting_hidden: list[mx.array] = field(default_factory=list)
     waiting_tokens: list[int] = field(default_factory=list)
 
@@ -44,24 +45,43 @@ class HeadState:
 
     def observe(self, hidden: mx.array, tokens: Sequence[int], successor: int | None) -> None:
         """Take the verified `hidden [n, hidden]` of the next `n` tokens, and the token after them if it is known."""
-        if self.tail is not None:
-            self.waiting_hidden.append(self.tail)
-            self.waiting_tokens.append(tokens[0])
+        if self.newest is not None and self.successor != tokens[0]:
+            self._forget_successor()
+            self._wait(self.newest, tokens[:1])
         following = [*tokens[1:], *([] if successor is None else [successor])]
+        self._wait(hidden[: len(following)], following)
+        self.newest, self.successor = mx.contiguous(hidden[-1:]), successor
+
+    def _wait(self, hidden: mx.array, following: Sequence[int]) -> None:
         if following:
-            self.waiting_hidden.append(hidden[: len(following)])
+            # Contiguous: a view would keep a whole frame's hidden states alive for a few rows of it.
+            self.waiting_hidden.append(mx.contiguous(hidden))
             self.waiting_tokens.extend(following)
-        # Contiguous: a view would keep a whole chunk's hidden states alive for one row.
-        self.tail = mx.contiguous(hidden[-1:]) if successor is None else None
+
+    def _forget_successor(self) -> None:
+        """Take back the newest pair: the text goes on otherwise, as after a prefix that another request continues."""
+        if self.successor is None:
+            return
+        if not self.waiting_tokens:
+            self.cache.trim(1)
+            return
+        self.waiting_tokens.pop()
+        last = self.waiting_hidden.pop()
+        if last.shape[0] > 1:
+            self.waiting_hidden.append(last[:-1])
 
     def copy(self) -> HeadState:
         return HeadState(
-            copy_of(self.cache), self.tail, list(self.waiting_hidden), list(self.waiting_tokens)
+            copy_of(self.cache),
+            self.newest,
+            self.successor,
+            list(self.waiting_hidden),
+            list(self.waiting_tokens),
         )
 
     def arrays(self) -> list[mx.array]:
-        tail = [] if self.tail is None else [self.tail]
-        return [*state_of(self.cache), *self.waiting_hidden, *tail]
+        newest = [] if self.newest is None else [self.newest]
+        return [*state_of(self.cache), *self.waiting_hidden, *newest]
 
 
 @dataclass(frozen=True)
@@ -123,11 +143,11 @@ class Drafter:
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]
 
     def relieve(self, states: Sequence[HeadState]) -> None:
-        """Feed the states that have kept back too many pairs."""
+        """Feed the states that have kept back too many pairs. What the others keep lets go of the frame it came in."""
         full = [s for s in states if len(s.waiting_tokens) >= MOST_WAITING]
         if full:
             self.catch_up(full)
-            mx.eval([s.arrays() for s in full])
+        mx.async_eval([s.arrays() for s in states])
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
         """Chain `depth` drafts for every job, all jobs in one pass a position.

@@ -24,7 +24,7 @@ from proto.frame import (
     Segment,
 )
 from worker.cache.prefix import PrefixEntry
-from worker.cache.sequence import SequenceCache
+from worker.cache.sequence import SequenceCache, copies_of
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verifier
 from worker.tensor import from_bytes, to_bytes
@@ -161,14 +161,16 @@ class StageEngine:
         if sequence.stack.windows:
             raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
         tail = None if self.verifier is None else self.verifier.save(op.seq_id)
-        self.prefixes[op.entry] = PrefixEntry(sequence.stack.length, sequence.copy(), tail)
+        entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), tail)
+        mx.async_eval(*entry.arrays())  # a copy not made yet keeps the sequence's own caches alive
+        self.prefixes[op.entry] = entry
 
     def _restore(self, op: RestorePrefix) -> None:
         sequence = self._sequence(op.seq_id)
         entry = self.prefixes.get(op.entry)
         if entry is None or sequence.stack.length:
             raise ProtocolError(f"prefix {op.entry} cannot be restored into sequence {op.seq_id}")
-        sequence.layers = entry.copy_layers()
+        sequence.layers = copies_of(entry.layers)
         sequence.stack.length = entry.length
         if self.verifier is not None and entry.tail is not None:
             self.verifier.restore(op.seq_id, entry.tail)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mtp.attention import copy_of, state_of
-from worker.cache.gdn import GDNCache
-from worker.cache.sequence import LayerCache
+import mlx.core as mx
+
+from worker.cache.sequence import LayerCache, arrays_of
 from worker.cache.tail import Tail
 
 
@@ -18,14 +19,12 @@ class PrefixEntry:
     layers: list[LayerCache]
     tail: Tail | None = None
 
-    def copy_layers(self) -> list[LayerCache]:
-        """Caches a sequence may write to, the entry staying as it is."""
-        return [c.copy() if isinstance(c, GDNCache) else copy_of(c) for c in self.layers]
+    def arrays(self) -> Iterator[mx.array]:
+        """Every array of the entry."""
+        yield from arrays_of(self.layers)
+        if self.tail is not None and self.tail.head is not None:
+            yield from self.tail.head.arrays()
 
     @property
     def nbytes(self) -> int:
-        total = 0 if self.tail is None else self.tail.nbytes
-        for cache in self.layers:
-            arrays = cache.arrays() if isinstance(cache, GDNCache) else state_of(cache)
-            total += sum(array.nbytes for array in arrays)
-        return total
+        return sum(array.nbytes for array in self.arrays())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -25,9 +25,7 @@ class SequenceCache:
 
     def extend(self, segment: Segment) -> None:
         """Register a segment that is about to run; its rows are appended by the layers themselves."""
-        self.stack.extend(
-            segment.window, segment.position, segment.width, stays_open=segment.open
-        )
+        self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
 
     def commit(self, window: int, kept: int, *, in_header: bool) -> Settled:
         """Apply a commit to the state machine and to every layer's cache."""
@@ -41,15 +39,21 @@ class SequenceCache:
                 cache.trim(settled.trim)
         return settled
 
-    def copy(self) -> list[LayerCache]:
-        """Independent copies of the layers' caches, for a prefix entry. All windows must be settled."""
-        return [c.copy() if isinstance(c, GDNCache) else copy_of(c) for c in self.layers]
-
     def arrays(self) -> Iterator[mx.array]:
         """Every array of the present state; open windows' tapes are not among them."""
-        for cache in self.layers:
-            yield from cache.arrays() if isinstance(cache, GDNCache) else state_of(cache)
+        return arrays_of(self.layers)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
+
+
+def arrays_of(layers: Sequence[LayerCache]) -> Iterator[mx.array]:
+    """Every array of the caches' present state."""
+    for cache in layers:
+        yield from cache.arrays() if isinstance(cache, GDNCache) else state_of(cache)
+
+
+def copies_of(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """Caches of the same state that may be written to on their own. No window may be open."""
+    return [c.copy() if isinstance(c, GDNCache) else copy_of(c) for c in layers]

@@ -27,14 +27,16 @@ def mix(
 
     Advances each cache, and leaves a tape on those whose window is open (`taped`).
     """
-    qkv = layer.in_proj_qkv(x)
+    inputs = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     z = layer.in_proj_z(x).reshape(-1, layer.num_v_heads, layer.head_v_dim)
-    a, b = layer.in_proj_a(x), layer.in_proj_b(x)
     outputs = []
     start = 0
     for cache, width, keep in zip(caches, widths, taped, strict=True):
-        rows = slice(start, start + width)
-        outputs.append(_advance(cache, qkv[None, rows], a[None, rows], b[None, rows], keep)[0])
+        qkv, a, b = (t[None, start : start + width] for t in inputs)
+        if keep and not all(taped):
+            # Beside prompt chunks a tape of views would keep the chunks' rows alive while its window is open.
+            qkv, a, b = mx.contiguous(qkv), mx.contiguous(a), mx.contiguous(b)
+        outputs.append(_advance(cache, qkv, a, b, keep)[0])
         start += width
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     out = layer.norm(out, z)
@@ -56,7 +58,5 @@ def _advance(cache: GDNCache, qkv: mx.array, a: mx.array, b: mx.array, keep: boo
         cache.tapes.append(Tape(cache.conv, cache.state, qkv, k, v, a, b))
     # A contiguous copy: a view would keep the whole chunk's inputs alive for three rows of it.
     cache.conv = mx.contiguous(conv_input[:, width:])
-    out, cache.state = gated_delta_update(
-        q, k, v, a, b, layer.A_log, layer.dt_bias, cache.state
-    )
+    out, cache.state = gated_delta_update(q, k, v, a, b, layer.A_log, layer.dt_bias, cache.state)
     return out
