@@ -34,11 +34,12 @@ help: ## what can be made
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
 	$(BIN)/mtp-coord demo
 
+# Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
 test: $(VENV)/.dev ## the tests, without the slow ones
-	$(BIN)/python -m pytest -m 'not slow and not bench'
+	$(BIN)/python -m pytest --hypothesis-profile ci -m 'not slow and not bench'
 
 test-slow: $(VENV)/.dev ## the slow ones
-	$(BIN)/python -m pytest -m 'slow and not bench'
+	$(BIN)/python -m pytest --hypothesis-profile ci -m 'slow and not bench'
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
