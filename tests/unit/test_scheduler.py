@@ -1,4 +1,4 @@
-"""What the scheduler makes of requests, seen from their answers: whole, once, ended in the right place, through any plan."""
+"""What the scheduler makes of requests, seen from their answers: whole, once, ended in the right place."""
 
 from __future__ import annotations
 
