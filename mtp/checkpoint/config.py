@@ -205,6 +205,8 @@ class _Reader:
         return layers
 
     def _quantization(self) -> dict[str, Any] | None:
+        if self.config.get("quantize_activations"):
+            raise self._error("quantize_activations is not supported; convert without it")
         found = self.config.get("quantization")
         if found is None:
             foreign = self.config.get("quantization_config", self.text.get("quantization_config"))

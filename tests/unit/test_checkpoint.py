@@ -90,6 +90,14 @@ def test_a_wrong_field_is_named_with_its_file(
         ModelConfig.load(dense)
 
 
+def test_quantized_activations_are_refused(dense: Path) -> None:
+    """mlx-lm would compute something else; going on would be a silent difference."""
+    config = json.loads((dense / "config.json").read_text()) | {"quantize_activations": True}
+    (dense / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantize_activations"):
+        Checkpoint.open(dense)
+
+
 def test_another_architecture_is_refused_and_the_supported_ones_named(dense: Path) -> None:
     """Someone who points at a Llama learns what this program runs."""
     (dense / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -165,14 +173,20 @@ def test_an_index_that_names_a_missing_shard_or_tensor_is_refused(dense: Path) -
         Checkpoint.open(dense)
 
 
-@pytest.mark.parametrize(
-    "index",
-    ["[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}', "{"],
-)
-def test_an_index_cannot_point_outside_or_hold_nonsense(dense: Path, index: str) -> None:
-    """File names in an index are taken from a download: only names beside it are followed."""
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', "{"])
+def test_an_index_that_holds_nonsense_is_named(dense: Path, index: str) -> None:
+    """A file that is JSON of another kind, or none, is refused by its name."""
     (dense / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json"):
+        Checkpoint.open(dense)
+
+
+def test_an_index_cannot_point_outside_its_directory(dense: Path) -> None:
+    """File names in an index come from a download: only those beside it are followed, whatever is there."""
+    shutil.copy(dense / "model-00001-of-00003.safetensors", dense.parent / "x.safetensors")
+    index = '{"weight_map": {"mtp.fc.weight": "../x.safetensors"}}'
+    (dense / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="is not the name of a file beside it"):
         Checkpoint.open(dense)
 
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.config import ModelConfig
-from mtp.checkpoint.names import local_name, module_path
+from mtp.checkpoint.names import module_path
 from mtp.checkpoint.weights import read_part
 from mtp.head import MTPHead
 from proto.errors import CheckpointError, UsageError
@@ -95,10 +95,9 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: Progress
         if on_progress:
             on_progress(done, total)
         for weight in dict(tree_flatten(module.parameters())).values():
-            mx.eval(
-                weight
-            )  # one at a time: what it is cast, split or stacked from goes before the next
-        mx.clear_cache()
+            # One at a time, so that what it is cast, split or stacked from goes before the next comes.
+            mx.eval(weight)
+            mx.clear_cache()
         done += sizes[part]
     if on_progress:
         on_progress(done, total)
@@ -133,44 +132,31 @@ def _skeleton(config: ModelConfig, part: str) -> nn.Module:
 def _quantize(
     checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
 ) -> nn.Module:
-    """Replace what is stored quantized by quantized modules, by mlx-lm's own rules.
+    """Replace every module whose weight is stored with scales by a quantized one.
 
-    An entry of config.json for a module's path is obeyed; else a weight with scales is quantized, its bits
-    and group size worked out from the shapes.
+    Bits, group size and mode of each follow from its shapes, by mlx-lm's own rule, so exceptions that
+    config.json lists by path need no looking up.
     """
-    quantization = checkpoint.config.quantization
-    if quantization is None:
+    if checkpoint.config.quantization is None:
         return module
-    overrides = {local_name(path): value for path, value in quantization.items()}
-
-    def parameters(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
-        within = path.removeprefix("part").removeprefix(".")
-        if (local := module_path(part, within)) in overrides:
-            found: bool | dict[str, Any] = overrides[local]
-            return found
-        prefix = f"{within}." if within else ""
-        if not hasattr(leaf, "to_quantized") or f"{prefix}scales" not in weights:
-            return False
-        own = {f"part.{prefix}{name}": weights[f"{prefix}{name}"] for name in ("weight", "scales")}
-        inferred: dict[str, Any] = infer_quant_config(f"part.{within}".removesuffix("."), leaf, own)
-        if f"{prefix}global_scale" in weights:
-            inferred["global_scale"] = True
-        return inferred
-
     # nn.quantize replaces leaves of a module: held in one, a part that is itself a leaf is replaced too.
     holder = nn.Module()
     holder.part = module
+    stored = {f"part.{name}": weight for name, weight in weights.items()}
+
+    def parameters(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
+        if not {f"{path}.weight", f"{path}.scales"} <= stored.keys():
+            return False
+        found: dict[str, Any] = infer_quant_config(path, leaf, stored)
+        if f"{path}.global_scale" in stored:
+            found["global_scale"] = True
+        return found
+
     try:
-        nn.quantize(
-            holder,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=parameters,
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        nn.quantize(holder, class_predicate=parameters)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}: quantization of {part} cannot be honoured: {error}"
+            f"{checkpoint.path}: {part} is quantized in a way that cannot be loaded: {error}"
         ) from error
     quantized: nn.Module = holder.part
     return quantized
