@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Health = Literal["ready", "loading", "idle", "lost"]
+Health = Literal["ready", "loading", "idle", "draining", "refused", "lost"]
 
 
 @dataclass(frozen=True)
 class NodeStatus:
     """One machine. `span` is as people write it, `0-31`; None while it holds no layers.
 
-    `address` is None for a stage in the coordinator's own process. Memory is in bytes. `loaded` is the part of
-    its weights a loading node has, 0 to 1. `stage_ms` is the usual time of one decode step of its stage.
+    `detail` is one line for people: why it is not used. `address` is None for a stage in the coordinator's own
+    process. Memory is in bytes. `loaded` is the part of its weights a loading node has, 0 to 1. `stage_ms` is the
+    usual time of one decode step of its stage.
     """
 
     name: str
     address: str | None = None
     span: str | None = None
     health: Health = "idle"
+    detail: str = ""
     memory_used: int = 0
     memory_limit: int | None = None
     loaded: float | None = None

@@ -45,7 +45,7 @@ class Answer:
     def accept(self, index: int, event: GenerationEvent) -> list[Json]:
         """Give an event to its choice; return the chunks it makes.
 
-        Raises ClusterError when the engine gave up on the request.
+        Raises WorkerLostError when the engine gave up on the request.
         """
         return [self._chunk(entry) for entry in self.choices[index].accept(event)]
 

@@ -15,7 +15,7 @@ from coordinator.request import (
 )
 from coordinator.text import Piece, TextStream
 from coordinator.tokenizer import Tokenizer
-from proto.errors import ClusterError
+from proto.errors import WorkerLostError
 from proto.frame import TokenLogprob
 
 
@@ -50,7 +50,7 @@ class Choice(abc.ABC):
     def accept(self, event: GenerationEvent) -> list[Json]:
         """Take one event; return the chunk entries it makes, the last with a finish_reason once done.
 
-        Raises ClusterError when the engine gave up on the request.
+        Raises WorkerLostError when the engine gave up on the request.
         """
         match event:
             case PrefillProgress():
@@ -62,7 +62,7 @@ class Choice(abc.ABC):
                 self.stats = event.stats
                 self.cached = max(self.cached, event.stats.cached_tokens)
                 if event.reason not in ("stop", "length"):
-                    raise ClusterError(event.error or f"the request was {event.reason}")
+                    raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._finish(event.reason)
 
     def _accept_tokens(self, chunk: TokenChunk) -> list[Json]:

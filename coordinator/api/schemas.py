@@ -117,6 +117,7 @@ class GenerationBody(Body):
 class FunctionCall(Body):
     name: str
     arguments: str
+    parsed_arguments: None = None
 
 
 class MessageToolCall(Body):
@@ -129,7 +130,7 @@ class MessageToolCall(Body):
 class Message(Body):
     """One turn. What its fields do is up to the model's chat template, to which they all go.
 
-    Null fields that OpenAI's client puts into the messages it returns may be sent back.
+    The null fields in the messages OpenAI's client returns may be sent back.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -141,6 +142,7 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
+    parsed: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @field_validator("content", mode="before")

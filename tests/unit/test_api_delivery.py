@@ -91,7 +91,7 @@ async def test_an_error_amid_a_whole_answer_is_its_status() -> None:
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
 async def test_an_engine_that_gives_up_is_an_error(reason: Any) -> None:
     """Finished with another reason than stop or length never looks like an answer."""
-    assert (await api(end=reason).chat()).status_code == 500
+    assert (await api(end=reason).chat()).status_code == 503
     events = await api(end=reason).stream()
     expected = "the last worker is gone" if reason == "error" else "cancelled"
     assert expected in events.data[-1]["error"]["message"]

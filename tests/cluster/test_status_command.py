@@ -1,0 +1,64 @@
+"""`mtp-coord status` against a server, and against what is none."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from coordinator.api.context import ApiOptions
+from coordinator.cli import status as command
+from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
+from tests.api_client import ApiClient
+from tests.api_server import serving
+
+KEY = "secret-key"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(ApiClient(options=ApiOptions(api_keys=(KEY,))).app) as url:
+        yield url
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer(add_completion=False)
+    app.command("status")(command.status)
+    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(app, arguments)
+
+
+def test_once_shows_the_cluster(url: str) -> None:
+    """Nodes with spans, memory, health and times; requests; acceptance by position."""
+    done = run("--url", url, "--api-key", KEY, "--once")
+    assert done.exit_code == 0, done.output
+    for part in (
+        *("serving", "plan 3", "tiny", "2 running", "1 of 64 waiting", "41.5", "80 / 50 %"),
+        *("mac-1", "0-3", "ready", "1.07 GB of 2.15 GB", "12.5", "10.0.0.1:7000", "loading 50%"),
+        "refused: it holds another checkpoint",
+    ):
+        assert part in done.output
+
+
+def test_json_is_the_servers_own_object(url: str) -> None:
+    """For scripts."""
+    done = run("--url", url, "--api-key", KEY, "--json")
+    assert json.loads(done.output)["epoch"] == 3
+
+
+def test_what_goes_wrong_says_what_to_do(url: str) -> None:
+    """No key, no server, another server, a URL that is none."""
+    with pytest.raises(AccessError, match="--api-key"):
+        command.fetch(url, None)
+    with pytest.raises(ProtocolError, match="404"):
+        command.fetch(f"{url}/elsewhere", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(NotReadyError, match="start mtp-coord serve"):
+        command.fetch(f"http://127.0.0.1:{port}", None)
+    for wrong in ("ftp://x", "http://", "http://x:port"):
+        with pytest.raises(UsageError, match="--url"):
+            command.fetch(wrong, None)
