@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from coordinator.meter import Meter
 from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.scheduler import Scheduler, Settlement
@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """Pause after a wait for a plan was in vain, lest a source that fails at once is asked without end."""
-
-RATE_WINDOW = 10.0
-"""Seconds over which tokens a second are counted for `status`."""
 
 
 class GenerationLoop:
@@ -45,7 +42,8 @@ class GenerationLoop:
         self.pipeline: Pipeline | None = None
         self._listeners: dict[int, asyncio.Queue[GenerationEvent]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._emitted: deque[tuple[float, int]] = deque()
+        self.meter = Meter()
+        self.recoveries = 0
 
     # ---- life
 
@@ -103,7 +101,9 @@ class GenerationLoop:
                 continue
             try:
                 frame = await self.pipeline.receive()
-                settlement = self.scheduler.settle(frame, self.clock())
+                now = self.clock()
+                settlement = self.scheduler.settle(frame, now)
+                self.meter.observe(frame, now)
             except ClusterError as error:
                 await self._give_up(self.pipeline, error)
                 continue
@@ -113,6 +113,7 @@ class GenerationLoop:
     async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
         log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
+        self.recoveries += 1
         self.source.failed(pipeline, error)
         await pipeline.close()
 

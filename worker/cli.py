@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from proto import console
+from proto.listen import check_exposure, parse_address
 from proto.logs import LogFormat, LogLevel, configure
 from proto.size import parse_size
 from proto.span import Span
-from worker.options import DEFAULT_PORT, WorkerOptions, check_exposure, parse_listen
+from worker.options import DEFAULT_PORT, WorkerOptions
 
 PROGRAM = "mtp-worker"
 
@@ -86,8 +87,8 @@ def worker(
     """
     configure(log_level, log_format)
     span = Span.parse(layers) if layers is not None else None
-    host, port = parse_listen(listen)
-    check_exposure(host, insecure=insecure)
+    host, port = parse_address("--listen", listen, DEFAULT_PORT)
+    check_exposure("--listen", host, insecure=insecure)
     # What follows imports MLX, which --help and a wrong flag need not wait for.
     from mtp.checkpoint.resolve import resolve_model
     from worker.hardware import default_memory_limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 from dataclasses import dataclass
@@ -27,40 +26,6 @@ class WorkerOptions:
     memory_limit: int
     mdns: bool
     state_dir: Path | None
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, `[v6]:PORT`, `HOST` or `:PORT`. Raises UsageError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        host, port = text, str(DEFAULT_PORT)
-    host = host.strip("[]") or "127.0.0.1"
-    if not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"--listen {text!r}: write HOST:PORT, as in 127.0.0.1:{DEFAULT_PORT}")
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_exposure(host: str, *, insecure: bool) -> None:
-    """Raise UsageError for a listener others can reach, unless the user accepts that anyone may use it."""
-    if not is_loopback(host) and not insecure:
-        raise UsageError(
-            f"--listen {host} is open to the network, and connections are not encrypted yet: "
-            "add --insecure if you trust everyone on it"
-        )
 
 
 def remembered_port(state_dir: Path | None, name: str) -> int:

@@ -1,0 +1,61 @@
+"""Figures of a running pipeline, from the frames that come back: speed, acceptance, stage times. Plain counters."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from proto.frame import Frame
+
+RATE_SECONDS = 10.0
+"""Tokens a second are those of the last so many seconds."""
+
+SMOOTHING = 0.1
+"""Weight of the newest step in a stage's usual time."""
+
+
+class Meter:
+    """Counters since the start; times are the caller's, in seconds."""
+
+    def __init__(self) -> None:
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.stage_ms: list[float] = []
+        self._emitted: deque[tuple[float, int]] = deque()
+
+    def observe(self, frame: Frame, now: float) -> None:
+        """Take a frame that has been through all stages."""
+        emitted = 0
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
+            if outcome.cancelled or outcome.token is None:
+                continue
+            emitted += 1
+            if segment.open:
+                emitted += outcome.kept - 1
+                self._count(segment.width - 1, outcome.kept - 1)
+        if emitted:
+            self._emitted.append((now, emitted))
+            self._time(frame.stage_us)
+
+    def _count(self, drafts: int, accepted: int) -> None:
+        for counter in (self.drafted, self.accepted):
+            counter.extend([0] * (drafts - len(counter)))
+        for i in range(drafts):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
+
+    def _time(self, stage_us: tuple[int, ...]) -> None:
+        if len(self.stage_ms) != len(stage_us):  # another plan
+            self.stage_ms = [us / 1000 for us in stage_us]
+        else:
+            self.stage_ms = [
+                old + SMOOTHING * (us / 1000 - old)
+                for old, us in zip(self.stage_ms, stage_us, strict=True)
+            ]
+
+    def tokens_per_second(self, now: float) -> float:
+        """Over the last RATE_SECONDS, or since the first token in them."""
+        while self._emitted and self._emitted[0][0] < now - RATE_SECONDS:
+            self._emitted.popleft()
+        if not self._emitted:
+            return 0.0
+        return sum(count for _, count in self._emitted) / max(now - self._emitted[0][0], 0.1)

@@ -1,0 +1,204 @@
+"""`mtp-coord serve`, put together: the model, the cluster or this process alone, the loop, the HTTP API.
+
+The other composition root: here workers, scheduler and API meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import mlx.core as mx
+import uvicorn
+
+from coordinator.api.app import create_app
+from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import Settings
+from coordinator.cluster_status import LiveStatus
+from coordinator.generation import GenerationLoop
+from coordinator.local import LocalModel, LocalPipeline, LocalSource
+from coordinator.model_info import ModelInfo, generation_defaults
+from coordinator.scheduler import Limits, Scheduler
+from coordinator.session import mtp_in_force
+from coordinator.tokenizer import Tokenizer
+from mtp.attention import KVFormat
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.resolve import resolve_model
+from mtp.controller import Controller, MtpMode
+from proto import cluster_pb2 as pb
+from proto.errors import MemoryLimitError, UsageError
+from proto.params import Acceptance
+from proto.size import format_size
+from proto.span import Span
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 5
+"""How long open answers may go on after SIGTERM."""
+
+USUAL_DEPTH = 1
+"""Drafts a step the planner charges the last stage for, where `--mtp auto` will decide."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the command line decides. Times in seconds; `nodes` None takes whoever is there when `wait` is over."""
+
+    model: str
+    host: str
+    port: int
+    workers: tuple[str, ...]
+    nodes: int | None
+    wait: float
+    single_node: bool
+    mdns: bool
+    dtype: str | None
+    mtp: MtpMode
+    acceptance: Acceptance
+    kv_bits: int | None
+    failure_timeout: float
+    max_sequences: int
+    prefill_chunk: int
+    step_tokens: int
+    name: str
+
+
+async def serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ClusterError when no first plan can be had, or the port cannot."""
+    listener = _listen(options.host, options.port)
+    checkpoint = Checkpoint.open(resolve_model(options.model))
+    mode = mtp_in_force(checkpoint, options.mtp)
+    tokenizer = Tokenizer.load(checkpoint.path)
+    limits = Limits(
+        checkpoint.config.max_positions,
+        prefill_chunk=options.prefill_chunk,
+        step_tokens=options.step_tokens,
+    )
+    alone = partial(_alone, checkpoint, options, with_head=mode.depth != 0)
+    async with AsyncExitStack() as stack:
+        manager = None
+        if options.single_node:
+            source: ClusterManager | LocalSource = LocalSource(await alone(1))
+        else:
+            source = manager = _manager(checkpoint, options, mode, alone)
+            stack.push_async_callback(manager.close)
+            manager.start()
+        loop = GenerationLoop(source, Scheduler(limits, Controller(mode)))
+        stack.push_async_callback(loop.close)
+        model = ModelInfo(
+            _served_name(options.model),
+            checkpoint.config.max_positions,
+            replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
+        )
+        status = LiveStatus(loop, manager, model.id)
+        app = create_app(loop, tokenizer, model, status)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            lifespan="off",
+        )
+        await _run(uvicorn.Server(config), listener, loop, options)
+
+
+async def _run(
+    server: uvicorn.Server, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
+) -> None:
+    """Answer HTTP from the start, so that /health and /ready tell of a plan that is on its way."""
+    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    starting = asyncio.create_task(loop.start(), name="first plan")
+    try:
+        await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()  # raises why there is no plan
+            host, port = listener.getsockname()[:2]
+            log.info("serving", extra={"url": f"http://{host}:{port}/v1", "model": options.model})
+        await http
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        await asyncio.gather(http, return_exceptions=True)
+
+
+def _manager(
+    checkpoint: Checkpoint,
+    options: ServeOptions,
+    mode: MtpMode,
+    alone: partial[object],
+) -> ClusterManager:
+    served = ServedModel(
+        checkpoint,
+        pb.ModelRef(
+            name=options.model,
+            path=str(checkpoint.path),
+            repo=options.model if _is_repo(options.model) else "",
+            fingerprint=checkpoint.fingerprint(),
+        ),
+        options.dtype,
+        options.kv_bits or 0,
+        with_head=mode.depth != 0,
+        draft_depth=USUAL_DEPTH if mode.depth is None else mode.depth,
+        max_sequences=options.max_sequences,
+    )
+    settings = Settings(nodes=options.nodes or len(options.workers) or None, wait=options.wait)
+    me = pb.Coordinator(id=secrets.token_hex(8), name=options.name)
+    manager_options = ManagerOptions(
+        me, settings, options.workers, failure_timeout=options.failure_timeout
+    )
+    return ClusterManager(served, manager_options, alone)
+
+
+async def _alone(
+    checkpoint: Checkpoint, options: ServeOptions, epoch: int, *, with_head: bool
+) -> LocalPipeline:
+    """All stages in this process. Raises MemoryLimitError when the model does not fit."""
+    model = LocalModel(
+        checkpoint,
+        [Span(0, checkpoint.config.num_layers)],
+        getattr(mx, options.dtype) if options.dtype else None,
+        KVFormat.of(checkpoint.config.head_dim, options.kv_bits),
+        with_head=with_head,
+        max_sequences=options.max_sequences,
+    )
+    try:
+        pipeline = LocalPipeline(model, epoch)
+    except MemoryLimitError as error:
+        weights = format_size(sum(checkpoint.part_bytes().values()))
+        raise MemoryLimitError(
+            f"no worker serves, and the model ({weights}) does not fit into this machine: start mtp-worker on "
+            f"other machines ({error})"
+        ) from error
+    await pipeline.start()
+    log.info("serving alone", extra={"epoch": epoch})
+    return pipeline
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything is loaded: a port in use is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"--port {port}: {host}:{port} cannot be had ({error.strerror}); choose another, or 0 for any"
+        ) from error
+    return listener
+
+
+def _served_name(model: str) -> str:
+    """What clients call the model: never a path of this machine."""
+    return model if _is_repo(model) else model.rstrip("/").rpartition("/")[2]
+
+
+def _is_repo(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith(("/", ".", "~"))
