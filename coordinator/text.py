@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -19,9 +19,14 @@ class Piece:
     tokens: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
 
-    def __add__(self, later: Piece) -> Piece:
-        return Piece(
-            self.text + later.text, self.tokens + later.tokens, self.offsets + later.offsets
+    @classmethod
+    def join(cls, pieces: Iterable[Piece]) -> Piece:
+        """Pieces that follow one another, as one."""
+        parts = list(pieces)
+        return cls(
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.tokens),
+            tuple(offset for part in parts for offset in part.offsets),
         )
 
 
@@ -63,7 +68,7 @@ class TextStream:
         # What is left has no text of its own: control tokens, or the start of a character.
         rest = Piece("", *_columns(self._unreported))
         self._unreported.clear()
-        return last + rest
+        return Piece.join((last, rest))
 
     def _release(self, length: int) -> Piece:
         text, self._held = self._held[:length], self._held[length:]

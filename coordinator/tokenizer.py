@@ -75,8 +75,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this have a text. A model's output may be wider: padding."""
-        return self._backend.get_vocab_size()
+        """One more than the highest id that has a text. A model's output may be wider: padding."""
+        return len(self._bytes)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of plain text, with what the checkpoint puts around every text (for Qwen, nothing)."""

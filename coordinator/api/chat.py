@@ -106,8 +106,8 @@ class ChatChoice(Choice):
     ) -> None:
         super().__init__(index, request, tokenizer, stop)
         self._parser = parser
-        self._content = ""
-        self._reasoning = ""
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self._reasoning_tokens = 0
         self._parts: list[Part] = []
@@ -122,12 +122,11 @@ class ChatChoice(Choice):
         return [self._entry({"role": "assistant", "content": ""})]
 
     def result(self) -> Json:
-        message: Json = {"role": "assistant", "content": self._content or None}
-        if not self._calls and not self._reasoning:
-            message["content"] = self._content
+        message: Json = {"role": "assistant", "content": "".join(self._content)}
         if self._reasoning:
-            message["reasoning_content"] = self._reasoning
+            message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
+            message["content"] = message["content"] or None
             message["tool_calls"] = [
                 {key: value for key, value in call.items() if key != "index"}
                 for call in self._calls
@@ -166,10 +165,10 @@ class ChatChoice(Choice):
         """Note the part for `result` and return it as a delta."""
         match part:
             case Content(text):
-                self._content += text
+                self._content.append(text)
                 return {"content": text}
             case Reasoning(text):
-                self._reasoning += text
+                self._reasoning.append(text)
                 return {"reasoning_content": text}
             case call:
                 entry = {

@@ -87,24 +87,25 @@ class TextChoice(Choice):
         self, index: int, request: GenerationRequest, tokenizer: Tokenizer, stop: tuple[str, ...]
     ) -> None:
         super().__init__(index, request, tokenizer, stop)
-        self._whole = self._unsent = Piece()
+        self._pieces: list[Piece] = []
+        self._sent = 0  # of them
         self._told: list[TokenLogprob] = []
 
     def opening(self) -> list[Json]:
         return []
 
     def result(self) -> Json:
-        return self._entry(self._whole, self._told, self.finish_reason)
+        return self._entry(Piece.join(self._pieces), self._told, self.finish_reason)
 
     def _read(self, piece: Piece) -> None:
-        self._whole += piece
-        self._unsent += piece
+        self._pieces.append(piece)
 
     def _read_end(self) -> None:
         pass
 
     def _flush(self) -> list[Json]:
-        piece, self._unsent = self._unsent, Piece()
+        piece = Piece.join(self._pieces[self._sent :])
+        self._sent = len(self._pieces)
         logprobs = self._take_logprobs(piece)
         self._told += logprobs
         return [self._entry(piece, logprobs)] if piece.text or logprobs else []

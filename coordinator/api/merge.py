@@ -24,6 +24,7 @@ class Merge:
         self._generator = generator
         # Not bounded: it holds tokens, of which each request has its own limit.
         self._queue: asyncio.Queue[tuple[int, GenerationEvent | BaseException]] = asyncio.Queue()
+        self._unwanted: set[int] = set()
         self._tasks = [
             asyncio.create_task(self._pump(index, request), name=request.request_id)
             for index, request in enumerate(requests)
@@ -47,7 +48,8 @@ class Merge:
         return index, event
 
     def cancel(self, index: int) -> None:
-        """Stop one request; what it has sent may still come."""
+        """Stop one request; what it has sent may still come, but no error of its end."""
+        self._unwanted.add(index)
         self._tasks[index].cancel()
 
     def close(self) -> None:
@@ -66,5 +68,5 @@ class Merge:
 
     def _ended(self, index: int, task: asyncio.Task[None]) -> None:
         _running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled() and (error := task.exception()) and index not in self._unwanted:
             self._queue.put_nowait((index, error))

@@ -113,6 +113,27 @@ async def test_one_failing_choice_ends_the_answer_and_the_others() -> None:
     assert len(client.generator.cancelled) == 3
 
 
+async def test_an_error_of_a_choice_that_is_done_is_nobodys() -> None:
+    """A request that fails while it is cancelled, its text being complete, spoils no other choice."""
+
+    class Sore(FakeGenerator):
+        async def generate(self, request: Any) -> Any:
+            try:
+                async for event in super().generate(request):
+                    yield event
+            finally:
+                if request.params.seed == 0:
+                    raise WorkerLostError("lost while it was cancelled")
+
+    def by_seed(request: Any) -> str:
+        return "</think>ab STOP" + " cd" * 100 if request.params.seed == 0 else "</think>fine " * 9
+
+    client = ApiClient(Sore(tiny_tokenizer(), answer=by_seed, window=1))
+    answer = (await client.chat(n=2, seed=0, stop="STOP")).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
+    await tasks_end()
+
+
 async def test_silence_is_filled_with_keep_alives() -> None:
     """While nothing comes the client hears a comment every so often, also amid an answer."""
     client = LeavingClient(
