@@ -1,0 +1,81 @@
+"""What a worker says of itself by mDNS. A hint for whom to ask, never believed before Describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from proto.errors import ProtocolError, SpanError
+from proto.frame import VERSION
+from proto.span import Span
+
+SERVICE_TYPE = "_mtp-worker._tcp.local."
+
+FINGERPRINT_DIGITS = 16
+"""Of the checkpoint's fingerprint: enough to tell two apart in a list."""
+
+_MAX_LABEL = 63
+"""Bytes of an instance name, by RFC 6763."""
+
+_MAX_TEXT = 128
+_ID_DIGITS = 8
+"""Of the worker id, in the instance name: two workers of one name stay apart."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The TXT record, and the port of the SRV record. `fingerprint` is empty for a worker without a model."""
+
+    worker_id: str
+    name: str
+    port: int
+    pinned: Span | None = None
+    fingerprint: str = ""
+    version: int = VERSION
+
+    @property
+    def instance(self) -> str:
+        """The full name of this service instance: readable, and of this process alone."""
+        end = f"-{self.worker_id[:_ID_DIGITS]}"
+        printable = "".join(c for c in self.name if c.isprintable()).encode(errors="ignore")
+        start = printable[: _MAX_LABEL - len(end)].decode(errors="ignore")
+        return f"{start}{end}.{SERVICE_TYPE}"
+
+    def to_txt(self) -> dict[str, str]:
+        txt = {"v": str(self.version), "id": self.worker_id, "name": self.name[: _MAX_TEXT // 4]}
+        if self.pinned is not None:
+            txt["layers"] = str(self.pinned)
+        if self.fingerprint:
+            txt["model"] = self.fingerprint[:FINGERPRINT_DIGITS]
+        return txt
+
+    @classmethod
+    def from_txt(cls, txt: Mapping[bytes, bytes | None], port: int | None) -> Announcement:
+        """Inverse of `to_txt`; keys this release does not know are let pass.
+
+        Raises ProtocolError when what is needed is missing or malformed: anyone may send anything.
+        """
+        version, worker_id = _text(txt, b"v"), _text(txt, b"id")
+        if not (version.isascii() and version.isdigit() and len(version) < 10) or not worker_id:
+            raise ProtocolError("mDNS announcement without a protocol version or a worker id")
+        if port is None or not 0 < port < 65536:
+            raise ProtocolError(f"mDNS announcement of port {port}")
+        layers = _text(txt, b"layers")
+        try:
+            pinned = Span.parse(layers) if layers else None
+        except SpanError as error:
+            raise ProtocolError(f"mDNS announcement: {error}") from error
+        return cls(
+            worker_id=worker_id,
+            name=_text(txt, b"name") or worker_id,
+            port=port,
+            pinned=pinned,
+            fingerprint=_text(txt, b"model"),
+            version=int(version),
+        )
+
+
+def _text(txt: Mapping[bytes, bytes | None], key: bytes) -> str:
+    """A value as printable text; empty when there is none."""
+    value = (txt.get(key) or b"").decode(errors="replace")[:_MAX_TEXT]
+    return "".join(c for c in value if c.isprintable())

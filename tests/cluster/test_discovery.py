@@ -1,0 +1,429 @@
+"""Workers are found by real mDNS: on loopback, across processes, across network namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+from coordinator import discovery as discovery_module
+from coordinator.address import parse_address
+from coordinator.discovery import (
+    Candidate,
+    Changed,
+    Discovery,
+    Event,
+    Found,
+    Lost,
+    collect,
+    order_hosts,
+)
+from proto.announcement import SERVICE_TYPE, Announcement
+from proto.errors import ProtocolError, UsageError
+from proto.span import Span
+from tests.cluster.mdns_peer import PORT
+from worker import announce as announce_module
+from worker.announce import announced, reachable_addresses
+
+PEER = Path(__file__).with_name("mdns_peer.py")
+ROOT = Path(__file__).parents[2]
+PATIENCE = 10.0
+"""Seconds for news to arrive: announcing takes about one, and a shared machine may be slow."""
+
+
+def unique_announcement(pinned: Span | None = None, fingerprint: str = "") -> Announcement:
+    """Of a worker nobody else on this network announces."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    return Announcement(uuid.uuid4().hex, name, 4242, pinned, fingerprint)
+
+
+@contextlib.asynccontextmanager
+async def events_of(discovery: Discovery, worker_id: str) -> AsyncIterator[asyncio.Queue[Event]]:
+    """The events about one worker, with whatever else is on this network left out."""
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def pump() -> None:
+        async for event in discovery.events():
+            announcement = event.candidate.announcement
+            if announcement is not None and announcement.worker_id == worker_id:
+                queue.put_nowait(event)
+
+    task = asyncio.create_task(pump())
+    try:
+        yield queue
+    finally:
+        task.cancel()
+
+
+async def soon(queue: asyncio.Queue[Event]) -> Event:
+    return await asyncio.wait_for(queue.get(), PATIENCE)
+
+
+# ---- what is announced
+
+
+@given(
+    st.text(max_size=200),
+    st.integers(1, 65535),
+    st.none() | st.tuples(st.integers(0, 99), st.integers(1, 99)),
+)
+def test_an_announcement_survives_its_record(
+    name: str, port: int, layers: tuple[int, int] | None
+) -> None:
+    """Id, port, layers and fingerprint come back whatever the name; all of it fits mDNS's limits."""
+    pinned = Span(layers[0], layers[0] + layers[1]) if layers else None
+    sent = Announcement("0f" * 16, name, port, pinned, "abcd" * 16)
+    txt = {k.encode(): v.encode(errors="replace") for k, v in sent.to_txt().items()}
+    assert all(len(k) + len(v) < 255 for k, v in txt.items())
+    assert len(sent.instance.removesuffix(f".{SERVICE_TYPE}").encode()) <= 63
+    back = Announcement.from_txt(txt, port)
+    assert (back.worker_id, back.port, back.pinned) == (sent.worker_id, port, pinned)
+    assert back.fingerprint == "abcd" * 4
+    assert back.name.isprintable()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([b"v", b"id", b"name", b"layers", b"model", b"x"]),
+        st.none()
+        | st.binary(max_size=20)
+        | st.sampled_from([b"1", b"9-2", b"0-3", b"0-" + b"9" * 99]),
+    ),
+    st.none() | st.integers(-1, 70_000),
+)
+def test_any_record_is_an_announcement_or_a_protocol_error(
+    txt: Mapping[bytes, bytes | None], port: int | None
+) -> None:
+    """Anyone on the network may write these records; they raise one kind of error."""
+    with contextlib.suppress(ProtocolError):
+        announcement = Announcement.from_txt(txt, port)
+        assert announcement.name
+        assert announcement.name.isprintable()
+
+
+# ---- which address
+
+
+def test_a_listener_is_announced_where_it_can_be_reached() -> None:
+    """Loopback only for a loopback listener; never loopback for one on the network."""
+    assert reachable_addresses("127.0.0.1") == ["127.0.0.1"]
+    assert reachable_addresses("localhost") == ["127.0.0.1"]
+    assert reachable_addresses("10.1.2.3") == ["10.1.2.3"]
+    everywhere = reachable_addresses("0.0.0.0")
+    assert everywhere
+    assert everywhere == ["127.0.0.1"] or not any(a.startswith("127.") for a in everywhere)
+
+
+def test_without_a_network_a_worker_is_found_on_its_own_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A laptop in flight mode can still run a demo."""
+    monkeypatch.setattr("psutil.net_if_stats", dict)
+    assert reachable_addresses("0.0.0.0") == ["127.0.0.1"]
+
+
+def test_own_networks_come_first_and_loopback_last() -> None:
+    """The likeliest address is tried first; one that only the worker itself could use comes last."""
+    hosts = ["127.0.0.1", "172.16.0.9", "10.0.0.7", "10.0.0.7", "169.254.3.4"]
+    networks = [IPv4Network("10.0.0.0/24"), IPv4Network("169.254.0.0/16")]
+    assert order_hosts(hosts, networks) == ["10.0.0.7", "169.254.3.4", "172.16.0.9", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("mac-2.local:50505", "mac-2.local:50505"),
+        (" 10.0.0.7:1 ", "10.0.0.7:1"),
+        ("[fd00::2]:99", "[fd00::2]:99"),
+    ],
+)
+def test_addresses_are_read(text: str, address: str) -> None:
+    """Host names, IPv4, and IPv6 in brackets."""
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mac-2", ":50505", "mac-2:", "mac-2:0", "mac-2:99999", "mac-2:x", "a b:1", "a,b:1"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    """A UsageError shows how to write one."""
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(text)
+
+
+# ---- one process, loopback
+
+
+async def test_a_worker_on_loopback_is_found_and_lost() -> None:
+    """Found with all it announces while it runs; lost, by its goodbye, soon after it left."""
+    announcement = unique_announcement(pinned=Span(0, 32), fingerprint="ab" * 32)
+    async with Discovery() as discovery, events_of(discovery, announcement.worker_id) as events:
+        async with announced(announcement, "127.0.0.1"):
+            found = await soon(events)
+            assert isinstance(found, Found)
+            assert found.candidate.addresses == ("127.0.0.1:4242",)
+            said = found.candidate.announcement
+            assert said is not None
+            assert (said.name, said.pinned) == (announcement.name, Span(0, 32))
+            assert announcement.fingerprint.startswith(said.fingerprint)
+            assert found.candidate in discovery.candidates()
+        lost = await soon(events)
+        assert lost == Lost(found.candidate)
+        assert found.candidate not in discovery.candidates()
+
+
+async def test_a_worker_that_was_there_first_is_found() -> None:
+    """Discovery asks; it does not only listen."""
+    announcement = unique_announcement()
+    async with announced(announcement, "127.0.0.1"):
+        await asyncio.sleep(1.5)
+        async with Discovery() as discovery, events_of(discovery, announcement.worker_id) as events:
+            assert isinstance(await soon(events), Found)
+
+
+async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose network comes up, or changes, after its start is announced again."""
+    addresses = ["127.0.0.1"]
+    monkeypatch.setattr(announce_module, "RESCAN_SECONDS", 0.1)
+    monkeypatch.setattr(announce_module, "reachable_addresses", lambda _: list(addresses))
+    announcement = unique_announcement()
+    async with (
+        Discovery() as discovery,
+        events_of(discovery, announcement.worker_id) as events,
+        announced(announcement, "0.0.0.0"),
+    ):
+        assert (await soon(events)).candidate.addresses == ("127.0.0.1:4242",)
+        addresses[:] = ["127.0.0.2"]
+        while (event := await soon(events)).candidate.addresses != ("127.0.0.2:4242",):
+            pass
+        assert isinstance(event, Found | Changed)
+
+
+async def test_malformed_records_are_passed_over() -> None:
+    """Nonsense under our service type neither appears nor stops the search."""
+    good = unique_announcement()
+    nonsense: list[dict[str | bytes, str | bytes | None]] = [
+        {},
+        {"v": "1"},
+        {b"v": b"\xff\xfe", b"id": b"\x00"},
+        {"v": "1", "id": "x", "layers": "9-2"},
+    ]
+    zeroconf = AsyncZeroconf(interfaces=["127.0.0.1"])
+    try:
+        names = [f"{uuid.uuid4().hex}.{SERVICE_TYPE}" for _ in nonsense]
+        registered = [
+            await zeroconf.async_register_service(
+                AsyncServiceInfo(
+                    SERVICE_TYPE,
+                    name,
+                    port=1,
+                    properties=txt,
+                    parsed_addresses=["127.0.0.1"],
+                    server=f"{uuid.uuid4().hex}.local.",
+                ),
+                cooperating_responders=True,  # skips the wait for others of the same name
+            )
+            for name, txt in zip(names, nonsense, strict=True)
+        ]
+        await asyncio.wait_for(asyncio.gather(*registered), PATIENCE)
+        async with Discovery() as discovery, events_of(discovery, good.worker_id) as events:
+            async with announced(good, "127.0.0.1"):
+                assert isinstance(await soon(events), Found)
+            assert not {candidate.id for candidate in discovery.candidates()} & set(names)
+    finally:
+        await zeroconf.async_close()
+
+
+# ---- workers the user names
+
+
+async def test_named_workers_are_found_at_once_and_once() -> None:
+    """--worker needs no mDNS; naming one twice is naming it once."""
+    named = ["10.9.8.7:1", "mac.local:2", "10.9.8.7:1"]
+    async with Discovery(named, mdns=False) as discovery:
+        candidates = await collect(discovery, 0.0)
+        first = await asyncio.wait_for(anext(aiter(discovery.events())), PATIENCE)
+    assert [candidate.addresses for candidate in candidates] == [("10.9.8.7:1",), ("mac.local:2",)]
+    assert first == Found(Candidate("10.9.8.7:1", ("10.9.8.7:1",)))
+
+
+async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
+    """What mDNS says of an address the user gave adds nothing, and its goodbye loses nothing."""
+    announcement = unique_announcement()
+    async with Discovery(["127.0.0.1:4242"]) as discovery:
+        async with announced(announcement, "127.0.0.1"):
+            await asyncio.sleep(2.0)
+        assert announcement.name not in {c.name for c in discovery.candidates()}
+        assert "127.0.0.1:4242" in {c.name for c in discovery.candidates()}
+
+
+def test_a_malformed_named_worker_is_refused() -> None:
+    """A typing error ends the program with a message before anything starts."""
+    with pytest.raises(UsageError, match="--worker"):
+        Discovery(["mac-2"])
+
+
+# ---- no multicast
+
+
+async def test_blocked_multicast_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither side fails, hangs or repeats itself; the warning names the way around."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(19, "No such device")
+
+    for module in (announce_module, discovery_module):
+        monkeypatch.setattr(module, "AsyncZeroconf", refuse)
+        monkeypatch.setattr(module, "RESCAN_SECONDS", 0.01)
+    with caplog.at_level(logging.WARNING):
+        async with (
+            Discovery(["10.9.8.7:1"]) as discovery,
+            announced(unique_announcement(), "127.0.0.1"),
+        ):
+            assert len(await collect(discovery, 0.2)) == 1
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 2
+    assert all("--worker" in message for message in warnings)
+
+
+async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that is up later than the program is found without a restart."""
+    monkeypatch.setattr(discovery_module, "RESCAN_SECONDS", 0.05)
+    attempts = []
+
+    def once_refused(*args: Any, **kwargs: Any) -> AsyncZeroconf:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError(101, "Network is unreachable")
+        return AsyncZeroconf(*args, **kwargs)
+
+    monkeypatch.setattr(discovery_module, "AsyncZeroconf", once_refused)
+    announcement = unique_announcement()
+    async with (
+        Discovery() as discovery,
+        events_of(discovery, announcement.worker_id) as events,
+        announced(announcement, "127.0.0.1"),
+    ):
+        assert isinstance(await soon(events), Found)
+    assert len(attempts) == 2
+
+
+async def test_leaving_early_is_quick_and_clean() -> None:
+    """Ending in the middle of announcing and resolving leaves no task and no socket."""
+    before = len(asyncio.all_tasks())
+    start = asyncio.get_running_loop().time()
+    async with Discovery(), announced(unique_announcement(), "127.0.0.1"):
+        await asyncio.sleep(0.05)
+    assert asyncio.get_running_loop().time() - start < 5.0
+    await asyncio.sleep(0.1)
+    assert len(asyncio.all_tasks()) == before
+
+
+# ---- processes, namespaces
+
+
+@contextlib.contextmanager
+def announcing(*prefix: str, name: str, host: str) -> Iterator[None]:
+    """A process that announces a worker, inside; `prefix` is a command to run it under."""
+    command = [*prefix, sys.executable, str(PEER), "announce", name, host]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"announcing\n"
+            yield
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+
+
+def browse(*prefix: str, name: str) -> list[str] | None:
+    """The addresses another process finds for the worker `name`."""
+    command = [*prefix, sys.executable, str(PEER), "browse", name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=40)
+    found: list[str] | None = json.loads(output.stdout)
+    return found
+
+
+def test_processes_of_one_machine_find_each_other() -> None:
+    """A worker and a coordinator on one machine, both on port 5353, loopback only."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    with announcing(name=name, host="127.0.0.1"):
+        assert browse(name=name) == [f"127.0.0.1:{PORT}"]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a cable: 10.213.x.1 and .2, with nothing but it and loopback."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux and iproute2")
+    token = uuid.uuid4().hex[:8]
+    pair = (f"mtp-a-{token}", f"mtp-b-{token}")
+    made = []
+    try:
+        try:
+            for namespace in pair:
+                ip("netns", "add", namespace)
+                made.append(namespace)
+            cable = ("link", "add", f"v{token}", "netns", pair[0], "type", "veth")
+            ip(*cable, "peer", "name", f"v{token}", "netns", pair[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(
+                f"network namespaces are not permitted here: {error.stderr.decode().strip()}"
+            )
+        for number, namespace in enumerate(pair, 1):
+            inside = ("-n", namespace)
+            ip(*inside, "link", "set", "lo", "up")
+            ip(*inside, "addr", "add", f"10.213.77.{number}/24", "dev", f"v{token}")
+            ip(*inside, "link", "set", f"v{token}", "up")
+            ip(*inside, "route", "add", "224.0.0.0/4", "dev", f"v{token}")
+        yield pair
+    finally:
+        for namespace in made:
+            ip("netns", "del", namespace)
+
+
+def test_machines_on_one_network_find_each_other(namespaces: tuple[str, str]) -> None:
+    """A worker on every interface of one machine is found by another, at its network address; one on
+    loopback is found on its own machine, at that address alone."""
+    here = ("ip", "netns", "exec", namespaces[0])
+    there = ("ip", "netns", "exec", namespaces[1])
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    hidden = f"test-{uuid.uuid4().hex[:12]}"
+    with (
+        announcing(*here, name=hidden, host="127.0.0.1"),
+        announcing(*here, name=name, host="0.0.0.0"),
+    ):
+        assert browse(*there, name=name) == [f"10.213.77.1:{PORT}"]
+        assert browse(*here, name=hidden) == [f"127.0.0.1:{PORT}"]
+
+
+def test_the_service_type_is_what_users_can_browse_for() -> None:
+    """Named on the man page and in other tools' configurations: it does not change."""
+    assert SERVICE_TYPE == "_mtp-worker._tcp.local."
