@@ -5,9 +5,12 @@
 with a_i the chance that draft i is kept once those before it were. Plain decoding, depth 0, always competes.
 
 A depth not in use shows neither its cost nor (beyond the depth in use) its acceptance, so it is *probed*: used for a
-few steps. Each depth is probed once at the start, from 0 up, as long as it could win: a step of
-width k + 1 costs no less than one of width k, and a draft is kept no more often than seen or, unseen, supposed.
-Later probes come at intervals that double while nothing comes of them, which bounds their share of the time.
+few steps, more while it could still turn out best. At the start depths are probed from 0 up, as long as the
+next one could win by what is known. Later probes, of plain decoding, of other shallower depths that come near
+and of the next deeper one if there is hope, take turns at intervals that double while nothing comes of them.
+
+Simulated with dear and cheap verification and five acceptance profiles, all this costs 1.5 % over 1,000 tokens from a
+cold start and 0.8 % over 4,000, against the best fixed depth (tests/unit/test_controller.py).
 
 No clock is read and no random number drawn: what is observed decides. Tokens do not depend on the depth
 (DESIGN §1), so a wrong choice costs time and nothing else.
@@ -55,14 +58,17 @@ class MtpMode:
 SWITCH_GAIN = math.log(1.02)
 """A depth takes over when it promises this much more: estimates are not better than that."""
 
+OPTIMISM = 0.6
+"""Standard errors of acceptance allowed to a depth that could be tried, or tried longer."""
+
 HOPED_ACCEPTANCE = 0.9
-"""What a position out of use is supposed to have become when a probe of it is considered."""
+"""What a position out of use is supposed to have become when a later probe is considered."""
 
 COST_DOUBT = math.log(1.1)
-"""How much cheaper a shallower depth out of use may have become."""
+"""How much cheaper than its estimate a depth out of use is supposed to be then."""
 
-FIRST_INTERVAL = 64
-LAST_INTERVAL = 1024
+FIRST_INTERVAL = 96
+LAST_INTERVAL = 512
 """Steps between probes: where they start and where doubling ends."""
 
 LONGEST_PROBE = 4 * FIRST_SAMPLES
@@ -117,18 +123,19 @@ class _DepthSearch:
         self.costs = StepCosts()
         self.depth = 0
         self._step = 0
-        self._probe: _Probe | None = _Probe(depth=0, samples_wanted=FIRST_SAMPLES)
+        self._probe: int | None = None
+        self._probe_ends = 0
         self._last_probed: dict[int, int] = {}
         self._interval = FIRST_INTERVAL
         self._next_probe = FIRST_INTERVAL
+        self._start_probe(0)
 
     def choose(self) -> int:
         self._step += 1
         if self._probe is not None:
-            self._probe.steps += 1
-            if not self._probe.over(self.costs):
-                return self._probe.depth
-            self._end_probe(self._probe)
+            if self._step <= self._probe_ends and self._undecided(self._probe):
+                return self._probe
+            self._probe = None
         self._settle()
         candidate = self._worth_probing()
         if candidate is None:
@@ -142,6 +149,14 @@ class _DepthSearch:
             chances = self.acceptance.by_position(depth)
         return math.log(expected_kept(chances[:depth])) - self.costs.relative(depth + 1)
 
+    def _undecided(self, probe: int) -> bool:
+        """Whether more steps at the probed depth could show it to be the best."""
+        if self.costs.measuring(probe + 1):
+            return True
+        goal = self._value(self.depth) + SWITCH_GAIN
+        hoped = self.acceptance.by_position(probe, OPTIMISM)
+        return self._value(probe) <= goal < self._value(probe, hoped)
+
     def _settle(self) -> None:
         """Change to the best measured depth if it is better by enough."""
         measured = [d for d in range(self.max_depth + 1) if self.costs.measured(d + 1)]
@@ -154,39 +169,36 @@ class _DepthSearch:
     def _worth_probing(self) -> int | None:
         """The depth to probe now, if any: the next one never tried, or, when the time has come, one out of use."""
         goal = self._value(self.depth) + SWITCH_GAIN
-        untried = max(self._last_probed, default=0) + 1
-        if untried <= self.max_depth and self._value(untried) > goal:
+        untried = max(self._last_probed) + 1
+        hoped = self.acceptance.by_position(self.max_depth, OPTIMISM)
+        if untried <= self.max_depth and self._value(untried, hoped) > goal:
             return untried
         if self._step < self._next_probe:
             return None
         self._interval = min(2 * self._interval, LAST_INTERVAL)
         self._next_probe = self._step + self._interval
-        known = self.acceptance.by_position(self.max_depth)
-        hoped = known[: self.depth] + [max(c, HOPED_ACCEPTANCE) for c in known[self.depth :]]
-        deeper = range(self.depth + 1, self.max_depth + 1)
-        candidates = [d for d in deeper if self._value(d, hoped) > goal][:1]
-        candidates += [d for d in range(self.depth) if self._value(d) + COST_DOUBT > goal]
+        candidates = self._doubtful(goal)
         return min(candidates, key=lambda d: self._last_probed.get(d, 0), default=None)
 
+    def _doubtful(self, goal: float) -> list[int]:
+        """Depths out of use that may have become better than `goal` since they were last seen."""
+        # Plain decoding always: that speculation never costs rests on knowing what it costs.
+        depths = [d for d in range(self.depth) if d == 0 or self._value(d) + COST_DOUBT > goal]
+        known = self.acceptance.by_position(self.max_depth)
+        hoped = known[: self.depth] + [max(c, HOPED_ACCEPTANCE) for c in known[self.depth :]]
+        following = self.depth + 1
+        deeper = range(following, self.max_depth + 1)
+        if deeper and (
+            self._value(following, hoped) + COST_DOUBT > goal
+            or any(self._value(d, hoped) > goal for d in deeper)
+        ):
+            depths.append(following)  # the least that shows whether drafts are kept again
+        return depths
+
     def _start_probe(self, depth: int) -> None:
-        self.acceptance.fade(first=self.depth)
-        self.costs.refresh(depth + 1)
-        wanted = self.costs.samples(depth + 1) + FIRST_SAMPLES
-        self._probe = _Probe(depth, wanted)
-
-    def _end_probe(self, probe: _Probe) -> None:
-        self._last_probed[probe.depth] = self._step
-        self._probe = None
-
-
-@dataclass
-class _Probe:
-    """A depth being tried until its width has so many samples."""
-
-    depth: int
-    samples_wanted: int
-    steps: int = 0
-
-    def over(self, costs: StepCosts) -> bool:
-        measured = costs.samples(self.depth + 1) >= self.samples_wanted
-        return measured or self.steps > LONGEST_PROBE
+        if depth > self.depth:
+            self.acceptance.fade(first=self.depth)
+        self.costs.start(depth + 1)
+        self._probe = depth
+        self._probe_ends = self._step + LONGEST_PROBE
+        self._last_probed[depth] = self._step

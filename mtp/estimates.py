@@ -43,15 +43,21 @@ class AcceptanceEstimate:
             self._kept[position] = self._kept[position] * forget + right
             self._seen[position] = self._seen[position] * forget + 1
 
-    def by_position(self, depth: int) -> list[float]:
-        """The estimate for each of the first `depth` drafts, given that those before it were kept."""
+    def by_position(self, depth: int, optimism: float = 0.0) -> list[float]:
+        """The estimate for each of the first `depth` drafts, given that those before it were kept.
+
+        `optimism` is how many standard errors to add: more where less was seen.
+        """
         chances: list[float] = []
         for position in range(depth):
             prior = NEXT_ACCEPTANCE * chances[-1] if chances else FIRST_ACCEPTANCE
             kept, seen = 0.0, 0.0
             if position < len(self._seen):
                 kept, seen = self._kept[position], self._seen[position]
-            chances.append((kept + PRIOR_WINDOWS * prior) / (seen + PRIOR_WINDOWS))
+            windows = seen + PRIOR_WINDOWS
+            chance = (kept + PRIOR_WINDOWS * prior) / windows
+            error = math.sqrt(chance * (1 - chance) / windows)
+            chances.append(min(1.0, chance + optimism * error))
         return chances
 
     def fade(self, first: int) -> None:
@@ -74,11 +80,8 @@ def expected_kept(chances: Sequence[float]) -> float:
 FIRST_SAMPLES = 3
 """Steps timed before a width has a cost: their median survives one outlier, such as a kernel's first use."""
 
-LEVEL_SAMPLES = 9
+LEVEL_SAMPLES = 15
 MOST_SAMPLES = 64
-REFRESHED_SAMPLES = 6
-"""How many samples an old cost counts as when its width is measured again."""
-
 LARGEST_SURPRISE = 0.25
 """A timing this far off, as a logarithm, counts as no further: hiccups of a shared machine."""
 
@@ -95,49 +98,57 @@ class StepCosts:
     def __init__(self) -> None:
         self._relative: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._first: dict[int, list[float]] = {}
+        self._fresh: dict[int, list[float]] = {}
         self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
 
-    def observe(self, width: int, seconds: float) -> None:
-        logarithm = math.log(max(seconds, 1e-9))
-        self._samples[width] = self._samples.get(width, 0) + 1
-        if width not in self._relative:
-            self._meet(width, logarithm)
-            return
-        surprise = logarithm - self._level() - self._relative[width]
-        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
-        self._samples[width] = min(self._samples[width], MOST_SAMPLES)
-        self._relative[width] += surprise / self._samples[width]
-        self._recent.append(logarithm - self._relative[width])
+    def start(self, width: int) -> None:
+        """Measure `width`, for the first time or anew: its next FIRST_SAMPLES samples say what it costs."""
+        self._fresh[width] = []
 
-    def _meet(self, width: int, logarithm: float) -> None:
-        """One of the first samples of `width`. The first width met defines the level."""
-        first = self._first.setdefault(width, [])
-        first.append(logarithm - self._level() if self._recent else logarithm)
-        if len(first) < FIRST_SAMPLES:
-            return
-        if not self._recent:
-            self._recent.extend(first)
-            self._relative[width] = 0.0
-        else:
-            self._relative[width] = median(first)
-        del self._first[width]
-
-    def _level(self) -> float:
-        return median(self._recent)
-
-    def samples(self, width: int) -> int:
-        return self._samples.get(width, 0)
-
-    def refresh(self, width: int) -> None:
-        """`width` is about to be measured again: let the new samples count."""
-        self._samples[width] = min(self.samples(width), REFRESHED_SAMPLES)
+    def measuring(self, width: int) -> bool:
+        """Whether a start has not come to its end yet."""
+        return width in self._fresh
 
     def measured(self, width: int) -> bool:
         return width in self._relative
 
+    def observe(self, width: int, seconds: float) -> None:
+        """One step of `width` took so long. A width that was never started is ignored."""
+        logarithm = math.log(max(seconds, 1e-9))
+        if width in self._fresh:
+            self._fresh[width].append(logarithm - self._level())
+            if len(self._fresh[width]) == FIRST_SAMPLES:
+                self._renew(width, self._fresh.pop(width))
+        elif width in self._relative:
+            surprise = logarithm - self._level() - self._relative[width]
+            surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
+            self._samples[width] = min(self._samples[width] + 1, MOST_SAMPLES)
+            self._relative[width] += surprise / self._samples[width]
+            self._recent.append(logarithm - self._relative[width])
+
     def relative(self, width: int) -> float:
-        """Logarithm of the cost over the level; of a width not measured, the least it can be: a narrower one's."""
+        """Logarithm of the cost over the level.
+
+        Of a width not measured, the least it is supposed to be: every further token costs at least half of what
+        the last measured one did.
+        """
         if width in self._relative:
             return self._relative[width]
-        return max((cost for known, cost in self._relative.items() if known < width), default=0.0)
+        known = [math.exp(self._relative[w]) for w in range(1, width) if w in self._relative]
+        if len(known) < 2:
+            return math.log(known[-1]) if known else 0.0
+        return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
+
+    def _renew(self, width: int, samples: list[float]) -> None:
+        """Take the median of fresh samples, halfway to the old estimate where there is one."""
+        if not self._relative:  # the first width defines the level
+            self._recent.extend(samples)
+            self._relative[width] = 0.0
+        elif width in self._relative:
+            self._relative[width] = (self._relative[width] + median(samples)) / 2
+        else:
+            self._relative[width] = median(samples)
+        self._samples[width] = FIRST_SAMPLES
+
+    def _level(self) -> float:
+        return median(self._recent) if self._recent else 0.0
