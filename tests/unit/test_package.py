@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import version
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path, PurePosixPath
 from shutil import which
 
@@ -32,6 +34,15 @@ def requirements() -> list[Requirement]:
     extras = PROJECT["optional-dependencies"].values()
     asked = [Requirement(text) for group in [PROJECT["dependencies"], *extras] for text in group]
     return [requirement for requirement in asked if requirement.name != PROJECT["name"]]
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules a file names in its imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +106,27 @@ def test_every_requirement_has_a_tested_version(requirement: Requirement) -> Non
     assert exact is not None or elsewhere
     if exact is not None:
         assert requirement.specifier.contains(exact)
+
+
+def test_every_library_we_import_is_declared() -> None:
+    """A library that only happens to be there because another one needs it may be gone tomorrow."""
+    imported = {
+        name.partition(".")[0]
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for name in imports_of(path)
+    }
+    providers = packages_distributions()
+    declared = {canonicalize_name(r.name) for r in map(Requirement, PROJECT["dependencies"])}
+    declared |= {
+        canonicalize_name("torch")
+    }  # of the extra `train`; tests/unit/test_layout.py keeps it in mtp/builtin
+    undeclared = {
+        name
+        for name in imported - PACKAGES - sys.stdlib_module_names
+        if not declared & {canonicalize_name(found) for found in providers.get(name, [])}
+    }
+    assert undeclared == set()
 
 
 def test_runtime_dependencies_are_bounded_ranges() -> None:
