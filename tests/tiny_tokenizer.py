@@ -32,7 +32,9 @@ TEMPLATE = """\
 """
 
 
-def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+def write_tokenizer(
+    folder: Path, *, template: str | None = TEMPLATE, special_markers: bool = False
+) -> Path:
     """Write tokenizer.json and its company into `folder`, which exists; return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +46,8 @@ def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
+    markers = [AddedToken(t, special=special_markers, normalized=False) for t in MARKERS]
+    (tokenizer.add_special_tokens if special_markers else tokenizer.add_tokens)(markers)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.text import Piece, TextStream
@@ -72,6 +72,8 @@ def test_a_character_cut_off_by_the_end_is_left_out_but_its_tokens_are_told() ->
     st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), max_size=6),
     st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), min_size=1, max_size=4),
 )
+@example(["xabc"], ["abc", "b"])
+@example(["a", "bcd"], ["abcd", "bc", "c"])
 def test_stop_strings_do_not_depend_on_token_borders(words: list[str], stops: list[str]) -> None:
     """However a text is cut into tokens, it ends before the stop string that is complete first."""
     text = "".join(words)

@@ -56,6 +56,14 @@ def test_control_tokens_have_bytes_but_no_text_and_markers_have_both(tokenizer: 
     assert tokenizer.text_bytes(tokenizer.vocab_size + 5) == b""
 
 
+def test_markers_have_text_also_where_a_checkpoint_calls_them_special(tmp_path: Path) -> None:
+    """Without it the parsers would see nothing of reasoning and calls."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, special_markers=True))
+    for marker in ("<think>", "</think>", "<tool_call>", "</tool_call>"):
+        (token,) = tokenizer.encode(marker)
+        assert tokenizer.text_bytes(token) == marker.encode()
+
+
 def test_loading_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's folder is enough: not one connection is tried."""
 
