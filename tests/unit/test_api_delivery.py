@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.api.context import ApiOptions
+from coordinator.request import Finished
 from proto.errors import (
     CapacityError,
     MemoryLimitError,
@@ -96,6 +97,22 @@ async def test_an_engine_that_gives_up_is_an_error(reason: Any) -> None:
     expected = "the last worker is gone" if reason == "error" else "cancelled"
     assert expected in events.data[-1]["error"]["message"]
     assert not events.done
+
+
+async def test_an_engine_that_just_stops_is_an_error() -> None:
+    """A generator that ends without Finished must not leave its client waiting for ever."""
+
+    class Mute(FakeGenerator):
+        async def generate(self, request: Any) -> Any:
+            async for event in super().generate(request):
+                if isinstance(event, Finished):
+                    return
+                yield event
+
+    client = ApiClient(Mute(tiny_tokenizer()))
+    async with asyncio.timeout(5):
+        assert (await client.chat()).status_code == 500
+        assert "error" in (await client.stream()).data[-1]
 
 
 async def test_one_failing_choice_ends_the_answer_and_the_others() -> None:
