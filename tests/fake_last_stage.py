@@ -10,7 +10,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment, TokenLogprob
+from proto.frame import (
+    Admit,
+    Commit,
+    DropPrefix,
+    Evict,
+    Frame,
+    Op,
+    Outcome,
+    RestorePrefix,
+    SavePrefix,
+    Segment,
+    TokenLogprob,
+)
 from worker.cache.windows import WindowStack
 
 VOCAB = 50
@@ -51,8 +63,9 @@ class FakeLastStage:
         self.right, self.out_of = right, out_of
         self.stage_us = stage_us
         self.sequences: dict[int, FakeSequence] = {}
+        self.prefixes: dict[int, tuple[int, ...]] = {}
         self.seen: list[Frame] = []
-        self._returning: deque[Frame] = deque()
+        self.under_way: deque[Frame] = deque()
 
     def send(self, frame: Frame) -> None:
         assert (frame.epoch, frame.number) == (self.epoch, len(self.seen))
@@ -60,14 +73,14 @@ class FakeLastStage:
         for op in frame.ops:
             self._apply(op)
         outcomes = tuple(self._run(segment) for segment in frame.segments)
-        self._returning.append(replace(frame, outcomes=outcomes, stage_us=(self.stage_us,)))
+        self.under_way.append(replace(frame, outcomes=outcomes, stage_us=(self.stage_us,)))
 
     @property
     def in_flight(self) -> int:
-        return len(self._returning)
+        return len(self.under_way)
 
     def come_back(self) -> Frame:
-        return self._returning.popleft()
+        return self.under_way.popleft()
 
     def _apply(self, op: Op) -> None:
         match op:
@@ -80,8 +93,17 @@ class FakeLastStage:
                 assert len(held.tokens) == held.stack.length
             case Evict():
                 del self.sequences[op.seq_id]
-            case _:
-                raise AssertionError(op)
+            case SavePrefix():
+                held = self.sequences[op.seq_id]
+                assert op.entry not in self.prefixes and not held.stack.windows
+                self.prefixes[op.entry] = tuple(held.tokens)
+            case RestorePrefix():
+                held = self.sequences[op.seq_id]
+                assert not held.tokens
+                held.tokens += self.prefixes[op.entry]
+                held.stack.length = len(held.tokens)
+            case DropPrefix():
+                del self.prefixes[op.entry]
 
     def _run(self, segment: Segment) -> Outcome:
         held = self.sequences[segment.seq_id]

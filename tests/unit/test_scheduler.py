@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from coordinator.scheduler import Limits, Rejection, Scheduler
 from mtp.controller import Controller, MtpMode
 from proto.frame import Admit, Commit
 from tests.fake_last_stage import FakeLastStage, plain
-from tests.scheduler_drive import LIMITS, Drive, chunks_of
+from tests.scheduler_drive import LIMITS, ROOM, Drive, chunks_of
 
 # ---- one answer
 
@@ -212,7 +213,7 @@ def test_what_ended_is_not_rebuilt() -> None:
 
 def test_a_smaller_plan_ends_what_it_cannot_hold() -> None:
     """A sequence too big for what is left ends with an error; the others go on, the oldest first."""
-    drive = Drive()
+    drive = Drive(room=replace(ROOM, sequences=2))
     big, small, queued = drive.submit(tokens=60), drive.submit(tokens=20), drive.submit(tokens=21)
     drive.fill()
     drive.back()

@@ -84,14 +84,53 @@ def test_lanes_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> No
     assert max(turns.values()) - min(turns.values()) <= 2
 
 
-def test_never_more_frames_than_the_pipeline_holds() -> None:
-    """Lanes and chunks together stay within N + 1 of each kind, however much there is to do."""
-    drive = Drive(stages=2)
+@pytest.mark.parametrize(("sequences", "stages"), [(2, 1), (8, 1), (8, 2), (16, 4)])
+def test_late_comers_join_full_lanes(sequences: int, stages: int) -> None:
+    """Requests that came one after another are soon served N lanes at a time, as those that came together."""
+    drive = Drive(stages)
+    for i in range(sequences):
+        drive.submit((1, 2, i), tokens=300)
+        drive.fill()
+        drive.back()
+    for _ in range(10 * sequences):
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    for _ in range(10 * stages):
+        drive.fill()
+        drive.back()
+    rows = [len(f.segments) for f in drive.stage.seen[start:]]
+    assert sum(rows) / len(rows) == sequences / stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
+    """However many streams run, a chunk of a new prompt passes with every round of theirs."""
+    drive = Drive(stages)
+    for i in range(8):
+        drive.submit((1, 2, i), tokens=500)
+        drive.fill()
+        drive.back()
+    for _ in range(30):
+        drive.fill()
+        drive.back()
+    late = drive.submit(range(1, 41), tokens=5)
+    for _ in range(11 * (stages + 2)):
+        drive.fill()
+        drive.back()
+    assert drive.tokens(late)
+
+
+def test_never_more_lanes_than_stages() -> None:
+    """Single sequences that get ready one by one do not crowd the pipeline; chunks come on top, N + 1 at most."""
+    drive = Drive(stages=2, limits=replace(LIMITS, step_tokens=4))
     for i in range(12):
-        drive.submit(range(1, 20 + i), tokens=50)
+        drive.submit((1, 2, 3, i), tokens=50)
     for _ in range(100):
         drive.fill()
-        assert drive.stage.in_flight <= 2 * (2 + 1)
+        lanes = sum(is_decode(f) for f in list(drive.stage.under_way))
+        assert lanes <= 2
+        assert drive.stage.in_flight - lanes <= 3
         drive.back()
 
 
