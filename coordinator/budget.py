@@ -16,6 +16,12 @@ STATES_A_SEQUENCE = 3
 PREFIX_SHARE = 0.25
 """Of what is left beside weights, for prefix entries."""
 
+ROOMY_TOKENS = 4096
+"""K/V each sequence should find; where there is less, fewer are served at once."""
+
+FEWEST_TOKENS = 256
+"""A plan with less K/V in all serves nobody."""
+
 DEFAULT_SEQUENCES = 16
 """Served at once when nobody says otherwise; more wait in the queue."""
 
@@ -48,11 +54,20 @@ class Room:
 
 @dataclass(frozen=True)
 class Capacity:
-    """`kv_tokens` over at most `sequences` sequences, and `prefix_bytes` a stage: what every stage has room for."""
+    """`kv_tokens` over at most `sequences` sequences, and `prefix_bytes` a stage: what every stage has room for.
+
+    `token_bytes` of K/V and `state_bytes` of GDN states are those of a prefix entry on the stage where they are most.
+    """
 
     sequences: int
     kv_tokens: int
     prefix_bytes: int
+    token_bytes: int = 0
+    state_bytes: int = 0
+
+    def entry_bytes(self, tokens: int) -> int:
+        """Of a prefix entry of so many tokens, on the stage where it is largest; no less than it will be."""
+        return tokens * self.token_bytes + self.state_bytes
 
 
 def capacity(costs: ModelCosts, rooms: Sequence[Room], context: int, wanted: int) -> Capacity:
@@ -60,27 +75,38 @@ def capacity(costs: ModelCosts, rooms: Sequence[Room], context: int, wanted: int
 
     Sequences are given up before a single one's context is. Raises MemoryLimitError when not one short sequence fits.
     """
-    for sequences in range(wanted, 0, -1):
-        tokens = min(_kv_tokens(costs, room, sequences) for room in rooms)
-        if tokens >= min(context, 4096 * sequences):
-            prefix = min(int(room.free * PREFIX_SHARE) for room in rooms)
-            return Capacity(sequences, min(tokens, context * sequences), max(0, prefix))
-    tokens = min(_kv_tokens(costs, room, 1) for room in rooms)
-    if tokens < 256:
+    tokens_of = {n: min(_kv_tokens(costs, r, n) for r in rooms) for n in range(1, wanted + 1)}
+    fitting = [n for n, t in tokens_of.items() if t >= min(context, ROOMY_TOKENS * n)]
+    sequences = max(fitting, default=1)
+    if tokens_of[sequences] < FEWEST_TOKENS:
         tight = min(rooms, key=lambda room: room.free)
         raise MemoryLimitError(
             f"{tight.name} has {format_size(max(0, tight.free))} left beside its weights, too little for one "
             "sequence: give it fewer layers or more --memory-limit"
         )
-    return Capacity(1, tokens, 0)
+    return Capacity(
+        sequences,
+        min(tokens_of[sequences], context * sequences),
+        prefix_bytes=max(0, min(int(room.free * PREFIX_SHARE) for room in rooms)),
+        token_bytes=max(_token_bytes(costs, room) for room in rooms),
+        state_bytes=max(_state_bytes(costs, room) for room in rooms),
+    )
 
 
 def _kv_tokens(costs: ModelCosts, room: Room, sequences: int) -> int:
     """Tokens of K/V a stage has room for beside the states of so many sequences."""
-    layers = [costs.layers[layer] for layer in room.span]
-    states = sum(layer.state_bytes for layer in layers) * sequences * STATES_A_SEQUENCE
-    a_token = sum(layer.kv_bytes for layer in layers) + (costs.head_kv_bytes if room.last else 0)
+    states = _state_bytes(costs, room) * sequences * STATES_A_SEQUENCE
     left = int(room.free * (1 - PREFIX_SHARE)) - states
+    a_token = _token_bytes(costs, room)
     if left <= 0:
         return 0
     return left // a_token if a_token else 2**62
+
+
+def _token_bytes(costs: ModelCosts, room: Room) -> int:
+    own = sum(costs.layers[layer].kv_bytes for layer in room.span)
+    return own + (costs.head_kv_bytes if room.last else 0)
+
+
+def _state_bytes(costs: ModelCosts, room: Room) -> int:
+    return sum(costs.layers[layer].state_bytes for layer in room.span)

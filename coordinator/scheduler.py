@@ -1,10 +1,12 @@
 """What the pipeline does next: which sequences, which tokens, in which order. Plain data, no tensors, no clock.
 
-The pipeline of N stages is kept full with N + 1 frames, so that a stage that ends one always finds the next:
+The pipeline of N stages is kept full:
 * Sequences that decode travel in lanes: rows sent together. A lane takes ⌈c/N⌉ of the c sequences that decode,
-  those that waited longest; one whose window is in flight waits for its outcome.
-* Prompts travel as a convoy of chunks, which need no outcome to follow each other. A lane that is ready goes
-  before the next chunk, so running streams wait for one chunk a stage and no more.
+  those that waited longest; one whose window is in flight waits for its outcome. No more than N lanes are under
+  way: what gets ready beyond them waits, and so comes together in full lanes whenever it arrived.
+* Prompts travel as a convoy of up to N + 1 chunks, which need no outcome to follow each other. A lane that is ready
+  goes before the next chunk, so running streams wait for one chunk a stage and no more; N lanes leave
+  room for a chunk, so a prompt never waits for a stream to end.
 
 Times are given by the caller, in seconds, and only ever subtracted.
 """
@@ -15,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from coordinator.budget import Capacity
+from coordinator.prefix_cache import PrefixCache
 from coordinator.request import (
-    FinishReason,
     Finished,
     GenerationEvent,
     GenerationRequest,
@@ -26,7 +28,17 @@ from coordinator.request import (
 from coordinator.sequence import Sequence
 from mtp.controller import Controller
 from proto.errors import CapacityError, ProtocolError, RequestError
-from proto.frame import Commit, Evict, Frame, Op, Outcome, Segment
+from proto.frame import (
+    Commit,
+    DropPrefix,
+    Evict,
+    Frame,
+    Op,
+    Outcome,
+    RestorePrefix,
+    SavePrefix,
+    Segment,
+)
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,9 @@ class Scheduler:
         """Nothing is admitted before the first plan."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
+        self.prefixes = PrefixCache()
         self.ops: list[Op] = []
-        """Operations of sequences that have left: they ride in the next frame, whatever it carries."""
+        """What the next frame's header will do, in the order it was decided."""
         self.in_flight: deque[InFlight] = deque()
         self.next_number = 0
         self._next_seq = 0
@@ -95,6 +108,7 @@ class Scheduler:
         self.next_number = 0
         self.in_flight.clear()
         self.ops.clear()
+        self.prefixes.reset(capacity)
         live = list(self.running.values())
         self.running.clear()
         for sequence in live:
@@ -165,14 +179,10 @@ class Scheduler:
         return self._frame(tuple(segments), record)
 
     def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
-        ops = self.ops
-        self.ops = []
         for segment in segments:
-            sequence = self.running[segment.seq_id]
-            ops.extend(sequence.ops)
-            sequence.ops = []
-            sequence.in_flight += 1
-        frame = Frame(self.epoch, self.next_number, tuple(ops), segments)
+            self.running[segment.seq_id].in_flight += 1
+        frame = Frame(self.epoch, self.next_number, tuple(self.ops), segments)
+        self.ops.clear()
         self.next_number += 1
         self.in_flight.append(record)
         return frame
@@ -190,7 +200,7 @@ class Scheduler:
         decoding = [s for s in self.running.values() if s.admitted and not s.prefilling]
         ready = [s for s in decoding if s.ready]
         lanes = sum(1 for record in self.in_flight if record.decode_rows)
-        if not ready or lanes > self.stages:
+        if not ready or lanes >= self.stages:
             return []
         rows = ready[: -(-len(decoding) // self.stages)]
         depth = self.controller.choose(len(rows))
@@ -200,6 +210,7 @@ class Scheduler:
 
     def _window(self, sequence: Sequence, depth: int) -> Segment:
         """`[last token, drafts …]`, asking for `depth` drafts to follow; never past the request's limit."""
+        self._commit(sequence)
         drafts = sequence.drafts[: sequence.remaining - 1]
         sequence.window_drafts, sequence.drafts = drafts, ()
         return Segment(
@@ -223,15 +234,17 @@ class Scheduler:
             if size <= 0:
                 continue
             segments.append(self._chunk(sequence, size))
-            budget -= size
+            budget -= segments[-1].width
         return segments
 
-    def _chunk(self, sequence: Sequence, size: int) -> Segment:
+    def _chunk(self, sequence: Sequence, most: int) -> Segment:
         if not sequence.admitted:
-            sequence.ops.append(sequence.admit_op())
-            sequence.admitted = True
+            self._admit(sequence)
         start = sequence.fed
-        sequence.fed += size
+        if sequence.boundaries and start == sequence.boundaries[0]:
+            self._save(sequence, tuple(sequence.tokens[: sequence.boundaries.pop(0)]))
+        end = sequence.boundaries[0] if sequence.boundaries else sequence.goal
+        sequence.fed = min(end, start + most)
         last = not sequence.prefilling
         return Segment(
             sequence.seq_id,
@@ -241,6 +254,29 @@ class Scheduler:
             sample=last,
             drafts=min(self.controller.choose(), max(0, sequence.remaining - 2)) if last else 0,
         )
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Make a sequence on the stages, from the longest prefix they hold."""
+        self.ops.append(sequence.admit_op())
+        sequence.admitted = True
+        prompt = tuple(sequence.tokens)
+        entry = self.prefixes.find(prompt)
+        if entry is not None:
+            self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
+            sequence.fed = sequence.passed = sequence.cached = len(entry.tokens)
+        sequence.boundaries = self.prefixes.boundaries(prompt, sequence.fed)
+
+    def _save(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        """Keep what the stages hold of `sequence` now, which is the state after `tokens`."""
+        entry, dropped = self.prefixes.make(tokens)
+        self.ops.extend(DropPrefix(number) for number in dropped)
+        if entry is not None:
+            self.ops.append(SavePrefix(sequence.seq_id, entry.number))
+
+    def _commit(self, sequence: Sequence) -> None:
+        if sequence.commit is not None:
+            self.ops.append(sequence.commit)
+            sequence.commit = None
 
     # ---- back
 
@@ -284,12 +320,10 @@ class Scheduler:
             return
         if segment.open:
             sequence.windows += 1
-            sequence.ops.append(Commit(sequence.seq_id, segment.window, outcome.kept))
+            sequence.commit = Commit(sequence.seq_id, segment.window, outcome.kept)
             if outcome.kept < segment.width:
                 trim = segment.width - outcome.kept
-                to.rejections.append(
-                    Rejection(sequence.seq_id, segment.window, outcome.kept, trim)
-                )
+                to.rejections.append(Rejection(sequence.seq_id, segment.window, outcome.kept, trim))
         else:
             sequence.passed = segment.position + segment.width
             progress = PrefillProgress(sequence.passed, sequence.goal, sequence.cached)
@@ -303,18 +337,16 @@ class Scheduler:
             chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
             to.events.append((sequence.seq_id, chunk))
         if sequence.finished is not None:
-            self._finish(sequence, sequence.finished, now, to)
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, now: float, to: Settlement
-    ) -> None:
-        to.events.append((sequence.seq_id, Finished(reason, sequence.stats(now))))
-        self._leave(sequence)
+            ended = Finished(sequence.finished, sequence.stats(now))
+            to.events.append((sequence.seq_id, ended))
+            self._commit(sequence)
+            held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.kept])
+            self._save(sequence, held)
+            self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
         if sequence.admitted:
-            self.ops.extend(sequence.ops)
             self.ops.append(Evict(sequence.seq_id))
 
     def check(self) -> None:

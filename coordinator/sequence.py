@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from coordinator.request import FinishReason, GenerationRequest, GenerationStats
-from proto.frame import Admit, Op, Outcome
+from proto.frame import Admit, Commit, Outcome
 
 
 @dataclass
@@ -28,8 +28,10 @@ class Sequence:
     next_window: int = 0
     in_flight: int = 0
     admitted: bool = False
-    ops: list[Op] = field(default_factory=list)
-    """Operations that must ride before this sequence's next segment."""
+    commit: Commit | None = None
+    """Of its last window: rides before its next segment."""
+    boundaries: list[int] = field(default_factory=list)
+    """Where in the prompt chunks end so that a prefix entry can be made, the next one first."""
     drafts: tuple[int, ...] = ()
     window_drafts: tuple[int, ...] = ()
     """The drafts of the window in flight."""
@@ -114,7 +116,9 @@ class Sequence:
         self.goal = len(self.tokens)
         self.fed = self.passed = self.next_window = self.in_flight = 0
         self.admitted = False
-        self.ops.clear()
+        self.commit = None
+        self.cached = 0
+        self.boundaries.clear()
         self.drafts = self.window_drafts = ()
 
     def stats(self, now: float) -> GenerationStats:

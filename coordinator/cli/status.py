@@ -50,17 +50,17 @@ def status(
     """Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance. Ctrl-C ends it."""
     if as_json:
         reply = fetch(url, api_key)
-        _parse(reply)
+        parse(reply)
         typer.echo(reply.decode())
         return
     console = Console()
     if once or not sys.stdout.isatty():
-        console.print(render(_parse(fetch(url, api_key))))
+        console.print(render(parse(fetch(url, api_key))))
         return
-    with Live(render(_parse(fetch(url, api_key))), console=console, screen=False) as live:
+    with Live(render(parse(fetch(url, api_key))), console=console, screen=False) as live:
         while True:
             time.sleep(REFRESH_SECONDS)
-            live.update(render(_parse(fetch(url, api_key))))
+            live.update(render(parse(fetch(url, api_key))))
 
 
 def fetch(url: str, api_key: str | None) -> bytes:
@@ -99,7 +99,7 @@ def fetch(url: str, api_key: str | None) -> bytes:
     return body
 
 
-def _parse(body: bytes) -> ClusterStatus:
+def parse(body: bytes) -> ClusterStatus:
     try:
         return TypeAdapter(ClusterStatus).validate_json(body)
     except ValidationError as error:
