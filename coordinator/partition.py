@@ -69,7 +69,7 @@ def best_runs(
     """
     free = [v for v in range(len(costs)) if v not in pinned]
     costs = _around(costs, pinned, free)
-    states = _states(costs, free)
+    states = list_states(costs, free)
     if objective == "throughput":
         first = _search(states, costs, pinned, np.maximum)
     else:
@@ -98,7 +98,7 @@ def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Ar
     return costs
 
 
-def _states(costs: Array, free: Sequence[int]) -> States:
+def list_states(costs: Array, free: Sequence[int]) -> States:
     """Sets of free nodes, or the order given where those are too many."""
     alike: dict[bytes, list[int]] = {}
     for v in free:

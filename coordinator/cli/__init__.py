@@ -21,6 +21,7 @@ PROGRAM = "mtp-coord"
 COMMANDS: dict[str, str] = {
     "generate": "Generate text from one prompt, in this process.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
+    "plan": "Show who would hold what, and how fast, without loading.",
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
     "status": "Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance.",
 }

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,6 +226,21 @@ def test_too_many_nodes_for_any_order_keep_the_order_given(
         plan = make_plan(model, nodes)
     assert (-len(plan.stages), plan.slowest_seconds) == pytest.approx(expected)
     assert [stage.node for stage in plan.stages] == sorted(s.node for s in plan.stages)
+
+
+def test_alike_nodes_are_not_tried_in_every_order() -> None:
+    """Thirty equal machines make thirty-one states, not a thousand million."""
+    costs = np.ones((30, 65, 65))
+    assert len(partition.list_states(costs, range(30)).steps) == 31
+    costs[0] = 2.0
+    assert len(partition.list_states(costs, range(30)).steps) == 2 * 30
+
+
+def test_what_the_slowest_stage_leaves_open_is_balanced() -> None:
+    """One long layer sets the pace; the others are shared evenly all the same."""
+    layers = tuple(LayerCost(1, seconds) for seconds in (10.0, 1.0, 1.0, 1.0, 1.0))
+    plan = make_plan(ModelCosts(layers), [NodeSpec(f"n{i}", GB) for i in range(3)])
+    assert [str(stage.span) for stage in plan.stages] == ["0-0", "1-2", "3-4"]
 
 
 # ---- what a user sees

@@ -1,0 +1,156 @@
+"""Workers are asked who they are, over real gRPC, before anyone plans with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from typer.testing import CliRunner
+
+from coordinator import survey
+from coordinator.cli import app
+from coordinator.discovery import Candidate
+from coordinator.plan import NodeSpec
+from coordinator.survey import ask_all
+from proto import cluster_pb2 as pb
+from proto.announcement import Announcement
+from proto.frame import VERSION
+from proto.span import Span
+from tests.checkpoints import write_checkpoint
+
+ME = pb.Coordinator(id="test", name="test")
+MODEL = pb.ModelRef(fingerprint="f" * 64)
+
+
+class FakeWorker:
+    """Answers Describe, and nothing else."""
+
+    def __init__(self, info: pb.WorkerInfo, delay: float = 0.0) -> None:
+        self.info = info
+        self.delay = delay
+
+    async def describe(self, request: pb.DescribeRequest, _: object) -> pb.WorkerInfo:
+        assert len(request.model.fingerprint) == 64
+        await asyncio.sleep(self.delay)
+        return self.info
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        describe = grpc.unary_unary_rpc_method_handler(
+            self.describe,
+            request_deserializer=pb.DescribeRequest.FromString,
+            response_serializer=pb.WorkerInfo.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler("mtpcluster.v1.Worker", {"Describe": describe})
+
+
+def info(worker_id: str, **changed: Any) -> pb.WorkerInfo:
+    hardware = pb.Hardware(memory_limit=64 * 10**9, bytes_per_second=200e9)
+    base: dict[str, Any] = {
+        "protocol_version": VERSION,
+        "name": f"name-{worker_id}",
+        "fingerprint": "f" * 64,
+        "hardware": hardware,
+    }
+    return pb.WorkerInfo(worker_id=worker_id, **(base | changed))
+
+
+@contextlib.asynccontextmanager
+async def serving(*workers: FakeWorker) -> AsyncIterator[list[str]]:
+    """Addresses of running fake workers."""
+    servers, addresses = [], []
+    try:
+        for worker in workers:
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers((worker.handler(),))
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            servers.append(server)
+        yield addresses
+    finally:
+        for server in servers:
+            await server.stop(0)
+
+
+def named(*addresses: str) -> list[Candidate]:
+    return [Candidate(address, (address,)) for address in addresses]
+
+
+async def test_a_worker_becomes_a_node() -> None:
+    """Memory, speed relative to 100 GB/s, and pinned layers are the worker's own words."""
+    worker = FakeWorker(info("a", pinned=pb.Span(start=0, end=4)))
+    async with serving(worker) as addresses:
+        (answer,) = await ask_all(named(*addresses), MODEL, ME)
+    assert answer.node == NodeSpec("name-a", 64 * 10**9, 2.0, Span(0, 4))
+    assert answer.reason == ""
+
+
+async def test_unusable_workers_come_with_a_reason() -> None:
+    """Another checkpoint, another release, one that leaves, nobody there: said, and planned without."""
+    workers = (
+        FakeWorker(info("other", fingerprint="e" * 64)),
+        FakeWorker(info("old", protocol_version=VERSION + 1)),
+        FakeWorker(info("leaving", state=pb.WORKER_STATE_DRAINING)),
+        FakeWorker(info("good")),
+    )
+    async with serving(*workers) as addresses:
+        answers = await ask_all(named(*addresses, "127.0.0.1:1"), MODEL, ME)
+    reasons = [answer.reason for answer in answers]
+    for reason, expected in zip(
+        reasons, ["another checkpoint", "release", "leaving", "", "127.0.0.1:1"], strict=True
+    ):
+        assert expected in reason
+    assert [answer.node is not None for answer in answers] == [False, False, False, True, False]
+
+
+async def test_one_worker_under_two_addresses_counts_once() -> None:
+    """Named by the user and found by mDNS, or at two interfaces: one machine's memory, once."""
+    async with serving(FakeWorker(info("a")), FakeWorker(info("a"))) as addresses:
+        answers = await ask_all(named(*addresses), MODEL, ME)
+    assert [answer.address for answer in answers] == [addresses[0]]
+
+
+async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
+    """Of announced addresses, the one whose worker bears the announced id is used: a stranger's is not."""
+    async with serving(FakeWorker(info("stranger")), FakeWorker(info("meant"))) as addresses:
+        announced = Announcement("meant", "m", 1)
+        (answer,) = await ask_all([Candidate("i", tuple(addresses), announced)], MODEL, ME)
+        gone = Announcement("gone", "g", 1)
+        (missing,) = await ask_all([Candidate("j", tuple(addresses), gone)], MODEL, ME)
+    assert answer.address == addresses[1]
+    assert missing.node is None
+    assert missing.reason
+
+
+async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts the call and never answers is left out after the deadline."""
+    monkeypatch.setattr(survey, "ASK_SECONDS", 0.3)
+    async with serving(FakeWorker(info("a"), delay=30.0), FakeWorker(info("b"))) as addresses:
+        async with asyncio.timeout(5.0):
+            slow, quick = await ask_all(named(*addresses), MODEL, ME)
+    assert slow.node is None
+    assert "in time" in slow.reason
+    assert quick.node is not None
+
+
+async def test_the_plan_command_plans_with_those_who_answer(tmp_path: Path) -> None:
+    """--worker asks; equal names are told apart by address; who is left out is shown, with the reason."""
+    path = write_checkpoint(tmp_path / "m")
+    workers = [FakeWorker(info(i, name="mac", fingerprint="")) for i in ("a", "b")]
+    workers.append(FakeWorker(info("c", name="other", fingerprint="e" * 64)))
+    async with serving(*workers) as addresses:
+        flags = [flag for address in addresses for flag in ("--worker", address)]
+        result = await asyncio.to_thread(
+            CliRunner().invoke, app, ["plan", str(path), "--json", *flags], catch_exceptions=False
+        )
+    facts = json.loads(result.stdout)
+    nodes = {stage["node"] for stage in facts["stages"]}
+    assert nodes == {f"mac {addresses[0]}", f"mac {addresses[1]}"}
+    assert list(facts["refused"]) == [addresses[2]]
+    assert "another checkpoint" in facts["refused"][addresses[2]]
