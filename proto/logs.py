@@ -9,13 +9,15 @@ Facts go into fields, not into the sentence, so that both forms carry them and a
             "message": "worker lost", "worker": "mac-2", "epoch": 3}
 
 Names are DESIGN's words: worker, stage, span, epoch, seq_id, window, kept, lane. Prompts, generated text, tokens
-to join and keys are never logged, at any level.
+to join and keys are never logged, at any level. Libraries are heard from `warning` on, whatever the level: at
+debug gRPC alone would drown a trace.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -38,13 +40,22 @@ class LogFormat(StrEnum):
     json = "json"
 
 
-_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What every LogRecord has; the rest came through `extra`."""
+OURS = ("proto", "mtp", "worker", "coordinator")
+"""The loggers that `--log-level` is for: modules log under their own names."""
+
+_NOT_EXTRA = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+"""What every LogRecord has, and the copy with colours that uvicorn adds; the rest came through `extra`."""
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields the caller gave through `extra`, in the order given."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
+    return {name: value for name, value in vars(record).items() if name not in _NOT_EXTRA}
+
+
+def _quoted(value: object) -> str:
+    """As it is when it is one word, else as a JSON string, so that fields can be told apart."""
+    text = str(value)
+    return text if re.fullmatch(r'[^\s"=]+', text) else json.dumps(text, ensure_ascii=False)
 
 
 class TextFormatter(logging.Formatter):
@@ -55,7 +66,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
-        return " ".join([line, *(f"{k}={v}" for k, v in extra_fields(record).items())])
+        return " ".join([line, *(f"{k}={_quoted(v)}" for k, v in extra_fields(record).items())])
 
 
 class JsonFormatter(logging.Formatter):
@@ -79,12 +90,15 @@ def configure(
     form: LogFormat = LogFormat.text,
     stream: TextIO | None = None,
 ) -> None:
-    """Send every logger's records of `level` and above to `stream` (default stderr) in the given form.
+    """Send our records of `level` and above, and libraries' warnings, to `stream` (default stderr).
 
-    Replaces what was configured before, and takes in libraries' loggers and Python's warnings too: a
-    service has one log. Call it once, before the first thread.
+    Replaces what was configured before. Python's warnings go there too: a service has one log. Call it
+    once, before the first thread.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.json else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(threshold, logging.WARNING), handlers=[handler], force=True)
+    for package in OURS:
+        logging.getLogger(package).setLevel(threshold)
     logging.captureWarnings(True)

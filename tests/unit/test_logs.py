@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from proto.logs import LogFormat, LogLevel, configure
+from proto.logs import OURS, LogFormat, LogLevel, configure
 
 
 @pytest.fixture(autouse=True)
 def untouched_root() -> Iterator[None]:
-    """Give the root logger back as pytest set it up."""
+    """Give the loggers back as pytest set them up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers.clear()
@@ -23,6 +23,8 @@ def untouched_root() -> Iterator[None]:
     logging.captureWarnings(False)
     root.handlers[:] = handlers
     root.setLevel(level)
+    for package in OURS:
+        logging.getLogger(package).setLevel(logging.NOTSET)
 
 
 def test_json_is_one_object_a_record_with_the_fields_given() -> None:
@@ -49,7 +51,7 @@ def test_json_carries_the_exception() -> None:
     try:
         raise ValueError("bad")
     except ValueError:
-        logging.getLogger("x").exception("failed")
+        logging.getLogger("mtp").exception("failed")
     (line,) = out.getvalue().splitlines()
     assert "ValueError: bad" in json.loads(line)["exception"]
 
@@ -61,19 +63,34 @@ def test_text_puts_fields_after_the_message() -> None:
     try:
         raise ValueError("bad")
     except ValueError:
-        logging.getLogger("w").exception("lost", extra={"worker": "mac-2", "epoch": 3})
+        logging.getLogger("worker").exception("lost", extra={"worker": "mac-2", "epoch": 3})
     first, *rest = out.getvalue().splitlines()
-    assert first.endswith(" ERROR w: lost worker=mac-2 epoch=3")
+    assert first.endswith(" ERROR worker: lost worker=mac-2 epoch=3")
     assert rest[-1] == "ValueError: bad"
 
 
-def test_level_is_a_floor_for_every_logger() -> None:
-    """Below the level nothing is written, whoever logs it; warnings go to the log as well."""
+def test_text_fields_can_be_told_apart() -> None:
+    """A value of several words is quoted; lines and quotes in it are escaped."""
+    out = io.StringIO()
+    configure(LogLevel.info, LogFormat.text, out)
+    logging.getLogger("worker").info("x", extra={"error": 'no "a"\nat b', "empty": "", "n": 1.5})
+    assert out.getvalue().endswith('worker: x error="no \\"a\\"\\nat b" empty="" n=1.5\n')
+
+
+def test_level_is_for_our_loggers() -> None:
+    """Ours speak from the level on; libraries and Python's warnings from warning on, whatever the level."""
     out = io.StringIO()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        configure(LogLevel.warning, LogFormat.text, out)
-        logging.getLogger("a.b").info("quiet")
+        configure(LogLevel.debug, LogFormat.text, out)
+        logging.getLogger("grpc.x").info("library detail")
+        logging.getLogger("coordinator.x").debug("our detail")
         warnings.warn("odd", UserWarning, stacklevel=1)
-    assert "quiet" not in out.getvalue()
-    assert "odd" in out.getvalue()
+        configure(LogLevel.error, LogFormat.text, out)
+        logging.getLogger("coordinator.x").warning("unheard")
+        logging.getLogger("grpc.x").warning("unheard")
+    written = out.getvalue()
+    assert "our detail" in written
+    assert "odd" in written
+    assert "library detail" not in written
+    assert "unheard" not in written
