@@ -34,8 +34,8 @@ class Stream(IntEnum):
 STREAM_BITS = 3
 
 
-def key(seed: int, position: int, stream: Stream) -> mx.array:
-    """The key of one noise: uint32 `[2]`.
+def key(seed: int, position: int, stream: Stream) -> tuple[int, int]:
+    """The key of one noise: the high and low 32 bits of a word, as mx.random takes them.
 
     Two rounds of splitmix64's finalizer, the second over the position and stream packed into one word. The
     finalizer is a bijection of 64-bit words, so under one seed no two (position < 2^61, stream) share a key;
@@ -43,24 +43,31 @@ def key(seed: int, position: int, stream: Stream) -> mx.array:
     """
     word = (position << STREAM_BITS) | stream
     mixed = _splitmix64(_splitmix64(seed) ^ word)
-    return mx.array([mixed >> 32, mixed & 0xFFFFFFFF], dtype=mx.uint32)
+    return mixed >> 32, mixed & 0xFFFFFFFF
 
 
 def gumbel(seed: int, positions: Sequence[int], vocab: int, stream: Stream) -> mx.array:
-    """Standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`.
+    """Standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
 
     `-log(-log1p(-u))`, not `-log(-log(u))`: large values come from u near 0, where fp32 is fine, instead of u near 1,
     where it has steps of 2^-24 and would cut the noise off at 16.6. With 248,320 tokens 1.5 % of
     positions draw beyond that. Row i is bit for bit what its position gives alone.
     """
-    keys = mx.stack([key(seed, position, stream) for position in positions])
-    u = mx.vmap(lambda k: mx.random.uniform(shape=(vocab,), key=k))(keys)
+    u = _uniforms(seed, positions, stream, shape=(vocab,))
     return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
 
 
 def uniform(seed: int, positions: Sequence[int], stream: Stream) -> mx.array:
-    """One number in [0, 1) for each position: fp32 `[len(positions)]`."""
-    return mx.stack([mx.random.uniform(key=key(seed, position, stream)) for position in positions])
+    """One number in [0, 1) for each position: fp32 `[len(positions)]`, lazy."""
+    return _uniforms(seed, positions, stream, shape=())
+
+
+def _uniforms(
+    seed: int, positions: Sequence[int], stream: Stream, shape: tuple[int, ...]
+) -> mx.array:
+    keys = mx.array([key(seed, p, stream) for p in positions], dtype=mx.uint32)
+    draws: mx.array = mx.vmap(lambda k: mx.random.uniform(shape=shape, key=k))(keys)
+    return draws
 
 
 def _splitmix64(x: int) -> int:
