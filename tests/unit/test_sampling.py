@@ -168,8 +168,8 @@ def test_gumbel_noise_reaches_beyond_the_steps_of_fp32() -> None:
 
 
 def test_a_draw_follows_the_softmax() -> None:
-    """Chi-square with 7 degrees of freedom over 20,000 positions stays below 4 sigmas. A distribution 2.5 % away in
-    total variation would be beyond them with probability .99."""
+    """Chi-square with 7 degrees of freedom over 20,000 positions stays below 4 sigmas. A distribution 3 % away in
+    total variation would exceed them with probability > .99."""
     logits = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     tokens = drawn(mx.broadcast_to(logits, (20_000, 8)), seed=9, first_position=0)
     counts = Counter(ints(tokens))
