@@ -150,22 +150,22 @@ class Chain:
         return found
 
     def head_state(self, seq_id: int) -> list[mx.array]:
-        """The valid K/V of a sequence's head, once it has been fed all that waits."""
-        head = self.verifier.tails[seq_id].head
-        assert head is not None
-        if head.waiting_tokens:
-            assert self.verifier.drafter is not None
-            self.verifier.drafter.catch_up([head])
-        return valid(head.cache)
+        """The valid K/V of a sequence's head, as it would be if it were fed all that waits."""
+        head, drafter = self.verifier.tails[seq_id].head, self.verifier.drafter
+        assert head is not None and drafter is not None
+        copy = head.copy()
+        if copy.waiting_tokens:
+            drafter.catch_up([copy])
+        return valid(copy.cache)
 
 
 def valid(cache: KV) -> list[mx.array]:
     """The tokens a K/V cache holds, without its spare room. Copies, so that the cache may go on writing."""
     if cache.keys is None:
         return []
-    keys, values = cache.keys_and_values()
+    keys, values, length = cache.state[:3]
     parts = [*keys, *values] if isinstance(cache, QuantizedKVCache) else [keys, values]
-    copies = [mx.array(part) for part in parts]
+    copies = [mx.array(part[..., :length, :]) for part in parts]
     mx.eval(copies)
     return copies
 
@@ -193,6 +193,7 @@ class Script:
     ops: list[Op] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.known = list(self.known)
         self.ops.append(Admit(self.seq_id, 4096, len(self.known), self.params))
 
     def due(self) -> list[Op]:

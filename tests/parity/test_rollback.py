@@ -15,6 +15,7 @@ import pytest
 
 from mtp.attention import KVFormat
 from proto.frame import Commit, Evict, Frame, Outcome, Segment
+from proto.params import SamplingParams
 from tests.chain import VOCAB, Chain, Script, random_tokens, same
 from tests.conftest import Checkpoints
 
@@ -32,17 +33,27 @@ def _format(bits: int | None) -> KVFormat:
 
 
 class Truth:
-    """Greedy text after a prompt, fed token by token without a window, with the state after every token."""
+    """A text after a prompt, fed token by token without a window, with the state after every token."""
 
-    def __init__(self, path: Path, prompt: int, steps: int, bits: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        prompt: int,
+        steps: int,
+        bits: int | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
         chain = Chain(path, kv_format=_format(bits))
-        script = Script(0, random_tokens(prompt, seed=prompt))
+        self.params = params or SamplingParams()
+        script = Script(0, random_tokens(prompt, seed=prompt), self.params)
         self.prompt = prompt
         self.states: dict[int, list[mx.array]] = {}
+        self.head_states: dict[int, list[mx.array]] = {}
         self.logits: dict[int, mx.array] = {}
         while script.fed < prompt + steps:
             outcome = chain.send(script.chunk(1), ops=script.due()).outcomes[0]
             self.states[script.fed] = chain.state(0)
+            self.head_states[script.fed] = chain.head_state(0)
             self.logits[script.fed] = chain.logits[0][0]
             if script.fed == len(script.known):
                 assert outcome.token is not None
@@ -56,7 +67,10 @@ class Truth:
         return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
 
 
-truth = lru_cache(maxsize=32)(Truth)
+@lru_cache(maxsize=32)
+def truth(path: Path, prompt: int, steps: int, bits: int | None = None) -> Truth:
+    """The greedy text."""
+    return Truth(path, prompt, steps, bits)
 
 
 @dataclass(frozen=True)
@@ -243,7 +257,7 @@ class Weather:
         self.random = random.Random(seed)
         self.text = text
         self.chain = Chain(path, cuts)
-        self.script = Script(0, text.tokens[: text.prompt])
+        self.script = Script(0, text.tokens[: text.prompt], text.params)
         self.signals: list[Commit] = []
         self.sent: deque[Segment] = deque()
         self.hoping = True
@@ -299,12 +313,7 @@ class Weather:
             self.hoping = not self.sent
 
 
-@pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
-def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
-    """In every order in which frames can pass and signals can come, come twice or be lost, all stages end in
-    the state of a run over the kept tokens, and these are the text."""
-    path = checkpoints(layers=4)
-    text = truth(path, PROMPTS[0], 60)
+def _weather(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
     skipped, most = 0, 0
     for seed in range(10):
         weather = Weather(path, text, seed, cuts)
@@ -313,9 +322,27 @@ def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[i
         assert weather.script.known == text.tokens[: len(weather.script.known)]
         assert {e.sequences[0].stack.length for e in weather.chain.engines} == {length}
         assert same(weather.chain.state(0), text.states[length]), seed
+        assert same(weather.chain.head_state(0), text.head_states[length]), seed
         skipped += weather.skipped
         most = max(most, length)
-    assert skipped > 10 and most > 20
+    assert most > 20 and (skipped > 10 or not cuts)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
+def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
+    """In every order in which frames can pass and signals can come, come twice or be lost, all stages and the head end
+    in the state of a run over the kept tokens, and these are the text."""
+    path = checkpoints(layers=4)
+    _weather(path, truth(path, PROMPTS[0], 60), cuts)
+
+
+def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
+    """The same where every token depends on all tokens before it, and on noise of its position."""
+    path = checkpoints(layers=4)
+    params = SamplingParams(
+        temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6
+    )
+    _weather(path, Truth(path, PROMPTS[0], 60, params=params), (1, 3))
 
 
 # ---- cancel and evict

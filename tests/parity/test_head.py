@@ -1,0 +1,268 @@
+"""The MTP head drafts what its formula says, from a cache that holds what it was trained on and nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+from mtp.drafter import MOST_WAITING
+from mtp.filters import filtered
+from mtp.noise import Stream, gumbel, uniform
+from proto.errors import ProtocolError
+from proto.frame import Outcome, Segment
+from proto.params import SamplingParams
+from tests.chain import VOCAB, Chain, Script, Stock, random_tokens, same
+from tests.conftest import Checkpoints
+from tests.head_reference import Array, HeadReference
+
+PROMPT = 13
+DEPTH = 4
+LENGTH = 40
+TOLERANCE = 1e-4
+"""Largest difference over largest value, fp32 against float64."""
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"tie": False},
+    {"moe": True},
+    {"moe": True, "fused_mtp_experts": True, "tie": False},
+]
+
+FEW = {7: 60.0, 90: 60.0, 201: 60.0}
+"""A bias that leaves three tokens to choose from: the random head then agrees with its backbone now and then."""
+
+
+def _error(ours: mx.array, theirs: Array) -> float:
+    return float(np.abs(np.array(ours) - theirs).max() / np.abs(theirs).max())
+
+
+def _hidden(path: Path, tokens: list[int], *, normed: bool = True) -> Array:
+    """mlx-lm's own hidden states of `tokens` `[n, H]`, after the final norm or before it."""
+    model, _ = load_model(path)
+    if not normed:
+        model.language_model.model.norm = nn.Identity()
+    hidden: Array = np.array(model.language_model.model(mx.array([tokens]))[0], np.float64)
+    return hidden
+
+
+def _draft(path: Path, tokens: list[int], chunk: int) -> tuple[Outcome, mx.array]:
+    """Prefill `tokens` by `chunk` and draft: the outcome, and the logits the drafts were drawn from."""
+    chain = Chain(path, (4,))
+    script = Script(0, tokens)
+    while script.fed < len(tokens):
+        last = script.fed + chunk >= len(tokens)
+        segment = script.chunk(chunk, sample=last, drafts=DEPTH if last else 0)
+        outcome = chain.send(segment, ops=script.due()).outcomes[0]
+    return outcome, mx.concatenate(chain.draft_logits)
+
+
+# ---- the formula
+
+
+@pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options) or "dense")
+def test_drafts_are_those_of_the_formula(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
+    """Draft logits equal an independent implementation's to 1e-4, at every position of a chain, whatever the prompt's
+    chunks. Hidden states from before the final norm, or a cache cold after the prompt, would be far off."""
+    path = checkpoints(**options)
+    tokens = random_tokens(PROMPT)
+    reference = HeadReference(path)
+    outcome, logits = _draft(path, tokens, chunk=PROMPT)
+    assert outcome.token is not None and len(outcome.drafts) == DEPTH
+    following = [*tokens[1:], outcome.token]
+    chained = list(outcome.drafts[:-1])
+    expected = reference.draft(_hidden(path, tokens), following, chained)
+    assert _error(logits, expected) <= TOLERANCE
+    assert outcome.drafts == tuple(int(row.argmax()) for row in expected)
+    for chunk in (1, 3, 5):
+        assert mx.array_equal(_draft(path, tokens, chunk)[1], logits)
+    before = reference.draft(_hidden(path, tokens, normed=False), following, chained)
+    cold = reference.draft(_hidden(path, tokens)[-1:], following[-1:], chained)
+    assert min(_error(logits, before), _error(logits, cold)) > 100 * TOLERANCE
+
+
+# ---- its cache
+
+
+def _fresh_head(path: Path, tokens: list[int]) -> list[mx.array]:
+    """The head's K/V after a prefill of `tokens` whose successor was chosen."""
+    chain = Chain(path)
+    script = Script(0, tokens)
+    script.run(chain, script.chunk(len(tokens)))
+    return chain.head_state(0)
+
+
+def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
+    """The token known last and up to four drafts, of which some first ones are right."""
+    width = chance.randint(1, 5)
+    right = chance.randint(1, width)
+    text = stock.tokens[script.fed : script.fed + width]
+    return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
+
+
+@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+def test_the_cache_never_drifts_from_the_text(
+    checkpoints: Checkpoints, options: dict[str, Any]
+) -> None:
+    """Whatever was accepted, rejected and drafted to whatever depth: the head knows one pair for each verified token,
+    and its K/V is bit for bit that of a prefill over these tokens."""
+    path = checkpoints(layers=4, **options)
+    chance = random.Random(3)
+    stock = Stock(path, random_tokens(PROMPT), 60)
+    chain = Chain(path, (2,))
+    script = Script(0, list(stock.prompt))
+    script.run(chain, script.chunk(PROMPT, drafts=2))
+    head = chain.verifier.tails[0].head
+    assert head is not None
+    for turn in range(16):
+        outcome = script.run(
+            chain, script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
+        )
+        assert outcome.kept and head.length == script.fed == len(script.known) - 1
+        if turn % 4 == 3:
+            assert same(chain.head_state(0), _fresh_head(path, script.known[:-1]))
+    assert script.known == stock.tokens[: len(script.known)]
+
+
+def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Checkpoints) -> None:
+    """While nobody wants drafts the head keeps pairs back, never more than a bounded number; the next drafts are those
+    of a head that was fed every step."""
+    path = checkpoints(layers=4)
+    logits = []
+    for depth in (2, 0):
+        chain = Chain(path)
+        script = Script(0, random_tokens(PROMPT))
+        script.run(chain, script.chunk(PROMPT, drafts=depth))
+        head = chain.verifier.tails[0].head
+        assert head is not None
+        for _ in range(MOST_WAITING + 9):
+            script.drafts = ()
+            script.run(chain, script.next_window(drafts=depth))
+            assert len(head.waiting_tokens) < MOST_WAITING
+            assert head.length == script.fed
+        script.drafts = ()
+        chain.draft_logits.clear()
+        outcome = script.run(chain, script.next_window(drafts=3))
+        assert len(outcome.drafts) == 3
+        logits.append(mx.concatenate(chain.draft_logits))
+    assert mx.array_equal(logits[0], logits[1])
+
+
+def test_each_row_of_a_frame_drafts_as_deep_as_it_asks(checkpoints: Checkpoints) -> None:
+    """Sequences of one frame that ask for 0 to 4 drafts each get the drafts they would get alone."""
+    path = checkpoints(layers=4)
+
+    def drafts(depths: list[int]) -> list[tuple[int, ...]]:
+        chain = Chain(path)
+        scripts = [Script(i, random_tokens(PROMPT - i, seed=i)) for i in range(5)]
+        segments: list[Segment] = []
+        for script, depth in zip(scripts, depths, strict=True):
+            segments.append(script.chunk(PROMPT, drafts=depth))
+        frame = chain.send(*segments, ops=[op for script in scripts for op in script.due()])
+        return [outcome.drafts for outcome in frame.outcomes]
+
+    full = drafts([4] * 5)
+    for depths in ([0, 1, 2, 3, 4], [4, 0, 3, 1, 2], [0, 0, 2, 0, 0]):
+        assert drafts(depths) == [f[:depth] for f, depth in zip(full, depths, strict=True)]
+
+
+def test_a_checkpoint_without_a_head_refuses_drafts(checkpoints: Checkpoints) -> None:
+    """Asked for drafts, a stage without the head's tensors says that it has none."""
+    chain = Chain(checkpoints(layers=4, mtp=False))
+    script = Script(0, random_tokens(PROMPT))
+    with pytest.raises(ProtocolError, match="no MTP head"):
+        chain.send(script.chunk(PROMPT, drafts=1), ops=script.due())
+
+
+# ---- what drafts may change
+
+
+PENALIZED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.7,
+    "logit_bias": FEW,
+    "logprobs": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias=FEW, logprobs=2),
+        SamplingParams(**PENALIZED),
+        SamplingParams(temperature=0.9, seed=5, **PENALIZED),
+        SamplingParams(temperature=1.5, seed=9, top_p=0.9, xtc_probability=0.5, **PENALIZED),
+    ],
+    ids=["greedy", "penalized", "sampled", "filtered"],
+)
+def test_text_and_logprobs_do_not_depend_on_depth(
+    checkpoints: Checkpoints, params: SamplingParams
+) -> None:
+    """Coupled: tokens and log-probabilities of drafting to any depth are bit for bit those of plain decoding, with
+    penalties and filters that look at the text so far, kept drafts included."""
+    path = checkpoints(layers=4)
+    plain = None
+    for depth in (0, 1, 2, 4):
+        chain = Chain(path, (2,))
+        script = Script(0, random_tokens(PROMPT), params)
+        logprobs = [*script.run(chain, script.chunk(PROMPT, drafts=depth)).logprobs]
+        kept = 0
+        while len(script.known) < PROMPT + LENGTH:
+            outcome = script.run(chain, script.next_window(drafts=depth))
+            assert len(outcome.logprobs) == outcome.kept
+            logprobs += outcome.logprobs
+            kept += outcome.kept - 1
+        tokens, logprobs = script.known[: PROMPT + LENGTH], logprobs[:LENGTH]
+        plain = plain or (tokens, logprobs)
+        assert (tokens, logprobs) == plain, depth
+        assert [p.token for p in logprobs] == tokens[PROMPT:]
+        assert kept > 0 or depth == 0
+
+
+def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
+    checkpoints: Checkpoints,
+) -> None:
+    """ratio: every window keeps what the rule min(1, p/q) written out here keeps, after windows cut short, after ones
+    whose last drafts were not used, and after a pause."""
+    params = SamplingParams(temperature=1.2, seed=11, acceptance="ratio", logit_bias=FEW)
+    chain = Chain(checkpoints(layers=4))
+    script = Script(0, random_tokens(PROMPT), params)
+    script.run(chain, script.chunk(PROMPT, drafts=DEPTH))
+    kept = []
+    for turn in range(40):
+        script.drafts = script.drafts[: DEPTH - turn % 3]
+        scores = [filtered(row, params, 0) for row in chain.draft_logits[: len(script.drafts)]]
+        chain.draft_logits.clear()
+        segment = script.next_window(drafts=0 if turn % 9 == 8 else DEPTH)
+        outcome = script.run(chain, segment)
+        expected = _ratio(segment, filtered(chain.logits[0], params, 0), scores, params.seed)
+        assert (outcome.kept, outcome.token) == expected, turn
+        kept.append(outcome.kept)
+    assert min(kept) == 1 and max(kept) > 2
+
+
+def _ratio(
+    segment: Segment, target: mx.array, drafted: list[mx.array], seed: int
+) -> tuple[int, int]:
+    """Kept tokens and the next one, draft by draft (Leviathan et al. 2023)."""
+    vocab = target.shape[1]
+    for i, (draft, q_scores) in enumerate(zip(segment.tokens[1:], drafted, strict=True)):
+        at = [segment.position + 1 + i]
+        p = np.array(mx.softmax(target[i]))
+        q = np.array(mx.softmax(q_scores[0]))
+        if uniform(seed, at, Stream.COIN).item() * q[draft] >= p[draft]:
+            with np.errstate(divide="ignore"):
+                left = np.log(np.maximum(p - q, 0))
+            return i + 1, int(
+                (left + np.array(gumbel(seed, at, vocab, Stream.RESIDUAL))[0]).argmax()
+            )
+    at = [segment.position + segment.width]
+    noise = gumbel(seed, at, vocab, Stream.TARGET)[0]
+    return segment.width, int(np.array(target[segment.width - 1] + noise).argmax())

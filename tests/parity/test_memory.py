@@ -1,0 +1,143 @@
+"""What a stage holds does not grow with what it has done: a snapshot goes with its window, a frame with its rows.
+
+Bytes are MLX's own count of live arrays, equal to the byte: nothing here is a matter of time or of an allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mtp.attention import KVFormat
+from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, SavePrefix, Segment
+from proto.params import SamplingParams
+from proto.span import Span
+from tests.chain import EPOCH, Chain, Script, modules, random_tokens
+from tests.conftest import Checkpoints
+from worker.engine import StageEngine
+from worker.model.stage import Stage
+
+HIDDEN = 64
+ROW = bytes(4 * HIDDEN)
+PROMPT = 6
+LONG = 1200
+
+SHARED = 2 * 16 * 1024
+"""MLX makes no copy of a view that would save less than 16 KB; two of them are let pass."""
+
+PATTERN = [(2, 1), (1, 1), (3, 0), (2, 2), (4, 1), (1, 0), (2, 1), (1, 1), (2, 0), (1, 1)]
+"""Widths of ten windows, and what each keeps."""
+
+
+def _live() -> int:
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+class MiddleStage:
+    """A stage of one GDN and one attention layer, fed by hand: the cheapest that has every kind of state."""
+
+    def __init__(self, path: Path) -> None:
+        loaded = modules(path, 2, 4, False, False)
+        assert loaded.span == Span(2, 4)
+        self.engine = StageEngine(
+            Stage(loaded, KVFormat()), epoch=EPOCH, first=False, verifier=None
+        )
+        self.frames = 0
+
+    def send(self, segment: Segment, ops: list[Op]) -> None:
+        frame = Frame(EPOCH, self.frames, tuple(ops), (segment,))
+        rows = segment.width
+        self.engine.process(frame.with_tensor("float32", (rows, HIDDEN), ROW * rows))
+        self.frames += 1
+
+    def ten_windows(self) -> None:
+        """A sequence's life, up to its eleventh window, which stays open."""
+        number, end = 1, PROMPT
+        ops: list[Op] = [Evict(0), Admit(0, 100, PROMPT)]
+        self.send(Segment(0, 0, 0, (1,) * PROMPT), ops)
+        ops = []
+        for width, kept in PATTERN:
+            self.send(Segment(0, number, end, (1,) * width, open=True), ops)
+            if kept < width:
+                self.engine.rollback(EPOCH, 0, number, kept)
+            ops = [Commit(0, number, kept)]
+            number, end = number + 1, end + kept
+        self.send(Segment(0, number, end, (1,), open=True), ops)
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int) -> None:
+    """After thousands of windows, kept, cut and dropped, a stage holds to the byte what it held after ten."""
+    stage = MiddleStage(checkpoints(layers=4))
+    stage.ten_windows()
+    after_ten = _live()
+    for _ in range(windows // len(PATTERN) - 1):
+        stage.ten_windows()
+    assert _live() == after_ten
+
+
+def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> None:
+    """The last stage too, its head, its drafts' scores, its penalties' counts: after every request the same bytes."""
+    chain = Chain(checkpoints(layers=4), (2,))
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5, acceptance="ratio")
+    seen = []
+    for seq_id in range(12):
+        script = Script(seq_id, random_tokens(PROMPT), params)
+        script.run(chain, script.chunk(PROMPT, drafts=3))
+        for _ in range(8):
+            script.run(chain, script.next_window(drafts=seq_id % 4))
+        chain.send(ops=[*script.due(), Evict(seq_id)])
+        chain.logits.clear()
+        chain.draft_logits.clear()
+        seen.append(_live())
+    assert len(set(seen[1:])) == 1, seen
+
+
+def test_an_open_window_does_not_keep_its_neighbours_rows(checkpoints: Checkpoints) -> None:
+    """A window that shares a frame with a long prompt chunk holds its own rows, not the chunk's, and the pairs that
+    wait for the head do not hold the frame's hidden states: no more than after a frame of its own."""
+    chain = Chain(checkpoints(layers=4), (3,))
+    held = []
+    for seq_id, together in ((0, False), (2, True)):
+        window, long = (
+            Script(seq_id, random_tokens(PROMPT)),
+            Script(seq_id + 1, random_tokens(LONG)),
+        )
+        window.run(chain, window.chunk(PROMPT))
+        before = _live()
+        frames = [[window.next_window()], [long.chunk(LONG, sample=False)]]
+        ops = [*window.due(), *long.due()]
+        for segments in [[*frames[0], *frames[1]]] if together else frames:
+            chain.send(*segments, ops=ops)
+            ops = []
+        chain.send(ops=[Evict(seq_id + 1)])
+        chain.logits.clear()
+        held.append(_live() - before)
+        chain.send(ops=[Evict(seq_id)])
+    assert held[1] <= held[0] + SHARED
+
+
+def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints) -> None:
+    """With its sequence gone, an entry holds `nbytes` and no spare room; dropped, nothing of it stays."""
+    chain = Chain(checkpoints(layers=4), (2,))
+    for seq_id in (0, 1):
+        start = _live()
+        script = Script(seq_id, random_tokens(40))
+        script.run(chain, script.chunk(40))
+        chain.send(ops=[SavePrefix(seq_id, 7), Evict(seq_id)])
+        chain.logits.clear()
+        held = _live() - start
+        entries = [h for engine in chain.engines for h in engine.holdings().prefixes]
+        assert [h.length for h in entries] == [40, 40]
+        named = sum(h.nbytes for h in entries)
+        assert named <= held < named + SHARED
+        chain.send(ops=[DropPrefix(7)])
+        assert _live() == start or seq_id == 0
