@@ -79,7 +79,7 @@ class StageEngine:
         StaleEpochError for another epoch, ProtocolError for a frame out of order or one that does not fit.
         """
         started = time.perf_counter()
-        self._check_order(frame)
+        self._check(frame)
         for op in frame.ops:
             self._apply(op)
         segments = tuple(self._mark(segment) for segment in frame.segments)
@@ -129,11 +129,20 @@ class StageEngine:
 
     # ---- header
 
-    def _check_order(self, frame: Frame) -> None:
+    def _check(self, frame: Frame) -> None:
+        """Refuse a frame out of order, and one whose rows this stage could not tell apart or look up."""
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
         if frame.number != self.frames_done:
             raise ProtocolError(f"frame {frame.number} came where {self.frames_done} was expected")
+        vocab = self.stage.modules.config.vocab_size
+        seen: set[int] = set()
+        for segment in frame.segments:
+            if segment.seq_id in seen:
+                raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
+            if segment.tokens and max(segment.tokens) >= vocab:
+                raise ProtocolError(f"token {max(segment.tokens)}: the vocabulary has {vocab}")
+            seen.add(segment.seq_id)
 
     def _apply(self, op: Op) -> None:
         match op:
@@ -192,6 +201,9 @@ class StageEngine:
         """The rows that run: embedded here on the first stage, else from the tensor less what got stale."""
         if self.first:
             return self.stage.embed([t for s in segments if not s.cancelled for t in s.tokens])
+        hidden = self.stage.modules.config.hidden_size
+        if frame.shape != (frame.rows, hidden):
+            raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")
         x = from_bytes(frame.dtype, frame.shape, frame.tensor)
         kept: list[int] = []
         row = 0
