@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -77,6 +77,17 @@ def write_checkpoint(
     else:
         _convert(path, config, raw, shards, quantize, overrides)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [vocab - 1]}))
+    return path
+
+
+def convert_checkpoint(source: Path, path: Path, quantize: Literal[4, 8] | None = None) -> Path:
+    """Convert the raw checkpoint in `source`, one file and a head, as `write_checkpoint` does; tokenizer and all."""
+    path.mkdir(parents=True, exist_ok=True)
+    raw = cast(Weights, mx.load(str(source / "model.safetensors")))
+    _convert(path, json.loads((source / "config.json").read_text()), raw, 1, quantize, False)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja") and not (path / file.name).exists():
+            shutil.copy(file, path)
     return path
 
 

@@ -1,0 +1,159 @@
+"""One answer: on the built-in model in fp32 no token depends on drafts, depth, stages or company (DESIGN §1).
+
+The CPU backend rounds a row the same whatever rows come with it, so tokens and their log-probabilities have to be
+equal bit for bit. docs/mtp.md says what is found in other precisions, and which bugs these tests have caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.request import GenerationRequest
+from coordinator.scheduler import Limits
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.params import SamplingParams
+from tests.checkpoints import convert_checkpoint
+from tests.local_run import Answered, run
+from tests.prompts import PROMPTS
+
+GREEDY = SamplingParams()
+NUCLEUS = SamplingParams(temperature=0.8, top_p=0.95)
+PENALTIES = SamplingParams(
+    temperature=1.0,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+)
+SETTINGS = (GREEDY, NUCLEUS, PENALTIES)
+
+CHUNK = {1: 512, 2: 32, 4: 7}
+"""Tokens a prefill chunk by number of stages: as it must not matter either, each has its own."""
+
+
+def requests(
+    prompts: Sequence[str], count: int, settings: Sequence[SamplingParams] = SETTINGS
+) -> list[GenerationRequest]:
+    """Every prompt in every setting, a seed for each prompt; texts go on for `count` tokens whatever they say."""
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    return [
+        GenerationRequest(tokenizer.encode(prompt), count, replace(setting, seed=seed, logprobs=0))
+        for seed, prompt in enumerate(prompts)
+        for setting in settings
+    ]
+
+
+def answers(
+    asked: Sequence[GenerationRequest], mtp: str, stages: int = 1, **options: Any
+) -> list[Answered]:
+    """What the built-in model says, all requests in one engine at the same time unless `options` say otherwise."""
+    limits = Limits(context=2048, prefill_chunk=CHUNK[stages])
+    options = {"path": checkpoint_dir(), "dtype": mx.float32, "limits": limits, **options}
+    return run(requests=asked, mtp=mtp, stages=stages, **options)
+
+
+def check_same(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
+    """Equal tokens, log-probabilities and ends."""
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.tokens == other.tokens, f"request {i}"
+        assert one.logprobs == other.logprobs, f"request {i}"
+        assert one.reason == other.reason, f"request {i}"
+
+
+def accepted(found: Sequence[Answered]) -> int:
+    return sum(answer.stats.accepted for answer in found)
+
+
+# ---- part of the study, for every run of the tests
+
+FEW = (PROMPTS[1], PROMPTS[8], PROMPTS[19])
+COUNT = 32
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Answered]:
+    """Without drafts, on one stage, one request after the other."""
+    return answers(requests(FEW, COUNT), "off", one_by_one=True)
+
+
+@pytest.mark.parametrize(("mtp", "stages"), [("1", 1), ("2", 2), ("3", 4), ("auto", 1), ("off", 4)])
+def test_drafts_stages_and_company_change_nothing(
+    expected: list[Answered], mtp: str, stages: int
+) -> None:
+    """Nine requests at once, greedy and sampled, say what each says alone and without drafts."""
+    found = answers(requests(FEW, COUNT), mtp, stages)
+    check_same(found, expected)
+    if mtp in ("1", "2", "3"):
+        assert accepted(found) > 0, "nothing was drafted right, so nothing was tested"
+
+
+def test_seeds_differ() -> None:
+    """The same prompt under another seed says something else: the noise is not all of one."""
+    (asked,) = requests(FEW[:1], COUNT, [NUCLEUS])
+    others = [replace(asked, params=replace(asked.params, seed=seed)) for seed in range(3)]
+    found = answers(others, "2")
+    assert len({answer.tokens for answer in found}) == 3
+
+
+def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
+    """At temperature 0 both rules say the same."""
+    found = answers(requests(FEW, COUNT, [replace(GREEDY, acceptance="ratio")]), "3")
+    check_same(found, expected[:: len(SETTINGS)])
+    assert accepted(found) > 0
+
+
+def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered]) -> None:
+    """Wherever the first stop token falls, also amid right drafts, the text is what comes before it."""
+    (asked,) = requests(FEW[:1], COUNT, [GREEDY])
+    whole = expected[0].tokens
+    cases = [(stop, whole.index(stop)) for stop in dict.fromkeys(whole)]
+    stopped = [replace(asked, stop_tokens=frozenset({stop})) for stop, _ in cases]
+    for answer, (_, end) in zip(answers(stopped, "3"), cases, strict=True):
+        assert (answer.tokens, answer.reason) == (whole[:end], "stop")
+        assert answer.stats.completion_tokens == end
+        assert answer.stats.accepted <= end
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
+    """K/V in 8 or 4 bits may change the text, once and for all: drafts, stages and company do not change it again."""
+    asked = requests(FEW, COUNT)
+    plain = answers(asked, "off", kv_bits=bits, one_by_one=True)
+    found = answers(asked, "2", stages=2, kv_bits=bits)
+    check_same(found, plain)
+    assert accepted(found) > 0
+
+
+def test_quantized_weights_change_nothing_more(tmp_path: Path) -> None:
+    """4-bit weights with fp32 activations: as with K/V."""
+    path = convert_checkpoint(checkpoint_dir(), tmp_path, quantize=4)
+    asked = requests(FEW, COUNT)
+    plain = answers(asked, "off", path=path, one_by_one=True)
+    found = answers(asked, "2", stages=2, path=path)
+    check_same(found, plain)
+    assert accepted(found) > 0
+
+
+# ---- the whole study
+
+
+@pytest.fixture(scope="module")
+def all_expected() -> list[Answered]:
+    """20 prompts in 3 settings, 200 tokens each, without drafts on one stage."""
+    return answers(requests(PROMPTS, 200), "off")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("mtp", ["off", "1", "2", "3"])
+def test_all_answers_are_one(all_expected: list[Answered], mtp: str, stages: int) -> None:
+    """The issue's own measure: MTP off and depths 1 to 3, on 1, 2 and 4 stages, give identical tokens."""
+    check_same(answers(requests(PROMPTS, 200), mtp, stages), all_expected)
