@@ -19,6 +19,7 @@ from mtp.history import History
 from mtp.noise import Stream
 from mtp.sampling import choose, drawn
 from proto.params import SamplingParams
+from tests.bench.coupling import DISTANCES, rates, simulated
 from tests.chi_square import chi_square, sigmas
 
 
@@ -281,3 +282,27 @@ def test_ratio_refuses_drafts_that_do_not_belong_to_the_rows() -> None:
     for count in (0, 1, 4):
         with pytest.raises(ValueError, match="drafts for 3 rows"):
             ratio_targets(mx.zeros((3, 4)), mx.zeros((count, 4)), [0] * count, 0, 0)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_rules_accept_what_their_formulas_say(distance: float) -> None:
+    """On simulated heads, shared noise and the ratio rule keep the shares `tests/bench/coupling.py` works out, within 4
+    standard errors of 4,000 draws; shared noise gives up less than a tenth of the best possible."""
+    pairs, repeats = 20, 200
+    p, q = simulated(distance, pairs, vocab=200)
+    expected = rates(p, q)
+    target, draft = (
+        mx.repeat(mx.log(mx.array(x.astype(np.float32))), repeats, axis=0) for x in (p, q)
+    )
+    shared = np.array(drawn(target, 1, 0) == drawn(draft, 1, 0))
+    drafts = drawn(draft, 1, 0, Stream.DRAFT)
+    ratio = np.array(ratio_targets(target, draft, drafts, 1, 0) == drafts)
+    error = 4 * 0.5 / math.sqrt(pairs * repeats)
+    assert abs(shared.mean() - expected.shared) < error
+    assert abs(ratio.mean() - expected.best) < error
+    assert (
+        expected.best - 0.1
+        < expected.shared
+        <= expected.best
+        == pytest.approx(1 - distance, abs=0.001)
+    )
