@@ -82,7 +82,6 @@ class RequestMeter:
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
-        self._ended = False
         metrics.open_requests.inc()
 
     def tokens(self, choice: int, count: int) -> None:
@@ -101,10 +100,7 @@ class RequestMeter:
         self._metrics.cached_tokens.inc(cached)
 
     def end(self, outcome: str) -> None:
-        """The request is over. Only the first call counts."""
-        if self._ended:
-            return
-        self._ended = True
+        """The request is over."""
         self._metrics.open_requests.dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         self._metrics.request_seconds.observe(self._metrics.clock() - self._began)

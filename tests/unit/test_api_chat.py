@@ -157,6 +157,15 @@ async def test_tool_calls_whole_and_streamed() -> None:
     assert events.finish_reasons() == ["tool_calls"]
 
 
+async def test_an_answer_cut_after_a_call_says_that_it_was_cut() -> None:
+    """The limit is the reason; the call that was whole is told all the same."""
+    text = f"</think>{CALL} and so on and on"
+    limit = len(tiny_tokenizer().encode(text)) - 2
+    (choice,) = (await api_saying(text).chat(tools=[TOOL], max_tokens=limit)).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
 async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> None:
     """An answer sent back by OpenAI's client, nulls and all, and the tool's result reach the template."""
     api = api_saying("</think>Sunny")

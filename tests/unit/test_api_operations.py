@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.api.context import ApiOptions
+from coordinator.metrics import Metrics
 from coordinator.status import ClusterStatus
 from tests.api_client import ApiClient, tiny_tokenizer
 from tests.fake_generator import FakeGenerator, FakeStatus
@@ -97,6 +98,21 @@ async def test_metrics_tell_of_requests_and_of_the_cluster() -> None:
     assert ("mtp_node_memory_limit_bytes", "mac-2") not in samples
     api.status.ready = False
     assert "mtp_ready 0.0" in (await api.get("/metrics")).text
+
+
+def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
+    """By a clock of the test's own, each choice for itself."""
+    times = iter([0.0, 1.0, 1.5, 3.0, 3.5, 5.0])
+    metrics = Metrics(FakeStatus(), clock=lambda: next(times))
+    meter = metrics.begin("chat")
+    for choice, count in ((0, 2), (1, 1), (0, 1), (1, 4)):
+        meter.tokens(choice, count)
+    meter.end("stop")
+    text = metrics.render().decode()
+    assert "mtp_time_to_first_token_seconds_sum 2.5" in text
+    assert "mtp_inter_token_seconds_sum 4.0" in text
+    assert "mtp_generated_tokens_total 8.0" in text
+    assert "mtp_request_seconds_sum 5.0" in text
 
 
 async def test_two_apps_in_one_process_do_not_share_metrics() -> None:
