@@ -1,0 +1,322 @@
+"""`mtp-coord generate` as people and scripts use it: output, summary, exit status.
+
+Most calls run in this process, which saves their imports; those about signals and terminals are processes of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.answer import Answer
+from coordinator.cli import PROGRAM, app
+from coordinator.request import Finished, GenerationStats
+from coordinator.tokenizer import Tokenizer
+from proto import console
+from proto.errors import WorkerLostError
+from tests.checkpoints import write_checkpoint
+from tests.tiny_tokenizer import write_tokenizer
+
+PROMPT = "Hello world, how are you?"
+PROCESS = [sys.executable, "-c", "from coordinator.cli import main; main()", "generate"]
+DEADLINE = 60.0
+"""Seconds for a process, which takes some three to import and load, and on a busy machine many more."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a call left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with head and tokenizer."""
+    return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), vocab=512))
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose MTP tensors are missing, though its config announces them, as most conversions are."""
+    path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False)
+    return write_tokenizer(path)
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
+    """`call(model, *flags)`: the program as main() runs it, but in this process."""
+    handlers = logging.getLogger().handlers[:]
+
+    def run(model: Path, *flags: str) -> Done:
+        capfd.readouterr()
+        words = ["generate", "--model", str(model), *flags]
+        try:
+            console.run(PROGRAM, lambda: app(words, prog_name=PROGRAM))
+            code: object = 0
+        except SystemExit as end:
+            code = end.code or 0
+        assert isinstance(code, int)
+        return Done(code, *capfd.readouterr())
+
+    yield run
+    logging.captureWarnings(False)
+    logging.getLogger().handlers[:] = handlers
+
+
+def result_of(done: Done) -> dict[str, Any]:
+    """The object a call with --json printed."""
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+# ---- what comes out
+
+
+def test_json_has_tokens_text_reason_and_figures(call: Call, model: Path) -> None:
+    """One object, whose parts agree with each other; nothing else on stdout, nothing on stderr."""
+    done = call(model, "--prompt", PROMPT, "--max-tokens", "24", "--mtp", "2", "--json")
+    found = result_of(done)
+    assert done.err == ""
+    assert list(found) == ["tokens", "text", "finish_reason", "logprobs", "stats"]
+    assert found["finish_reason"] == "length"
+    assert found["logprobs"] is None
+    tokenizer = Tokenizer.load(model)
+    text = b"".join(map(tokenizer.text_bytes, found["tokens"])).decode(errors="ignore")
+    assert found["text"].replace("\ufffd", "") == text.replace("\ufffd", "")
+    stats = found["stats"]
+    assert (stats["completion_tokens"], len(found["tokens"])) == (24, 24)
+    assert stats["drafted"] >= stats["accepted"] >= 0
+    assert len(stats["acceptance_by_position"]) == 2
+    assert stats["windows"] * stats["tokens_per_window"] == pytest.approx(23, rel=1e-3)
+    assert min(stats["prompt_tps"], stats["generation_tps"], stats["peak_memory_bytes"]) > 0
+
+
+def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
+    """Without --json the text alone is on stdout, ended by a line break; the figures are on stderr."""
+    flags = ("--prompt", PROMPT, "--max-tokens", "24", "--temp", "1", "--seed", "7")
+    text = result_of(call(model, *flags, "--json"))["text"]
+    done = call(model, *flags)
+    assert done.code == 0
+    assert done.out.rstrip("\n") == text.rstrip("\n")
+    assert done.out.endswith("\n")
+    assert [line.split()[0] for line in done.err.splitlines()] == [
+        "prompt",
+        "generation",
+        "drafts",
+        "memory",
+    ]
+
+
+def test_flags_that_change_speed_do_not_change_the_answer(call: Call, model: Path) -> None:
+    """Drafts and stages, greedy and sampled."""
+    for sampling in ((), ("--temp", "0.9", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.01")):
+        flags = ("--prompt", PROMPT, "--max-tokens", "16", "--json", *sampling)
+        plain = result_of(call(model, *flags, "--mtp", "off"))
+        fast = result_of(call(model, *flags, "--mtp", "3", "--stages", "3"))
+        assert fast["tokens"] == plain["tokens"]
+
+
+def test_a_prompt_may_be_text_a_file_stdin_or_tokens(
+    call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt from anywhere; with a chat template unless --raw says otherwise."""
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    tokens = ",".join(map(str, Tokenizer.load(model).encode(PROMPT)))
+    few = ("--max-tokens", "8", "--json")
+    raw = result_of(call(model, "--raw", "--prompt", PROMPT, *few))
+    for source in (("--prompt-file", str(file)), ("--prompt-file", "-")):
+        assert result_of(call(model, "--raw", *source, *few))["tokens"] == raw["tokens"]
+    assert result_of(call(model, "--tokens", tokens, *few))["tokens"] == raw["tokens"]
+    chat = result_of(call(model, "--prompt", PROMPT, *few))
+    assert chat["stats"]["prompt_tokens"] > raw["stats"]["prompt_tokens"]
+
+
+def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
+    """Text up to the first stop string, tokens up to the one that completed it, and a summary all the same."""
+    flags = ("--raw", "--prompt", PROMPT, "--max-tokens", "40", "--temp", "1", "--mtp", "2")
+    whole = result_of(call(model, *flags, "--json"))
+    stop = whole["text"][5:7]
+    end = whole["text"].index(stop)
+    found = result_of(call(model, *flags, "--json", "--stop", "never there", "--stop", stop))
+    assert (found["text"], found["finish_reason"]) == (whole["text"][:end], "stop")
+    assert found["tokens"] == whole["tokens"][: len(found["tokens"])]
+    assert 0 < len(found["tokens"]) < 40
+    assert found["stats"]["completion_tokens"] == len(found["tokens"])
+    assert found["stats"]["windows"] > 0
+
+
+def test_logprobs_come_with_every_token(call: Call, model: Path) -> None:
+    """N alternatives each, the likeliest first; greedy takes that one. Without --json they are shown with the
+    summary."""
+    flags = ("--prompt", PROMPT, "--max-tokens", "6", "--logprobs", "3")
+    found = result_of(call(model, *flags, "--json"))
+    assert [entry["token"] for entry in found["logprobs"]] == found["tokens"]
+    for entry in found["logprobs"]:
+        values = [top["logprob"] for top in entry["top"]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 3
+        assert entry["top"][0] == {"token": entry["token"], "logprob": entry["logprob"]}
+    shown = call(model, *flags).err.splitlines()
+    assert len([line for line in shown if line.lstrip().startswith("-")]) == 6
+
+
+def test_tokens_need_no_tokenizer(call: Call, tmp_path: Path) -> None:
+    """Weights without a tokenizer go on from ids, and show ids."""
+    path = write_checkpoint(tmp_path / "bare")
+    flags = ("--tokens", "1,2,3", "--max-tokens", "5")
+    found = result_of(call(path, *flags, "--json"))
+    assert found["text"] == ""
+    assert call(path, *flags).out.strip() == ",".join(map(str, found["tokens"]))
+
+
+def test_an_engine_that_fails_is_an_error() -> None:
+    """Not a short answer."""
+    answer = Answer(None, (), stream=False)
+    with pytest.raises(WorkerLostError, match="out of memory"):
+        answer.take(Finished("error", GenerationStats(1, 0), error="out of memory"))
+
+
+# ---- what is wrong
+
+
+def test_drafts_without_a_head(call: Call, headless: Path) -> None:
+    """A depth asked for by number is an error that names tensors and a way out; auto goes on, and says so once."""
+    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "2")
+    assert (done.code, done.out) == (2, "")
+    for word in ("--mtp 2", "mtp.fc.weight", "12 more", "original", "--mtp off"):
+        assert word in done.err
+    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "auto")
+    assert done.code == 0
+    assert done.err.count("without drafts") == 1
+    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "off")
+    assert "without drafts" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "--prompt"),
+        (("--prompt", "x", "--tokens", "1"), "more than one"),
+        (("--prompt", "x", "--temp", "-1"), "temperature"),
+        (("--prompt", "x", "--temp", "nan"), "temperature"),
+        (("--prompt", "x", "--top-p", "0"), "top_p"),
+        (("--prompt", "x", "--top-k", "-1"), "top_k"),
+        (("--prompt", "x", "--min-p", "1.5"), "min_p"),
+        (("--prompt", "x", "--seed", "-1"), "seed"),
+        (("--prompt", "x", "--logprobs", "21"), "logprobs"),
+        (("--prompt", "x", "--max-tokens", "0"), "max-tokens"),
+        (("--prompt", "x", "--max-tokens", "4096"), "context of 4096"),
+        (("--prompt", "x", "--stop", ""), "--stop"),
+        (("--prompt", "x", "--mtp", "many"), "--mtp"),
+        (("--prompt", "x", "--mtp", "9"), "--mtp"),
+        (("--prompt", "x", "--stages", "9"), "8 layers"),
+        (("--prompt", "x", "--dtype", "int8"), "--dtype"),
+        (("--prompt", "x", "--kv-bits", "3"), "--kv-bits"),
+        (("--prompt", "x", "--acceptance", "never"), "--acceptance"),
+        (("--tokens", "1,two"), "two"),
+        (("--tokens", "1,512"), "512"),
+        (("--tokens", "1,-1"), "-1"),
+        (("--tokens", ",".join(["1"] * 4096)), "context"),
+        (("--raw", "--prompt", ""), "empty"),
+        (("--prompt-file", "no/such/file"), "no/such/file"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(
+    call: Call, model: Path, flags: tuple[str, ...], told: str
+) -> None:
+    """Status 2, one message that names what was wrong, nothing on stdout, no traceback."""
+    done = call(model, *flags)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_prompt_that_is_no_text(call: Call, model: Path, tmp_path: Path) -> None:
+    """A binary file is named, with the place where it stops being text."""
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"abc\xff")
+    done = call(model, "--prompt-file", str(file))
+    assert done.code == 2
+    assert "byte 3" in done.err
+
+
+def test_a_model_that_is_not_there(call: Call, tmp_path: Path) -> None:
+    """Status 2, and what a model can be."""
+    done = call(tmp_path / "nowhere", "--prompt", "x")
+    assert done.code == 2
+    assert "builtin" in done.err
+
+
+# ---- processes
+
+
+def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
+    """Status 130 within seconds, the text so far and its summary; no traceback."""
+    flags = ["--model", str(model), "--tokens", "1,2,3", "--max-tokens", "4000", "--temp", "1"]
+    with subprocess.Popen(
+        [*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        guard = threading.Timer(DEADLINE, process.kill)
+        guard.start()
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE)
+        guard.cancel()
+    assert process.returncode == 130
+    assert b"ended by cancelled" in err
+    assert b"Traceback" not in err
+
+
+def test_progress_is_for_terminals(model: Path) -> None:
+    """A prompt of several chunks shows a bar on a terminal; in a pipe nothing but the answer and its summary."""
+    tokens = ",".join(["1"] * 600)
+    flags = ["--model", str(model), "--tokens", tokens, "--max-tokens", "2"]
+    piped = subprocess.run([*PROCESS, *flags], capture_output=True, timeout=DEADLINE, check=True)
+    assert b"\x1b[" not in piped.stdout + piped.stderr
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*PROCESS, *flags],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+        process.communicate(timeout=DEADLINE)
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"prompt" in shown
+    assert b"%" in shown
+
+
+def _read(terminal: int) -> bytes:
+    """Bytes of a terminal; none once its other side is closed, which Linux reports as an error."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
