@@ -27,7 +27,7 @@ DEFAULT_SEQUENCES = 16
 
 MOST_RESERVED = 256 * 2**20
 LEAST_RESERVED = 16 * 2**20
-"""Kept free on every stage for activations: a 512-token chunk of a 27B model needs about 100 MB, of a tiny one a few."""
+"""Kept free on every stage for activations: a 512-token chunk of a 27B model needs about 100 MB."""
 
 
 def reserve_bytes(model: ModelCosts) -> int:

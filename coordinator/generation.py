@@ -129,9 +129,7 @@ class GenerationLoop:
     async def _adopt(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         now = self.clock()
-        self._deliver(
-            self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now)
-        )
+        self._deliver(self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now))
         self._pump()
 
     def _pump(self) -> None:

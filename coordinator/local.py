@@ -1,7 +1,7 @@
 """A pipeline without sockets: a chain of stages in this process, on one thread that touches MLX.
 
-One of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node fallback and the
-tests run on it; the frames, engines and answers are those of the cluster.
+One of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node
+fallback and the tests run on it; the frames, engines and answers are those of the cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -39,7 +39,7 @@ class LocalModel:
     checkpoint: Checkpoint
     spans: Sequence[Span]
     dtype: mx.Dtype | None = None
-    kv_format: KVFormat = KVFormat()
+    kv_format: KVFormat = field(default_factory=KVFormat)
     with_head: bool = True
     max_sequences: int = DEFAULT_SEQUENCES
 

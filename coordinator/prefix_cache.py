@@ -1,7 +1,8 @@
 """Which prefixes the stages keep, and what to keep next. Plain data: the stages hold the state, here are the tokens.
 
-An entry is what every stage holds after some tokens: K/V, GDN states, the MTP head's part. It is made, used and dropped by
-operations in frame headers, which all stages see in the same order: so each entry is on all of them or on none.
+An entry is what every stage holds after some tokens: K/V, GDN states, the MTP head's part. It is made, used and
+dropped by operations in frame headers, which all stages see in the same order: so each entry is on all of them
+or on none.
 
 Entries are made in three places: near the end of a prompt, for the same prompt again; where a prompt parts from one
 seen lately, for the system prompt they share; and at the end of an answer, for the next turn of a chat.

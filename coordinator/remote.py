@@ -57,9 +57,7 @@ class RemotePipeline:
                     hop_timeout_ms=int(self.hop_timeout * 1000),
                 )
             )
-        self._channel = grpc.aio.insecure_channel(
-            self.workers[-1].address, options=CHANNEL_OPTIONS
-        )
+        self._channel = grpc.aio.insecure_channel(self.workers[-1].address, options=CHANNEL_OPTIONS)
         self._reader = asyncio.create_task(self._read(self._binding(self.stages - 1)))
         self._link = Link(
             self.workers[0].address,
@@ -92,16 +90,17 @@ class RemotePipeline:
 
     async def _read(self, binding: StreamBinding) -> None:
         address = self.workers[-1].address
-        call = self._channel.unary_stream(RESULTS)(b"", metadata=binding.to_metadata())
+        method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            RESULTS
+        )
+        call = method(b"", metadata=binding.to_metadata())
         try:
             async for data in call:
                 self._results.put_nowait(decode(data))
             self.fail(WorkerLostError(f"{address} ended its results"))
         except grpc.aio.AioRpcError as error:
             details = error.details()
-            self.fail(
-                from_status(error.code().name, details, error.trailing_metadata(), address)
-            )
+            self.fail(from_status(error.code().name, details, error.trailing_metadata(), address))
         except ClusterError as error:
             self.fail(error)
 

@@ -43,8 +43,10 @@ from proto.frame import (
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows. `context` is the model's; a prompt is cut into chunks of `prefill_chunk` tokens, and chunks of
-    several prompts share a frame up to `step_tokens`."""
+    """What the user allows. `context` is the model's.
+
+    A prompt is cut into chunks of `prefill_chunk` tokens; chunks of several prompts share a frame up to `step_tokens`.
+    """
 
     context: int
     queue: int = 256

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from coordinator.cluster_status import LiveStatus
 from coordinator.generation import GenerationLoop
 from coordinator.local import LocalModel, LocalPipeline, LocalSource
 from coordinator.model_info import ModelInfo, generation_defaults
+from coordinator.pipeline import Pipeline
 from coordinator.scheduler import Limits, Scheduler
 from coordinator.session import mtp_in_force
 from coordinator.tokenizer import Tokenizer
@@ -97,7 +99,7 @@ async def serve(options: ServeOptions) -> None:
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
         )
         status = LiveStatus(loop, manager, model.id)
-        app = create_app(loop, tokenizer, model, status)
+        app = create_app(loop, tokenizer, model, status, replan=manager.replan if manager else None)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -131,7 +133,7 @@ def _manager(
     checkpoint: Checkpoint,
     options: ServeOptions,
     mode: MtpMode,
-    alone: partial[object],
+    alone: Callable[[int], Awaitable[Pipeline]],
 ) -> ClusterManager:
     served = ServedModel(
         checkpoint,

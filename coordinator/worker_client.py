@@ -68,11 +68,10 @@ class WorkerClient:
         try:
             while True:
                 message = await asyncio.wait_for(stream.read(), LOAD_SILENCE_SECONDS)
-                if message is grpc.aio.EOF:
+                if not isinstance(message, pb.LoadProgress):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} ended the load without a result")
                 if message.WhichOneof("body") == "result":
-                    result: pb.LoadResult = message.result
-                    return result
+                    return message.result
                 on_progress(message.progress.done, message.progress.total)
         except TimeoutError:
             raise DeadlineError(
@@ -139,7 +138,7 @@ class WorkerClient:
         try:
             while True:
                 pulse = await asyncio.wait_for(call.read(), failure_timeout)
-                if pulse is grpc.aio.EOF:
+                if not isinstance(pulse, pb.WorkerPulse):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} closed its signal stream")
                 self.pulse, self.pulse_at = pulse, time.monotonic()
                 on_pulse(pulse)

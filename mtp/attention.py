@@ -6,8 +6,9 @@ modules, their weights and the caches are mlx-lm's own (`Qwen3NextAttention`, `K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -60,9 +61,8 @@ def attend(
         q = attention.rope(q, offset=cache.offset)
         k = attention.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)
-        out = scaled_dot_product_attention(
-            q, k, v, cache=cache, scale=attention.scale, mask="causal" if width > 1 else None
-        )
+        mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation forgets the string
+        out = scaled_dot_product_attention(q, k, v, cache=cache, scale=attention.scale, mask=mask)
         outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
         start += width
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -74,7 +74,7 @@ def state_of(cache: KV) -> list[mx.array]:
     if cache.keys is None:
         return []
     if isinstance(cache, QuantizedKVCache):
-        return [*cache.keys, *cache.values]
+        return [*cast(Iterable[mx.array], cache.keys), *cast(Iterable[mx.array], cache.values)]
     return [cache.keys, cache.values]
 
 

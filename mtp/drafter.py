@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 
@@ -198,4 +199,4 @@ class _Chain:
         if self.job.depth > 1:
             self.job.state.cache.trim(self.job.depth - 1)
         scores = mx.concatenate(self.scores) if self.scores else None
-        return Drafts(tuple(int(t.item()) for t in self.tokens), scores)
+        return Drafts(tuple(cast(int, t.item()) for t in self.tokens), scores)

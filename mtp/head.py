@@ -52,4 +52,5 @@ class MTPHead(nn.Module):
         x = self.fc(mx.concatenate([e, h], axis=-1))
         x = x + attend(layer.self_attn, layer.input_layernorm(x), caches, widths)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
+        out: mx.array = self.norm(x)
+        return out

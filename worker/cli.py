@@ -67,7 +67,9 @@ def worker(
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", help="Allow --listen on a network, unencrypted and open to all."),
+        typer.Option(
+            "--insecure", help="Allow --listen on a network, unencrypted and open to all."
+        ),
     ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
     log_format: Annotated[

@@ -10,8 +10,7 @@ import psutil
 from proto import cluster_pb2 as pb
 
 DEFAULT_SHARE = 0.75
-"""Of the machine's memory, what a worker may use when nobody says otherwise: the system and the network need the rest."""
-
+"""Of the machine's memory, what a worker may use when nobody says otherwise: the system needs the rest."""
 
 
 def backend() -> str:
@@ -28,8 +27,6 @@ def default_memory_limit() -> int:
         if isinstance(recommended, int):
             return recommended
     return int(psutil.virtual_memory().total * DEFAULT_SHARE)
-
-
 
 
 def chip() -> str:

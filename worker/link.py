@@ -50,7 +50,9 @@ class Link:
         Raises what the far end's refusal stands for, DeadlineError when it does not answer.
         """
         started = time.monotonic()
-        method = self._channel.stream_stream(FRAMES)
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            FRAMES
+        )
         self._call = method(metadata=self._binding.to_metadata())
         try:
             await asyncio.wait_for(self._call.initial_metadata(), self.timeout)

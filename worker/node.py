@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_FRAMES = 256
 """More frames than this are waiting for the engine only if the sender ignores what is in flight."""
 
-State = pb.WorkerState
-
 
 @dataclass
 class Claim:
@@ -106,7 +104,7 @@ class WorkerNode:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.thread = EngineThread()
-        self.state: State = pb.WORKER_STATE_IDLE
+        self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.claim: Claim | None = None
         self.key: StageKey | None = None
         self.stage: Stage | None = None
@@ -216,9 +214,7 @@ class WorkerNode:
         mx.clear_cache()
         checkpoint = self.identity.models.find(model)
         sizes = checkpoint.part_bytes()
-        parts = checkpoint.stage_parts(
-            key.span, first=key.first, last=key.last, with_head=key.mtp
-        )
+        parts = checkpoint.stage_parts(key.span, first=key.first, last=key.last, with_head=key.mtp)
         self.weight_bytes = sum(sizes[part] for part in parts)
         if self.weight_bytes > self.identity.memory_limit:
             raise MemoryLimitError(
@@ -284,9 +280,7 @@ class WorkerNode:
     def _new_engine(self, stage: Stage, key: StageKey, binding: Binding) -> None:
         """On the engine thread."""
         verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
-        self.engine = StageEngine(
-            stage, epoch=binding.epoch, first=key.first, verifier=verifier
-        )
+        self.engine = StageEngine(stage, epoch=binding.epoch, first=key.first, verifier=verifier)
 
     def unload(self, request: pb.UnloadRequest) -> None:
         """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
@@ -350,7 +344,7 @@ class WorkerNode:
         elif self.link is not None:
             self.link.send(data)
 
-    def _fail(self, kind: pb.FaultKind, message: str, peer: str) -> None:
+    def _fail(self, kind: pb.FaultKind.ValueType, message: str, peer: str) -> None:
         """The plan cannot go on here. The coordinator hears of it by pulse and by the end of the results."""
         log.error("stage failed", extra={"error": message, "epoch": self.epoch})
         self.fault = pb.Fault(kind=kind, message=message[:500], peer=peer)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -236,8 +236,8 @@ class DataPlane:
                 self.node.take(data, binding)
         except ClusterError as error:
             await _abort(context, error)
-        for nothing in ():  # the stream goes one way; this makes it a generator
-            yield nothing
+        return
+        yield b""  # never: the stream goes one way, and a generator is what gRPC wants
 
     async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
         """Frames that have been through the last stage, for the coordinator."""
@@ -281,8 +281,7 @@ def _loaded(node: WorkerNode) -> pb.LoadedStage:
 
 
 def _stream_binding(context: Context) -> StreamBinding:
-    metadata: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
-    return StreamBinding.from_metadata(metadata)
+    return StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
 
 
 async def _answer(context: Context, work: Awaitable[T]) -> T:
@@ -297,5 +296,3 @@ async def _abort(context: Context, error: ClusterError) -> None:
     log.info("call refused", extra={"error": str(error)})
     status = to_status(error)
     await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
-
-

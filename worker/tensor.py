@@ -15,8 +15,8 @@ def to_bytes(x: mx.array) -> tuple[str, tuple[int, ...], memoryview]:
     beyond what MLX needs to make `x` contiguous."""
     name = _NAMES[x.dtype]
     plain = x.view(mx.uint16) if name == "bfloat16" else x
-    data = np.array(plain, copy=False)
-    return name, tuple(x.shape), memoryview(np.ascontiguousarray(data)).cast("B")
+    data = np.ascontiguousarray(np.array(plain, copy=False))
+    return name, tuple(x.shape), data.data.cast("B")
 
 
 def from_bytes(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> mx.array:

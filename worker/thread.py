@@ -52,7 +52,7 @@ class EngineThread:
         def work() -> None:
             try:
                 result = function()
-            except BaseException as error:
+            except Exception as error:
                 self.post(_fail, future, error)
             else:
                 self.post(_resolve, future, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -21,12 +23,16 @@ def create_app(
     model: ModelInfo,
     status: StatusSource,
     options: ApiOptions | None = None,
+    replan: Callable[[], None] | None = None,
 ) -> FastAPI:
-    """An ASGI app that serves one model. It starts and stops nothing: its parts belong to the caller."""
+    """An ASGI app that serves one model. It starts and stops nothing: its parts belong to the caller.
+
+    `replan` asks the cluster for a new plan; None where there is no cluster.
+    """
     options = options or ApiOptions()
     # No generated pages: they would load scripts from elsewhere, and bodies are checked by our own hand.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.api = Api(generator, tokenizer, model, status, options, Metrics(status))
+    app.state.api = Api(generator, tokenizer, model, status, options, Metrics(status), replan)
     for router in (chat.router, completions.router, models.router, health.router):
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)

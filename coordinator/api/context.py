@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -46,6 +47,7 @@ class Api:
     status: StatusSource
     options: ApiOptions
     metrics: Metrics
+    replan: Callable[[], None] | None = None
 
 
 def api_of(request: Request) -> Api:

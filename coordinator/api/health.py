@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import api_of
-from proto.errors import NotReadyError
+from proto.errors import NotReadyError, RequestError
 
 open_router = APIRouter()
 """For load balancers and supervisors, which have no key and learn nothing but yes or no."""
@@ -36,6 +36,16 @@ async def ready(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """The whole cluster, as `coordinator.status` describes it."""
     return JSONResponse(asdict(api_of(request).status.status()))
+
+
+@router.post("/replan")
+async def replan(request: Request) -> Response:
+    """Plan anew over the workers there are. Open answers pause while layers move, and go on."""
+    ask = api_of(request).replan
+    if ask is None:
+        raise RequestError("this server runs alone by choice: there is nothing to plan anew")
+    ask()
+    return JSONResponse({"status": "planning"}, status_code=202)
 
 
 @router.get("/metrics")

@@ -231,9 +231,7 @@ class Bars:
     def _show(self, name: str, done: int, total: int) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name)
-        self._progress.update(
-            self._tasks[name], completed=done, total=total, visible=done < total
-        )
+        self._progress.update(self._tasks[name], completed=done, total=total, visible=done < total)
 
 
 async def _run(

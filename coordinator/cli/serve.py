@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from coordinator.budget import DEFAULT_SEQUENCES
-from coordinator.server import ServeOptions, serve as run_server
+from coordinator.server import ServeOptions
+from coordinator.server import serve as run_server
 from mtp.controller import MtpMode
 from proto.errors import UsageError
 from proto.listen import check_exposure
@@ -33,7 +34,9 @@ def serve(
     ] = None,
     wait: Annotated[
         float,
-        typer.Option(min=0, help="Seconds to look for workers before serving with those there are."),
+        typer.Option(
+            min=0, help="Seconds to look for workers before serving with those there are."
+        ),
     ] = 5.0,
     single_node: Annotated[
         bool, typer.Option("--single-node", help="Look for no worker: serve in this process.")

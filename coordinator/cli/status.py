@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import sys
 import time
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -15,13 +13,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.cli.client import call
 from coordinator.status import ClusterStatus, NodeStatus
-from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
+from proto.errors import ProtocolError
 from proto.size import format_size
 
-REPLY_SECONDS = 5.0
 REFRESH_SECONDS = 1.0
-MAX_REPLY_BYTES = 4 * 2**20
 
 _COLOURS = {
     "ready": "green",
@@ -64,39 +61,8 @@ def status(
 
 
 def fetch(url: str, api_key: str | None) -> bytes:
-    """The body of `/status`.
-
-    Raises UsageError for a bad URL, NotReadyError when nothing answers, AccessError when the key is refused,
-    ProtocolError when something else answers.
-    """
-    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-    kinds: dict[str, type[http.client.HTTPConnection]] = {
-        "http": http.client.HTTPConnection,
-        "https": http.client.HTTPSConnection,
-    }
-    try:
-        kind, host, port = kinds[parts.scheme], parts.hostname, parts.port
-    except (KeyError, ValueError):
-        raise UsageError(f"--url {url!r}: write it as in http://127.0.0.1:8080") from None
-    if not host:
-        raise UsageError(f"--url {url!r} names no host: write it as in http://127.0.0.1:8080")
-    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
-    connection = kind(host, port, timeout=REPLY_SECONDS)
-    try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/status", headers=headers)
-        response = connection.getresponse()
-        body = response.read(MAX_REPLY_BYTES)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise NotReadyError(
-            f"no coordinator answers at {url} ({error}): start mtp-coord serve, or give its --url"
-        ) from error
-    finally:
-        connection.close()
-    if response.status == 401:
-        raise AccessError(f"{url} wants an API key: give one with --api-key or MTP_API_KEY")
-    if response.status != 200:
-        raise ProtocolError(f"{url} answered {response.status}: is it an mtp-coord serve?")
-    return body
+    """The body of `/status`. Raises what `client.call` does."""
+    return call("GET", url, "/status", api_key)
 
 
 def parse(body: bytes) -> ClusterStatus:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -330,9 +330,8 @@ class ClusterManager:
         if pulse.engine_stall_ms > limit_ms:
             stall = pulse.engine_stall_ms / 1000
             self._lost(address, WorkerLostError(f"its engine has done nothing for {stall:.1f} s"))
-        elif pulse.HasField("fault") and address in self.view.serving:
-            if pulse.epoch == self.view.epoch and self.pipeline is not None:
-                self.failed(self.pipeline, WorkerLostError(pulse.fault.message))
+        elif pulse.HasField("fault") and pulse.epoch == self.view.epoch and self.pipeline:
+            self.failed(self.pipeline, WorkerLostError(pulse.fault.message))
 
     async def _farewell(self, address: str) -> None:
         """A worker that no plan uses may leave."""
@@ -370,4 +369,3 @@ def _member(address: str, info: pb.WorkerInfo) -> Member:
         speed=info.hardware.bytes_per_second / 100e9 or 1.0,
         pinned=pinned,
     )
-

@@ -61,6 +61,4 @@ class ServedModel:
             Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve_bytes(self.costs))
             for s in plan.stages
         ]
-        return capacity(
-            self.costs, rooms, self.checkpoint.config.max_positions, self.max_sequences
-        )
+        return capacity(self.costs, rooms, self.checkpoint.config.max_positions, self.max_sequences)

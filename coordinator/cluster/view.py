@@ -220,7 +220,10 @@ def apply(view: View, event: Event, now: float) -> View:
         case Lost(address, reason):
             return _lost(view, address, reason)
         case Draining(address):
-            return _changed(view, address, state=MemberState.DRAINING)
+            leaving = view.members.get(address)
+            if leaving is None:
+                return view
+            return _with_member(view, replace(leaving, state=MemberState.DRAINING))
         case Left(address):
             members = {a: m for a, m in view.members.items() if a != address}
             return replace(view, members=members)
@@ -247,11 +250,6 @@ def _enter(view: View, phase: Phase) -> View:
 
 def _with_member(view: View, member: Member) -> View:
     return replace(view, members={**view.members, member.address: member})
-
-
-def _changed(view: View, address: str, **changes: object) -> View:
-    member = view.members.get(address)
-    return view if member is None else _with_member(view, replace(member, **changes))  # type: ignore[arg-type]
 
 
 def _with_history(view: View, member: Member) -> Member:
@@ -284,8 +282,9 @@ def _lost(view: View, address: str, reason: str) -> View:
 def _plan_failed(view: View, reason: str, address: str | None) -> View:
     if view.phase not in (Phase.STARTING, Phase.SERVING):
         return view
-    if address is not None:
-        view = _changed(view, address, held_until=view.now + FIRST_HOLD)
+    blamed = view.members.get(address) if address is not None else None
+    if blamed is not None:
+        view = _with_member(view, replace(blamed, held_until=view.now + FIRST_HOLD))
     return _give_up_plan(view, reason)
 
 

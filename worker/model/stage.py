@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from mtp.attention import KVFormat, attend
+from mtp.attention import KV, KVFormat, attend
 from proto.frame import Admit, Segment
 from worker.cache.gdn import GDNCache
 from worker.cache.sequence import LayerCache, SequenceCache
@@ -37,13 +38,16 @@ class Stage:
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
         """Embedding rows of `tokens`: `[len(tokens), hidden]`. First stage only."""
-        return self.modules.embed_tokens(mx.array(tokens, mx.uint32))
+        embed_tokens = self.modules.embed_tokens
+        assert embed_tokens is not None, "this stage is not the first"
+        embedded: mx.array = embed_tokens(mx.array(list(tokens), mx.uint32))
+        return embedded
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run `x [rows, hidden]` through the span. Rows belong to `runs` in order.
 
-        Extends every sequence's state machine and caches. Raises ProtocolError, before anything has changed in
-        any layer, when a segment does not fit its sequence's end.
+        Extends every sequence's state machine and caches. Raises ProtocolError, before any layer has run, when a
+        segment does not fit its sequence's end.
         """
         for sequence, segment in runs:
             sequence.extend(segment)
@@ -57,8 +61,8 @@ class Stage:
         normed = layer.input_layernorm(x)
         if layer.is_linear:
             taped = [segment.open for _, segment in runs]
-            mixed = mix(layer.linear_attn, normed, caches, widths, taped)
+            mixed = mix(layer.linear_attn, normed, cast(list[GDNCache], caches), widths, taped)
         else:
-            mixed = attend(layer.self_attn, normed, caches, widths)
+            mixed = attend(layer.self_attn, normed, cast(list[KV], caches), widths)
         h = x + mixed
         return h + layer.mlp(layer.post_attention_layernorm(h))

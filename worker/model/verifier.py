@@ -7,8 +7,9 @@ states of the kept rows feed the MTP head, which drafts what follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import mlx.core as mx
 
@@ -32,16 +33,15 @@ class Verifier:
     """The last stage's ends: norm, lm_head (or tied embedding), and the MTP head where the checkpoint has it."""
 
     def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
+        assert modules.norm is not None, "this stage is not the last"
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
         self.spared = modules.config.eos_token_ids
-        embed = modules.embed_tokens
-        self.unembed = embed.as_linear if modules.lm_head is None else modules.lm_head
-        self.drafter = (
-            None
-            if modules.head is None
-            else Drafter(modules.head, embed, self.unembed, kv_format)
-        )
+        self.unembed = _unembedding(modules)
+        self.drafter: Drafter | None = None
+        if modules.head is not None:
+            assert modules.embed_tokens is not None, "a head needs the embedding beside it"
+            self.drafter = Drafter(modules.head, modules.embed_tokens, self.unembed, kv_format)
         self.tails: dict[int, Tail] = {}
 
     # ---- a sequence's life
@@ -77,9 +77,7 @@ class Verifier:
         """
         normed = self.norm(x)
         logits = self._logits(normed, runs)
-        targets = {
-            _key(s): self._targets(self.tails[s.seq_id], s, rows) for s, rows in logits
-        }
+        targets = {_key(s): self._targets(self.tails[s.seq_id], s, rows) for s, rows in logits}
         mx.eval(normed, list(targets.values()), *states)
         decided = {_key(s): self._decide(s, targets[_key(s)]) for s, _ in logits}
         outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
@@ -125,13 +123,11 @@ class Verifier:
         drafts, scores = segment.tokens[1:], tail.draft_scores
         if scores is None or not segment.open or not drafts:
             return choose(logits, params, first, tail.history, segment.tokens, self.spared)
-        target_scores = filtered(
-            logits, params, first, tail.history, segment.tokens, self.spared
-        )
+        target_scores = filtered(logits, params, first, tail.history, segment.tokens, self.spared)
         return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
 
     def _decide(self, segment: Segment, targets: mx.array) -> Outcome:
-        chosen = [int(t) for t in targets.tolist()]
+        chosen = cast(list[int], targets.tolist())
         if not segment.open:
             return Outcome(segment.seq_id, segment.window, segment.width, chosen[0])
         expected = self.tails[segment.seq_id].expected
@@ -151,9 +147,7 @@ class Verifier:
                 tail.take(tokens)
                 tail.expected = outcome.token
                 if tail.head is not None:
-                    tail.head.observe(
-                        normed[start : start + outcome.kept], tokens, outcome.token
-                    )
+                    tail.head.observe(normed[start : start + outcome.kept], tokens, outcome.token)
             start += segment.width
 
     def _with_logprobs(
@@ -174,9 +168,7 @@ class Verifier:
             )
         return result
 
-    def _with_drafts(
-        self, runs: Sequence[Run], outcomes: dict[Key, Outcome]
-    ) -> dict[Key, Outcome]:
+    def _with_drafts(self, runs: Sequence[Run], outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
         jobs: dict[Key, DraftJob] = {}
         for _, segment in runs:
             tail, outcome = self.tails[segment.seq_id], outcomes[_key(segment)]
@@ -199,6 +191,14 @@ class Verifier:
         return outcomes
 
 
+def _unembedding(modules: StageModules) -> Callable[[mx.array], mx.array]:
+    """lm_head, or the embedding it is tied to."""
+    if modules.lm_head is not None:
+        return modules.lm_head
+    assert modules.embed_tokens is not None, "a tied lm_head needs the embedding beside it"
+    return modules.embed_tokens.as_linear
+
+
 def _key(segment: Segment) -> Key:
     return segment.seq_id, segment.window
 
@@ -207,13 +207,12 @@ def _prompt_chunk(segment: Segment) -> Outcome:
     return Outcome(segment.seq_id, segment.window, kept=segment.width)
 
 
-def _token_logprobs(
-    logits: mx.array, tokens: Sequence[int], top: int
-) -> tuple[TokenLogprob, ...]:
-    chosen, top_ids, top_values = logprobs(logits, tokens, top)
+def _token_logprobs(logits: mx.array, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    found = logprobs(logits, tokens, top)
+    chosen = cast(list[float], found.chosen.tolist())
+    top_ids = cast(list[list[int]], found.top_tokens.tolist())
+    top_values = cast(list[list[float]], found.top.tolist())
     return tuple(
-        TokenLogprob(token, float(p), tuple(zip(ids, values, strict=True)))
-        for token, p, ids, values in zip(
-            tokens, chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True
-        )
+        TokenLogprob(token, p, tuple(zip(ids, values, strict=True)))
+        for token, p, ids, values in zip(tokens, chosen, top_ids, top_values, strict=True)
     )

@@ -1,0 +1,194 @@
+"""`mtp-coord demo`: three workers and a coordinator on this machine, one prompt through HTTP, the figures, a chat.
+
+Everything a cluster does, with real processes and sockets, on the model that ships with this program.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from coordinator.cli.status import parse, render
+from proto.errors import WorkerLostError
+
+PROMPT = "import os\nimport sys\n\n\ndef find_files(path, suffix):\n    "
+"""Completed, not chatted about: the built-in model has read Python and little else."""
+
+START_SECONDS = 120.0
+"""Longest wait for a process to be ready; importing MLX on a busy machine takes seconds."""
+
+STOP_SECONDS = 15.0
+REPLY_SECONDS = 300.0
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes to start.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
+    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, or a number.")] = "2",
+    prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = PROMPT,
+) -> None:
+    """Run a whole cluster on this machine with the built-in model, and stream an answer from it.
+
+    On a terminal it then offers a chat. Everything it started is stopped when it ends.
+    """
+    console = Console(highlight=False)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
+        console.print(f"[dim]starting {workers} workers and a coordinator on loopback …[/dim]")
+        names = [f"worker-{i + 1}" for i in range(workers)]
+        logs = [stack.enter_context(_worker(folder, name)) for name in names]
+        addresses = [_wait_for(log, "worker ready", "address") for log in logs]
+        log = stack.enter_context(_coordinator(folder, addresses, mtp))
+        url = _wait_for(log, "serving", "url")
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
+        console.print(f"[dim]serving at {url}[/dim]\n")
+        _complete(client, console, prompt, max_tokens)
+        _figures(client, console)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            _chat(client, console)
+
+
+@contextmanager
+def _worker(folder: Path, name: str) -> Iterator[Path]:
+    command = ["--listen", "127.0.0.1:0", "--name", name, "--model", "builtin", "--no-mdns"]
+    with _process(folder / f"{name}.log", "worker.cli", command) as log:
+        yield log
+
+
+@contextmanager
+def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Path]:
+    command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
+    for address in addresses:
+        command += ["--worker", address]
+    with _process(folder / "coordinator.log", "coordinator.cli", command) as log:
+        yield log
+
+
+@contextmanager
+def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
+    """One of our programs, its JSON log in a file; stopped by its pid when the block ends."""
+    start = f"from {module} import main; main()"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, *arguments, "--log-format", "json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+    try:
+        yield log
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS)
+
+
+def _wait_for(log: Path, message: str, field: str) -> str:
+    """A field of the first record that says `message`. Raises WorkerLostError when it does not come in time."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        for line in log.read_text(errors="replace").splitlines():
+            record = _record(line)
+            if record.get("message") == message:
+                return str(record[field])
+        time.sleep(0.1)
+    raise WorkerLostError(
+        f"{log.stem} was not ready after {START_SECONDS:g} s; its log ends with: {log.read_text()[-500:]}"
+    )
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return {}  # half a line, or a traceback
+    return record
+
+
+def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
+    """Stream one completion and say how fast it came."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    console.print(f"[bold]{prompt}[/bold]", end="", markup=True)
+    started, first, usage = time.monotonic(), 0.0, None
+    for event in _events(client, "/completions", body):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            first = first or time.monotonic()
+            console.print(choice["text"], end="", markup=False, soft_wrap=True)
+    seconds = time.monotonic() - (first or started)
+    console.print("\n")
+    if usage:
+        _usage(console, usage, first - started, seconds)
+
+
+def _usage(console: Console, usage: dict[str, Any], first: float, seconds: float) -> None:
+    details = usage.get("completion_tokens_details") or {}
+    kept = details.get("accepted_prediction_tokens", 0)
+    drafted = kept + details.get("rejected_prediction_tokens", 0)
+    share = f"{100 * kept / drafted:.0f} % of {drafted} drafts kept" if drafted else "no drafts"
+    rate = usage["completion_tokens"] / max(seconds, 1e-9)
+    console.print(
+        f"[dim]{usage['completion_tokens']} tokens, first after {first:.2f} s, "
+        f"then {rate:.1f} tokens/s; {share}[/dim]\n"
+    )
+
+
+def _figures(client: httpx.Client, console: Console) -> None:
+    root = client.base_url.copy_with(path="/status")
+    status = parse(client.get(root).content)
+    console.print(render(status))
+
+
+def _chat(client: httpx.Client, console: Console) -> None:
+    """Questions from the terminal until an empty line or the end of input."""
+    console.print(
+        "\n[dim]Chat with it: an empty line ends. It has read Python and little else.[/dim]"
+    )
+    messages: list[dict[str, str]] = []
+    while question := _ask(console):
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        body = {"messages": messages, "max_tokens": 200, "temperature": 0.6, "stream": True}
+        for event in _events(client, "/chat/completions", body):
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                answer += piece
+                console.print(piece, end="", markup=False, soft_wrap=True)
+        console.print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _ask(console: Console) -> str:
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The data of a server-sent event stream. Raises WorkerLostError for an error in it."""
+    with client.stream("POST", path.removeprefix("/"), json={"model": "builtin", **body}) as reply:
+        if reply.status_code != 200:
+            raise WorkerLostError(f"the coordinator refused: {reply.read().decode()[:500]}")
+        for line in reply.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise WorkerLostError(str(event["error"].get("message", event["error"])))
+            yield event

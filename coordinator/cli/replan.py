@@ -1,0 +1,25 @@
+"""`mtp-coord replan`: have a running cluster use the workers there are now."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.client import call
+
+
+def replan(
+    url: Annotated[
+        str, typer.Option(help="Where mtp-coord serve listens.")
+    ] = "http://127.0.0.1:8080",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MTP_API_KEY", help="One of the server's API keys.")
+    ] = None,
+) -> None:
+    """Plan anew over all workers, those that joined since among them.
+
+    Open answers pause while layers move, and go on. `mtp-coord status` shows when it is done.
+    """
+    call("POST", url, "/replan", api_key, expected=202)
+    typer.echo("planning anew")
