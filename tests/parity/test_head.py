@@ -14,7 +14,9 @@ from mlx_lm.utils import load_model
 
 from mtp.drafter import MOST_WAITING
 from mtp.filters import filtered
+from mtp.history import History
 from mtp.noise import Stream, gumbel, uniform
+from mtp.sampling import choose
 from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams
@@ -180,7 +182,7 @@ def test_a_checkpoint_without_a_head_refuses_drafts(checkpoints: Checkpoints) ->
         chain.send(script.chunk(PROMPT, drafts=1), ops=script.due())
 
 
-# ---- what drafts may change
+# ---- what drafts are drawn from, and what they may change
 
 
 PENALIZED: dict[str, Any] = {
@@ -190,6 +192,26 @@ PENALIZED: dict[str, Any] = {
     "logit_bias": FEW,
     "logprobs": 3,
 }
+
+
+def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
+    checkpoints: Checkpoints,
+) -> None:
+    """Each draft is the token that the target's own rule says for the head's logits there: the noise of its
+    position, and penalties over all of the text before it, the drafts in between included."""
+    params = SamplingParams(temperature=0.9, seed=5, **PENALIZED)
+    chain = Chain(checkpoints(layers=4))
+    script = Script(0, random_tokens(PROMPT), params)
+    segment = script.chunk(PROMPT, drafts=DEPTH)
+    for _ in range(12):
+        chain.draft_logits.clear()
+        outcome = script.run(chain, segment)
+        for i, logits in enumerate(chain.draft_logits):
+            history = History(VOCAB, PROMPT)
+            history.extend([*script.known, *outcome.drafts[:i]])
+            at = len(script.known) + i
+            assert choose(logits, params, at, history).item() == outcome.drafts[i]
+        segment = script.next_window(drafts=DEPTH)
 
 
 @pytest.mark.parametrize(

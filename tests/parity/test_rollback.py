@@ -3,74 +3,22 @@ ends in the state of one that was fed the kept tokens alone, bit for bit."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from mtp.attention import KVFormat
-from proto.frame import Commit, Evict, Frame, Outcome, Segment
-from proto.params import SamplingParams
-from tests.chain import VOCAB, Chain, Script, random_tokens, same
+from proto.frame import Commit, Evict, Outcome, Segment
+from tests.chain import Chain, Script, same
 from tests.conftest import Checkpoints
+from tests.plain_text import Truth, kv_format, truth
 
 LONGEST = 5
 """Widest window tried."""
 
 PROMPTS = (3, 6, 11)
 KV_BITS = (None, 8, 4)
-GROUP = 32
-"""Of quantized K/V: the test checkpoints' head_dim."""
-
-
-def _format(bits: int | None) -> KVFormat:
-    return KVFormat(bits, GROUP)
-
-
-class Truth:
-    """A text after a prompt, fed token by token without a window, with the state after every token."""
-
-    def __init__(
-        self,
-        path: Path,
-        prompt: int,
-        steps: int,
-        bits: int | None = None,
-        params: SamplingParams | None = None,
-    ) -> None:
-        chain = Chain(path, kv_format=_format(bits))
-        self.params = params or SamplingParams()
-        script = Script(0, random_tokens(prompt, seed=prompt), self.params)
-        self.prompt = prompt
-        self.states: dict[int, list[mx.array]] = {}
-        self.head_states: dict[int, list[mx.array]] = {}
-        self.logits: dict[int, mx.array] = {}
-        while script.fed < prompt + steps:
-            outcome = chain.send(script.chunk(1), ops=script.due()).outcomes[0]
-            self.states[script.fed] = chain.state(0)
-            self.head_states[script.fed] = chain.head_state(0)
-            self.logits[script.fed] = chain.logits[0][0]
-            if script.fed == len(script.known):
-                assert outcome.token is not None
-                script.known.append(outcome.token)
-        self.tokens = script.known
-
-    def window(self, start: int, width: int, right: int) -> list[int]:
-        """`width` tokens for `start`, of which the first `right` are the text's."""
-        end = start + width
-        text = [*self.tokens[start:end], *[0] * (end - len(self.tokens))]
-        return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
-
-
-@lru_cache(maxsize=32)
-def truth(path: Path, prompt: int, steps: int, bits: int | None = None) -> Truth:
-    """The greedy text."""
-    return Truth(path, prompt, steps, bits)
 
 
 @dataclass(frozen=True)
@@ -166,7 +114,7 @@ def test_every_width_and_every_kept(checkpoints: Checkpoints, count: int, bits: 
     for name, (before, times, after) in NEWS.items():
         if bits is not None and name != "signal to one stage":
             continue
-        chain = Chain(path, (1, 4), _format(bits))  # GDN, both kinds, GDN
+        chain = Chain(path, (1, 4), kv_format(bits))  # GDN, both kinds, GDN
         rows = []
         for i, case in enumerate(_cases(count)):
             text = truths[i % len(truths)]
@@ -244,105 +192,6 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
         if script.seq_id != 1:
             end = text.prompt + width
             assert mx.array_equal(chain.logits[script.seq_id][-1], text.logits[end])
-
-
-# ---- any order at all
-
-
-class Weather:
-    """One sequence driven by chance: windows of hope and despair, stages that take frames when they like, signals
-    late, lost, doubled. What it must come to in the end is the plain text."""
-
-    def __init__(self, path: Path, text: Truth, seed: int, cuts: tuple[int, ...]) -> None:
-        self.random = random.Random(seed)
-        self.text = text
-        self.chain = Chain(path, cuts)
-        self.script = Script(0, text.tokens[: text.prompt], text.params)
-        self.signals: list[Commit] = []
-        self.sent: deque[Segment] = deque()
-        self.hoping = True
-        """Whether all that is on its way is right, as far as the coordinator knows."""
-        self.skipped = 0
-
-    def run(self, turns: int) -> None:
-        prompt = self.script.chunk(self.text.prompt)
-        self.script.settle(prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0])
-        for _ in range(turns):
-            self.random.choices([self.send, self.step, self.signal], [2, 6, 3])[0]()
-        for frame in self.chain.drain():
-            self.settle(frame)
-        self.chain.send(ops=self.script.due())
-
-    def send(self) -> None:
-        if not self.hoping or len(self.sent) > 4 or self.script.fed + 10 > len(self.text.tokens):
-            return
-        width = self.random.randint(1, 4)
-        right = self.random.choice([width, width, width, self.random.randint(0, width)])
-        if not self.sent:
-            right = max(1, right)  # its first token is confirmed
-        segment = self.script.window(self.text.window(self.script.fed, width, right))
-        self.sent.append(segment)
-        self.chain.post(segment, ops=self.script.due())
-
-    def step(self) -> None:
-        busy = [i for i, inbox in enumerate(self.chain.inboxes) if inbox]
-        if not busy:
-            return
-        stage = self.random.choice(busy)
-        frame = self.chain.step(stage)
-        if stage + 1 == len(self.chain.inboxes):
-            self.settle(frame)
-
-    def signal(self) -> None:
-        """Any news there ever was, to any stage, again or for the first time."""
-        if self.signals:
-            news = self.random.choice(self.signals)
-            stage = self.random.randrange(len(self.chain.engines))
-            self.chain.engines[stage].rollback(1, 0, news.window, news.kept)
-
-    def settle(self, frame: Frame) -> None:
-        segment, outcome = self.sent.popleft(), frame.outcomes[0]
-        self.skipped += outcome.cancelled
-        if outcome.cancelled:
-            # Sent before the rejection was known; after the last such one nothing is on its way.
-            self.hoping = self.hoping or not self.sent
-            return
-        self.script.settle(segment, outcome)
-        self.signals.append(Commit(0, segment.window, outcome.kept))
-        if outcome.kept < segment.width:
-            self.hoping = not self.sent
-
-
-def _weather(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
-    skipped, most = 0, 0
-    for seed in range(10):
-        weather = Weather(path, text, seed, cuts)
-        weather.run(turns=100)
-        length = weather.script.fed
-        assert weather.script.known == text.tokens[: len(weather.script.known)]
-        assert {e.sequences[0].stack.length for e in weather.chain.engines} == {length}
-        assert same(weather.chain.state(0), text.states[length]), seed
-        assert same(weather.chain.head_state(0), text.head_states[length]), seed
-        skipped += weather.skipped
-        most = max(most, length)
-    assert most > 20 and (skipped > 10 or not cuts)
-
-
-@pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
-def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
-    """In every order in which frames can pass and signals can come, come twice or be lost, all stages and the head end
-    in the state of a run over the kept tokens, and these are the text."""
-    path = checkpoints(layers=4)
-    _weather(path, truth(path, PROMPTS[0], 60), cuts)
-
-
-def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
-    """The same where every token depends on all tokens before it, and on noise of its position."""
-    path = checkpoints(layers=4)
-    params = SamplingParams(
-        temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6
-    )
-    _weather(path, Truth(path, PROMPTS[0], 60, params=params), (1, 3))
 
 
 # ---- cancel and evict

@@ -1,0 +1,113 @@
+"""In whatever order frames pass and news of rejections comes, all stages end in one state, that of the plain text."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from proto.frame import Commit, Frame, Segment
+from proto.params import SamplingParams
+from tests.chain import Chain, Script, same
+from tests.conftest import Checkpoints
+from tests.plain_text import Truth, truth
+
+PROMPT = 3
+
+
+class Weather:
+    """One sequence driven by chance: windows of hope and despair, stages that take frames when they like, signals
+    late, lost, doubled. What it must come to in the end is the plain text."""
+
+    def __init__(self, path: Path, text: Truth, seed: int, cuts: tuple[int, ...]) -> None:
+        self.random = random.Random(seed)
+        self.text = text
+        self.chain = Chain(path, cuts)
+        self.script = Script(0, text.tokens[: text.prompt], text.params)
+        self.signals: list[Commit] = []
+        self.sent: deque[Segment] = deque()
+        self.hoping = True
+        """Whether all that is on its way is right, as far as the coordinator knows."""
+        self.skipped = 0
+
+    def run(self, turns: int) -> None:
+        prompt = self.script.chunk(self.text.prompt)
+        self.script.settle(prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0])
+        for _ in range(turns):
+            self.random.choices([self.send, self.step, self.signal], [2, 6, 3])[0]()
+        for frame in self.chain.drain():
+            self.settle(frame)
+        self.chain.send(ops=self.script.due())
+
+    def send(self) -> None:
+        if not self.hoping or len(self.sent) > 4 or self.script.fed + 10 > len(self.text.tokens):
+            return
+        width = self.random.randint(1, 4)
+        right = self.random.choice([width, width, width, self.random.randint(0, width)])
+        if not self.sent:
+            right = max(1, right)  # its first token is confirmed
+        segment = self.script.window(self.text.window(self.script.fed, width, right))
+        self.sent.append(segment)
+        self.chain.post(segment, ops=self.script.due())
+
+    def step(self) -> None:
+        busy = [i for i, inbox in enumerate(self.chain.inboxes) if inbox]
+        if not busy:
+            return
+        stage = self.random.choice(busy)
+        frame = self.chain.step(stage)
+        if stage + 1 == len(self.chain.inboxes):
+            self.settle(frame)
+
+    def signal(self) -> None:
+        """Any news there ever was, to any stage, again or for the first time."""
+        if self.signals:
+            news = self.random.choice(self.signals)
+            stage = self.random.randrange(len(self.chain.engines))
+            self.chain.engines[stage].rollback(1, 0, news.window, news.kept)
+
+    def settle(self, frame: Frame) -> None:
+        segment, outcome = self.sent.popleft(), frame.outcomes[0]
+        self.skipped += outcome.cancelled
+        if outcome.cancelled:
+            # Sent before the rejection was known; after the last such one nothing is on its way.
+            self.hoping = self.hoping or not self.sent
+            return
+        self.script.settle(segment, outcome)
+        self.signals.append(Commit(0, segment.window, outcome.kept))
+        if outcome.kept < segment.width:
+            self.hoping = not self.sent
+
+
+def _weather(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
+    skipped, most = 0, 0
+    for seed in range(10):
+        weather = Weather(path, text, seed, cuts)
+        weather.run(turns=100)
+        length = weather.script.fed
+        assert weather.script.known == text.tokens[: len(weather.script.known)]
+        assert {e.sequences[0].stack.length for e in weather.chain.engines} == {length}
+        assert same(weather.chain.state(0), text.states[length]), seed
+        assert same(weather.chain.head_state(0), text.head_states[length]), seed
+        skipped += weather.skipped
+        most = max(most, length)
+    assert most > 20 and (skipped > 10 or not cuts)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
+def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
+    """In every order in which frames can pass and signals can come, come twice or be lost, all stages and the head end
+    in the state of a run over the kept tokens, and these are the text."""
+    path = checkpoints(layers=4)
+    _weather(path, truth(path, PROMPT, 60), cuts)
+
+
+def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
+    """The same where every token depends on all tokens before it, and on noise of its position."""
+    path = checkpoints(layers=4)
+    params = SamplingParams(
+        temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6
+    )
+    _weather(path, Truth(path, PROMPT, 60, params=params), (1, 3))
