@@ -61,6 +61,7 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: zipfile.Path) -> N
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
 
 
+@pytest.mark.skipif(which("git") is None, reason="git is not installed")
 def test_the_wheel_holds_every_data_file(wheel: zipfile.Path) -> None:
     """What lies beside the code and is in git is installed with it: the built-in model above all."""
     listed = subprocess.run(
