@@ -1,0 +1,194 @@
+"""A pipeline of stages that sleep and links that delay, under the real loop, scheduler and frames.
+
+Time is virtual by default: an event loop that, when nothing is ready, jumps to the next timer. Sixteen stages of 10 ms then
+cost no more than the coordinator's own work, and the figures are the schedule's, not the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from coordinator.budget import Capacity
+from coordinator.generation import GenerationLoop
+from coordinator.pipeline import Pipeline
+from coordinator.request import GenerationRequest, TokenChunk
+from coordinator.scheduler import Limits, Scheduler
+from mtp.controller import Controller, MtpMode
+from proto.errors import ClusterError
+from proto.frame import Frame, decode, encode
+from tests.fake_last_stage import FakeLastStage
+
+T = TypeVar("T")
+
+ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Where a real selector would wait, the clock is put forward instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nothing is left that could ever happen"
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose seconds pass at once."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtually(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: `stage` of each stage a frame, `hop` between neighbours. A frame costs a stage the same whatever it
+    carries, as where reading the weights is what takes time."""
+
+    stages: int
+    stage: float = 0.010
+    hop: float = 0.001
+
+    @property
+    def step(self) -> float:
+        """One frame through an empty pipeline and back."""
+        return self.stages * self.stage + (self.stages + 1) * self.hop
+
+
+@dataclass
+class SimulatedPipeline:
+    """Implements `coordinator.pipeline.Pipeline`. Works in virtual and in real time alike."""
+
+    timing: Timing
+    last: FakeLastStage = field(default_factory=FakeLastStage)
+    epoch: int = 0
+    capacity: Capacity = ROOM
+
+    def __post_init__(self) -> None:
+        self.stages = self.timing.stages
+        self._loop = asyncio.get_running_loop()
+        self._free_at = [0.0] * self.stages
+        self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+
+    def send(self, frame: Frame) -> None:
+        self.last.send(decode(encode(frame)))  # judges at once; time passes below
+        self._loop.call_later(self.timing.hop, self._arrive, 0)
+
+    def _arrive(self, stage: int) -> None:
+        if stage == self.stages:
+            frame = self.last.come_back()
+            stage_us = (int(self.timing.stage * 1e6),) * self.stages
+            self._results.put_nowait(decode(encode(replace(frame, stage_us=stage_us))))
+            return
+        start = max(self._loop.time(), self._free_at[stage])
+        self._free_at[stage] = start + self.timing.stage
+        self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
+
+    async def receive(self) -> Frame:
+        result = await self._results.get()
+        if isinstance(result, ClusterError):
+            raise result
+        return result
+
+    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+        """Stages that sleep have nothing to restore."""
+
+    def cancel(self, seq_id: int) -> None:
+        """As `rollback`."""
+
+    def fail(self, error: ClusterError) -> None:
+        self._results.put_nowait(error)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class OnePipeline:
+    """A source with one pipeline to give."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    async def acquire(self) -> Pipeline:
+        return self.pipeline
+
+    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+        raise AssertionError(f"the simulated pipeline failed: {error}") from error
+
+
+class Simulation:
+    """A loop over a simulated pipeline, and what its clients measured. Use as an async context manager."""
+
+    def __init__(
+        self, timing: Timing, *, chunk: int = 64, mtp: str = "off", right: int = 3
+    ) -> None:
+        self.timing = timing
+        self.clock: Callable[[], float] = asyncio.get_running_loop().time
+        limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
+        self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
+        pipeline = SimulatedPipeline(timing, FakeLastStage(right=right))
+        self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
+
+    async def __aenter__(self) -> Simulation:
+        await self.loop.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.loop.close()
+
+    async def stream(self, prompt: int, tokens: int, seed: int = 0) -> list[float]:
+        """When each token of one request came, `prompt` tokens having gone before."""
+        request = GenerationRequest(tuple(i % 40 for i in range(seed, seed + prompt)), tokens)
+        times: list[float] = []
+        async for event in self.loop.generate(request):
+            if isinstance(event, TokenChunk):
+                times += [self.clock()] * len(event.tokens)
+        return times
+
+
+async def decode_rate(timing: Timing, streams: int, tokens: int = 40) -> float:
+    """Tokens a second of so many equal streams, the first and last tokens left out."""
+    async with Simulation(timing) as simulation:
+        times = await asyncio.gather(*(simulation.stream(3, tokens, i) for i in range(streams)))
+    start = max(t[0] for t in times)
+    end = min(t[-1] for t in times)
+    counted = sum(1 for t in times for moment in t if start < moment <= end)
+    return counted / (end - start)
+
+
+async def prefill_seconds(timing: Timing, chunks: int) -> float:
+    """Time to the first token of a prompt of so many chunks, nothing else under way."""
+    async with Simulation(timing) as simulation:
+        started = simulation.clock()
+        times = await simulation.stream(64 * chunks, 1)
+        return times[0] - started
+
+
+async def longest_gap(timing: Timing, chunks: int) -> float:
+    """Longest wait between two tokens of an open stream while a prompt of so many chunks goes in."""
+    async with Simulation(timing) as simulation:
+        open_stream = asyncio.create_task(simulation.stream(3, 200))
+        await asyncio.sleep(5 * timing.step)
+        prefill = asyncio.create_task(simulation.stream(64 * chunks, 1, seed=1))
+        started = simulation.clock()
+        ended = (await prefill)[0]
+        times = await open_stream
+        gaps = [b - a for a, b in zip(times, times[1:], strict=False) if a < ended and b > started]
+        return max(gaps)
