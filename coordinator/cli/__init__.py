@@ -19,13 +19,13 @@ from proto import console
 PROGRAM = "mtp-coord"
 
 COMMANDS: dict[str, str] = {
-    "demo": "Run a whole cluster on this machine with the built-in model.",
+    "demo": "Run a whole cluster on this machine with the built-in model, and stream an answer from it.",
     "generate": "Generate text from one prompt, in this process.",
-    "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
-    "plan": "Show who would hold what, and how fast, without loading.",
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
-    "replan": "Have a running cluster use the workers there are now.",
     "status": "Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance.",
+    "replan": "Plan anew over all workers, those that joined since among them.",
+    "plan": "Show who would hold what, and how fast, without loading.",
+    "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
 """Every command and its line on the help page, in the order a newcomer meets them."""
 
