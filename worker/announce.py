@@ -120,5 +120,4 @@ async def _registered(announcement: Announcement, addresses: list[str]) -> Async
     finally:
         with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
             async with asyncio.timeout(STEP_SECONDS):
-                await zeroconf.async_unregister_all_services()
-                await zeroconf.async_close()
+                await zeroconf.async_close()  # says goodbye first

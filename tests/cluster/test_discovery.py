@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -216,6 +217,8 @@ async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_malformed_records_are_passed_over() -> None:
     """Nonsense under our service type neither appears nor stops the search."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     good = unique_announcement()
     nonsense: list[dict[str | bytes, str | bytes | None]] = [
         {},
@@ -245,6 +248,8 @@ async def test_malformed_records_are_passed_over() -> None:
             async with announced(good, "127.0.0.1"):
                 assert isinstance(await soon(events), Found)
             assert not {candidate.id for candidate in discovery.candidates()} & set(names)
+        gc.collect()  # a task that failed unheard says so when it is collected
+        assert failures == []
     finally:
         await zeroconf.async_close()
 
@@ -268,7 +273,7 @@ async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
     async with Discovery(["127.0.0.1:4242"]) as discovery:
         async with announced(announcement, "127.0.0.1"):
             await asyncio.sleep(2.0)
-        assert announcement.name not in {c.name for c in discovery.candidates()}
+            assert announcement.name not in {c.name for c in discovery.candidates()}
         assert "127.0.0.1:4242" in {c.name for c in discovery.candidates()}
 
 
