@@ -1,0 +1,109 @@
+"""How many drafts are kept, by position: greedy and sampled, both rules, text the model has read and text it has not.
+
+    python -m tests.bench.acceptance
+
+Then where its head lies among simulated ones (tests/bench/coupling.py), by the distance between the head's
+distribution and the target's at every draft position. Tables are Markdown, for docs/mtp.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from coordinator.request import GenerationRequest
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.params import Acceptance, SamplingParams
+from tests.bench.coupling import DISTANCES, Floats, Rates, of_model, rates, simulated
+from tests.bench.machine import about
+from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
+from tests.local_run import Answered, run
+
+DEPTH = 4
+TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
+RULES: tuple[Acceptance, ...] = ("coupled", "ratio")
+
+
+def by_position(found: Sequence[Answered]) -> list[float]:
+    """Of the windows with a draft at a position, the share that kept it and so all before it."""
+    drafted, accepted = np.zeros(DEPTH), np.zeros(DEPTH)
+    for answer in found:
+        drafted += answer.stats.drafted_by_position
+        accepted += answer.stats.accepted_by_position
+    return [float(x) for x in accepted / drafted]
+
+
+def tokens_per_window(found: Sequence[Answered]) -> float:
+    """Drafts kept and the target's own; the first token of an answer comes from the prompt."""
+    return sum(len(a.tokens) - 1 for a in found) / sum(a.stats.windows for a in found)
+
+
+def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> None:
+    """Print one row a temperature and rule; greedy is the same under both."""
+    for temperature in TEMPERATURES:
+        for rule in RULES if temperature else RULES[:1]:
+            params = SamplingParams(temperature=temperature, acceptance=rule)
+            asked = [
+                GenerationRequest(prompt, tokens, replace(params, seed=seed))
+                for seed, prompt in enumerate(prompts)
+            ]
+            found = run(path, asked, mtp=str(DEPTH), dtype=mx.float32)
+            shares = " | ".join(f"{share:.1%}" for share in by_position(found))
+            label = f"T = {temperature}" if temperature else "greedy"
+            mean = tokens_per_window(found)
+            shown = rule if temperature else "both"
+            print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
+
+
+def coupling_rows(path: Path, prompts: Prompts, windows: int) -> list[str]:
+    """Simulated pairs, then the model's own by draft position at temperature 1."""
+    found = [(f"simulated at {d}", rates(*simulated(d))) for d in DISTANCES]
+    params = SamplingParams(temperature=1.0)
+    pairs: list[list[tuple[Floats, Floats]]] = [[] for _ in range(DEPTH)]
+    for seed, prompt in enumerate(prompts):
+        each = of_model(path, prompt, replace(params, seed=seed), DEPTH, windows)
+        for position, pair in enumerate(each):
+            pairs[position].append(pair)
+    for position, of_prompts in enumerate(pairs):
+        p, q = (np.concatenate(list(side)) for side in zip(*of_prompts, strict=True))
+        found.append((f"draft {position + 1}, {len(p)} windows", rates(p, q)))
+    return [_coupling_row(name, rate) for name, rate in found]
+
+
+def _coupling_row(name: str, rate: Rates) -> str:
+    figures = (rate.distance, rate.shared, rate.best, rate.greedy_draft)
+    return f"| {name} | {' | '.join(f'{value:.3f}' for value in figures)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser.add_argument("--model", type=Path, default=checkpoint_dir())
+    parser.add_argument("--prompts", type=int, default=28, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="after each prompt")
+    parser.add_argument("--windows", type=int, default=30, help="a prompt, for the distributions")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.load(options.model)
+    held_out = held_out_prompts(tokenizer, options.prompts)
+    print(f"{about()}; {options.prompts} prompts of each kind, {options.tokens} tokens each\n")
+    positions = " | ".join(f"{i + 1}" for i in range(DEPTH))
+    print(f"| text | temperature | rule | {positions} | tokens a window |")
+    print("| --- " * (DEPTH + 4) + "|")
+    acceptance_rows(options.model, "held out", held_out, options.tokens)
+    acceptance_rows(options.model, "seen", seen_prompts(tokenizer, options.prompts), options.tokens)
+    print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
+    print("| --- " * 5 + "|")
+    print("\n".join(coupling_rows(options.model, held_out[:8], options.windows)))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the example's line."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`--mtp auto` against every fixed depth, and stock mlx-lm: interleaved in one process, medians.
+
+    python -m tests.bench.auto_depth
+
+Each round every engine goes on from the same prompt, in an order that rotates, so that whatever else the machine does
+falls on all alike; what is compared is the ratio within a round. `auto` starts every round knowing nothing, as
+`mtp-coord generate` does, and pays for what it finds out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from coordinator.generation import GenerationLoop
+from coordinator.request import GenerationRequest
+from coordinator.session import local_generator
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.controller import Controller, MtpMode
+from proto.params import SamplingParams
+from tests.bench.machine import about
+from tests.bench.texts import held_out_prompts
+from tests.local_run import answer
+
+MODES = ("off", "1", "2", "3", "4", "auto")
+FIXED = MODES[:-1]
+STOCK = "mlx-lm"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One answer: tokens a second after the first, and how many tokens a window brought."""
+
+    speed: float
+    tokens_per_window: float
+
+
+Rounds = Mapping[str, Sequence[Timed]]
+"""By mode, a measurement a round."""
+
+
+async def measure(
+    path: Path,
+    dtype: mx.Dtype,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    params: SamplingParams,
+) -> Rounds:
+    """A round for each prompt, after one that warms everything up."""
+    found: defaultdict[str, list[Timed]] = defaultdict(list)
+    checkpoint = Checkpoint.open(path)
+    stock, _ = load_model(path)
+    stock.set_dtype(dtype)
+    async with AsyncExitStack() as stack:
+        engines = {
+            mode: await stack.enter_async_context(
+                local_generator(checkpoint, mtp=MtpMode.parse(mode), dtype=dtype)
+            )
+            for mode in MODES
+        }
+        for number, prompt in enumerate([prompts[0], *prompts]):
+            request = GenerationRequest(prompt, tokens, replace(params, seed=number))
+            first = number % len(MODES)
+            timed = {
+                mode: await of_engine(engines[mode], request)
+                for mode in (*MODES[first:], *MODES[:first])
+            }
+            timed[STOCK] = of_stock(stock, request)
+            for mode, one in timed.items() if number else ():
+                found[mode].append(one)
+    return found
+
+
+async def of_engine(loop: GenerationLoop, request: GenerationRequest) -> Timed:
+    """One answer of a controller that starts anew."""
+    loop.scheduler.controller = Controller(loop.scheduler.controller.mode)
+    stats = (await answer(loop, request)).stats
+    after_first = stats.completion_tokens - 1
+    return Timed(after_first / stats.decode_seconds, after_first / stats.windows)
+
+
+def of_stock(model: nn.Module, request: GenerationRequest) -> Timed:
+    """mlx-lm's own loop over as many tokens, greedy."""
+    prompt = mx.array(request.prompt, mx.uint32)
+    steps = generate_step(prompt, model, max_tokens=request.max_tokens)
+    next(steps)
+    started = time.perf_counter()
+    count = sum(1 for _ in steps)
+    return Timed(count / (time.perf_counter() - started), 1.0)
+
+
+def table(rounds: Rounds) -> str:
+    """Medians, and each mode's speed over that of the fixed depth that was best."""
+    speeds = {mode: [one.speed for one in timed] for mode, timed in rounds.items()}
+    best = max(FIXED, key=lambda mode: statistics.median(speeds[mode]))
+    lines = [
+        f"| --mtp | tokens/s | tokens a window | over the best fixed, {best} |",
+        "| --- | --- | --- | --- |",
+    ]
+    for mode in (*MODES, STOCK):
+        speed = statistics.median(speeds[mode])
+        width = statistics.median(one.tokens_per_window for one in rounds[mode])
+        ratios = [a / b for a, b in zip(speeds[mode], speeds[best], strict=True)]
+        lines.append(f"| {mode} | {speed:.1f} | {width:.2f} | {statistics.median(ratios):.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser.add_argument("--model", type=Path, default=checkpoint_dir())
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args()
+    prompts = held_out_prompts(Tokenizer.load(options.model), options.rounds)
+    params = SamplingParams(temperature=options.temp)
+    dtype = getattr(mx, options.dtype)
+    rounds = asyncio.run(measure(options.model, dtype, prompts, options.tokens, params))
+    print(f"{about()}\n{options}\n\n{table(rounds)}")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the example's line."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a measurement was made with and on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+
+def about() -> str:
+    """One line: processor, cores, MLX device, versions, commit."""
+    parts = [
+        f"{_processor()}, {os.cpu_count()} cores",
+        f"MLX device {mx.default_device().type.name}",
+        *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm")),
+        f"Python {platform.python_version()}",
+        f"commit {_commit()}",
+    ]
+    return "; ".join(parts)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return done.stdout.strip() or "unknown"

@@ -1,0 +1,128 @@
+"""Where rounding lets drafts change an answer: precisions in which the same text is asked for with and without them.
+
+    python -m tests.bench.rounding
+
+In exact arithmetic a row of logits is the same alone and in a window. A matmul that rounds differently for other
+numbers of rows breaks that, and where two tokens are nearly as likely the answer may part from the one without
+drafts. For each precision: how many answers do, and after how many tokens. A last column says how many differ from
+the fp32 answer without drafts, which is what the precision itself changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from coordinator.request import GenerationRequest
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.params import SamplingParams
+from tests.bench.machine import about
+from tests.bench.texts import held_out_prompts
+from tests.checkpoints import convert_checkpoint
+from tests.local_run import run
+
+DEPTHS = ("1", "2", "3")
+SETTINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95))
+TOGETHER = "off, in company"
+"""A batch changes the number of rows as drafts do."""
+
+Answers = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A checkpoint and how it is computed with."""
+
+    name: str
+    path: Path
+    dtype: mx.Dtype
+    kv_bits: int | None = None
+
+
+def precisions(folder: Path) -> list[Precision]:
+    """The built-in model as it is, and converted into `folder`."""
+    raw = checkpoint_dir()
+    four = convert_checkpoint(raw, folder / "4bit", quantize=4)
+    eight = convert_checkpoint(raw, folder / "8bit", quantize=8)
+    return [
+        Precision("fp32", raw, mx.float32),
+        Precision("bf16", raw, mx.bfloat16),
+        Precision("fp16", raw, mx.float16),
+        Precision("8-bit weights, fp32", eight, mx.float32),
+        Precision("4-bit weights, fp32", four, mx.float32),
+        Precision("4-bit weights, bf16", four, mx.bfloat16),
+        Precision("fp32, 8-bit K/V", raw, mx.float32, kv_bits=8),
+        Precision("fp32, 4-bit K/V", raw, mx.float32, kv_bits=4),
+    ]
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """How many tokens two answers share before they part; None for equal ones."""
+    pairs = zip(one, other, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def told(found: Answers, expected: Answers) -> str:
+    """`7 of 40, after 12 / 55 tokens`: how many differ, and after how many tokens at the earliest and in the median."""
+    places = [first_difference(a, b) for a, b in zip(found, expected, strict=True)]
+    apart = sorted(place for place in places if place is not None)
+    if not apart:
+        return f"0 of {len(places)}"
+    return f"{len(apart)} of {len(places)}, after {apart[0]} / {statistics.median(apart):.0f}"
+
+
+def answers(
+    precision: Precision, asked: Sequence[GenerationRequest], mtp: str, *, one_by_one: bool = True
+) -> Answers:
+    found = run(
+        precision.path,
+        asked,
+        mtp=mtp,
+        dtype=precision.dtype,
+        kv_bits=precision.kv_bits,
+        one_by_one=one_by_one,
+    )
+    return [answer.tokens for answer in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
+    parser.add_argument("--prompts", type=int, default=10, help="each greedy and sampled")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--only", default="", help="precisions whose name has this in it")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    asked = [
+        GenerationRequest(prompt, options.tokens, replace(setting, seed=seed))
+        for seed, prompt in enumerate(held_out_prompts(tokenizer, options.prompts))
+        for setting in SETTINGS
+    ]
+    print(f"{about()}; {len(asked)} answers of {options.tokens} tokens each\n")
+    columns = [*(f"depth {depth}" for depth in DEPTHS), TOGETHER, "the precision itself"]
+    print(f"| | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
+    exact: Answers | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in precisions(Path(folder)):
+            if exact is not None and options.only not in precision.name:
+                continue
+            plain = answers(precision, asked, "off")
+            exact = exact or plain
+            cells = [told(answers(precision, asked, depth), plain) for depth in DEPTHS]
+            cells.append(told(answers(precision, asked, "off", one_by_one=False), plain))
+            cells.append(told(plain, exact))
+            print(f"| {precision.name} | {' | '.join(cells)} |", flush=True)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the example's line."""
+
+
+if __name__ == "__main__":
+    main()
