@@ -152,7 +152,7 @@ def _manager(
     settings = Settings(nodes=options.nodes or len(options.workers) or None, wait=options.wait)
     me = pb.Coordinator(id=secrets.token_hex(8), name=options.name)
     manager_options = ManagerOptions(
-        me, settings, options.workers, failure_timeout=options.failure_timeout
+        me, settings, options.workers, options.mdns, options.failure_timeout
     )
     return ClusterManager(served, manager_options, alone)
 

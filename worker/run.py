@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack
 
 import grpc.aio
 
+from proto.announcement import Announcement
 from proto.errors import UsageError
+from worker.announce import announced
 from worker.local_model import LocalModels
 from worker.node import Identity, WorkerNode
 from worker.options import WorkerOptions, remember_port, remembered_port
@@ -38,6 +40,8 @@ async def run(options: WorkerOptions) -> None:
         await server.start()
         stack.push_async_callback(server.stop, STOP_SECONDS)
         remember_port(options.state_dir, options.name, port)
+        if options.mdns:
+            await stack.enter_async_context(announced(_announcement(identity, port), options.host))
         log.info(
             "worker ready",
             extra={
@@ -48,6 +52,12 @@ async def run(options: WorkerOptions) -> None:
         )
         await stopping.wait()
         await _drain(node)
+
+
+def _announcement(identity: Identity, port: int) -> Announcement:
+    own = identity.models.own
+    fingerprint = identity.models.open(own)[1] if own else ""
+    return Announcement(identity.id, identity.name, port, identity.pinned, fingerprint)
 
 
 def _bind(server: grpc.aio.Server, options: WorkerOptions) -> int:

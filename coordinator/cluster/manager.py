@@ -35,10 +35,11 @@ from coordinator.cluster.view import (
     View,
     apply,
 )
+from coordinator.discovery import Candidate, Discovery
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, StagePlan
 from coordinator.remote import RemotePipeline
-from coordinator.worker_client import WorkerClient
+from coordinator.worker_client import DESCRIBE_SECONDS, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.span import Span
@@ -59,11 +60,12 @@ LINK_SECONDS = 1e-4
 @dataclass(frozen=True)
 class ManagerOptions:
     """`failure_timeout`: seconds of silence, of a hop that takes nothing, or of an engine that does nothing, that
-    make a worker lost. `addresses` are asked whether or not anyone announces them."""
+    make a worker lost. `addresses` are asked whether or not anyone announces them; `mdns` looks for others."""
 
     me: pb.Coordinator
     settings: Settings
     addresses: tuple[str, ...] = ()
+    mdns: bool = False
     failure_timeout: float = 3.0
 
 
@@ -99,7 +101,9 @@ class ClusterManager:
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
         self._planner = model.planner(LINK_SECONDS)
-        self._known: dict[str, float] = dict.fromkeys(options.addresses, 0.0)
+        self._discovery = Discovery(options.addresses, mdns=options.mdns)
+        self._asked: dict[str, float] = {}
+        """When each candidate was last asked who it is."""
         self._waiting: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,10 +113,6 @@ class ClusterManager:
     def start(self) -> None:
         """Begin to look for workers."""
         self._spawn(self._ticks())
-
-    def found(self, address: str) -> None:
-        """Discovery has a candidate: it is asked who it is before it is believed."""
-        self._known.setdefault(address, 0.0)
 
     def replan(self) -> None:
         """Use the workers there are as well as can be, though the present plan works."""
@@ -273,22 +273,44 @@ class ClusterManager:
     # ---- workers
 
     async def _ticks(self) -> None:
-        while True:
-            for address, asked in list(self._known.items()):
-                if address not in self.clients and self.clock() - asked >= POLL_SECONDS:
-                    self._known[address] = self.clock()
-                    self._spawn(self._meet(address))
-            self._happened(Tick())
-            await asyncio.sleep(TICK_SECONDS)
+        async with self._discovery as discovery:
+            while True:
+                for candidate in discovery.candidates():
+                    self._ask(candidate)
+                self._happened(Tick())
+                await asyncio.sleep(TICK_SECONDS)
 
-    async def _meet(self, address: str) -> None:
-        """Ask an address who it is; a worker that can serve us is watched from then on."""
-        client = WorkerClient(address, self.options.me)
-        try:
-            info = await client.describe(self.model.ref)
-        except ClusterError as error:
-            log.debug("no worker", extra={"address": address, "error": str(error)})
+    def _ask(self, candidate: Candidate) -> None:
+        """Ask a candidate who it is, unless it is known or was asked just now."""
+        known = any(address in self.clients for address in candidate.addresses)
+        if (
+            not known
+            and self.clock() - self._asked.get(candidate.id, -POLL_SECONDS) >= POLL_SECONDS
+        ):
+            self._asked[candidate.id] = self.clock() + DESCRIBE_SECONDS  # until it has answered
+            self._spawn(self._meet(candidate))
+
+    async def _meet(self, candidate: Candidate) -> None:
+        """Believe the first of a candidate's addresses where the worker it names answers."""
+        for address in candidate.addresses:
+            client = WorkerClient(address, self.options.me)
+            try:
+                info = await client.describe(self.model.ref)
+            except ClusterError as error:
+                log.debug("no worker", extra={"address": address, "error": str(error)})
+                await client.close()
+                continue
+            said = candidate.announcement
+            if said is None or said.worker_id == info.worker_id:
+                await self._welcome(address, client, info)
+                break
             await client.close()
+        self._asked[candidate.id] = self.clock()
+
+    async def _welcome(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
+        """A worker that can serve us is watched from now on."""
+        if any(self.view.members[a].worker_id == info.worker_id for a in self.clients):
+            await client.close()  # known by another of its addresses
             return
         member = _member(address, info)
         reason = self._refusal(info)
@@ -350,7 +372,6 @@ class ClusterManager:
             return
         log.warning("worker lost", extra={"address": address, "error": str(error)})
         self._spawn(client.close())
-        self._known[address] = self.clock()
         self._happened(Lost(address, str(error)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
