@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import pytest
 from typer.main import get_command
 
 from coordinator.cli import COMMANDS, load_command
@@ -87,12 +86,3 @@ def from_markdown(source: str, text: str) -> Iterator[CommandLine]:
         yield from from_shell(source, block)
     for span in _CODE_SPAN.findall(_FENCE.sub("", text)):
         yield from from_shell(source, span.replace("\n", " "))
-
-
-def skip_unless_there(call: CommandLine) -> None:
-    """Skip a test about a command that is not written yet."""
-    if call.program == "mtp-worker":
-        if len(_flags_of_worker()) <= 2:
-            pytest.skip("mtp-worker takes no flags yet")
-    elif call.command is not None and call.command not in COMMANDS:
-        pytest.skip(f"mtp-coord {call.command} is not there yet")
