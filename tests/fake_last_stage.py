@@ -25,12 +25,12 @@ from proto.frame import (
 )
 from worker.cache.windows import WindowStack
 
-VOCAB = 50
+VOCAB = 97
 
 
 def target(tokens: Sequence[int], seed: int = 0) -> int:
-    """The token after `tokens`: what plain decoding says, by a formula that looks at length, end and seed."""
-    return (7 * tokens[-1] + 3 * len(tokens) + seed) % VOCAB
+    """The token after `tokens`: what plain decoding says, by a formula that looks at all of them and the seed."""
+    return (7 * tokens[-1] + 3 * len(tokens) + 5 * sum(tokens) + seed) % VOCAB
 
 
 def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:

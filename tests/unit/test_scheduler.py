@@ -76,6 +76,60 @@ def test_any_order_of_events_keeps_the_answers(
     assert not drive.scheduler.running
 
 
+@settings(max_examples=60, deadline=None)
+@given(stages=st.integers(1, 3), budget=st.sampled_from([0, 300, 700, 5000]), seed=st.integers())
+def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
+    """Prompts that share beginnings, through a prefix cache that holds few of them, cancelled and rebuilt: stages are
+    only ever told to restore what they hold, and every answer is that of plain decoding."""
+    moves = random.Random(seed)
+    limits = Limits(context=1000, prefill_chunk=50, step_tokens=70)
+    room = Capacity(sequences=2, kv_tokens=2000, prefix_bytes=budget, token_bytes=1)
+    drive = Drive(stages, 2, limits, room)
+    beginnings = [[moves.randrange(50) for _ in range(300)] for _ in range(2)]
+    wanted: dict[int, list[int]] = {}
+    for _ in range(150):
+        match moves.choices(["submit", "send", "back", "cancel", "reset"], [2, 10, 10, 0.5, 0.2])[
+            0
+        ]:
+            case "submit" if len(wanted) < 8:
+                shared = moves.choice(beginnings)[: moves.choice([100, 160, 300])]
+                prompt = [*shared, *(moves.randrange(50) for _ in range(moves.randint(1, 70)))]
+                seq_id = drive.submit(prompt, 10, seed=len(wanted))
+                wanted[seq_id] = plain(prompt, 10, len(wanted))
+            case "send":
+                drive.send()
+            case "back" if drive.stage.in_flight:
+                drive.back()
+            case "cancel" if wanted:
+                seq_id = moves.choice(sorted(wanted))
+                drive.scheduler.cancel(seq_id)
+                del wanted[seq_id]
+            case "reset":
+                drive.new_plan(FakeLastStage(drive.stage.epoch + 1), moves.randint(1, 3), room)
+        held = sum(map(len, drive.stage.prefixes.values()))
+        assert held <= budget
+    drive.run()
+    for seq_id, tokens in wanted.items():
+        assert drive.tokens(seq_id) == tokens
+    assert drive.stage.prefixes.keys() == drive.scheduler.prefixes.entries.keys()
+
+
+def test_a_prompt_again_is_not_run_again() -> None:
+    """The second time all but the last tokens of a prompt come from the stages' prefix entry, and stats say so."""
+    limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)
+    drive = Drive(limits=limits, room=replace(ROOM, prefix_bytes=1000, token_bytes=1))
+    prompt = [i % 50 for i in range(200)]
+    first = drive.submit(prompt, 5)
+    drive.run()
+    second = drive.submit(prompt, 5)
+    drive.run()
+    assert drive.tokens(second) == drive.tokens(first) == plain(prompt, 5)
+    assert drive.finished(first).stats.cached_tokens == 0
+    assert drive.finished(second).stats.cached_tokens == 192
+    fed = [chunk.width for chunk in chunks_of(drive.stage.seen) if chunk.seq_id == second]
+    assert sum(fed) == 8
+
+
 # ---- where a text ends
 
 
