@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli import COMMANDS
 from tests.programs import CommandLine, from_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,12 @@ def test_readme_opens_with_the_two_commands() -> None:
         "make demo",
         "make test",
     ]
+
+
+def test_readme_names_every_command() -> None:
+    """Its table is where a newcomer looks for what there is."""
+    named = {call.command for call in CALLS if call.source == "README.md"}
+    assert set(COMMANDS) <= named
 
 
 @each_page
