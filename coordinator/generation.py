@@ -16,6 +16,7 @@ from coordinator.meter import Meter
 from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.scheduler import Scheduler, Settlement
+from coordinator.trace import log_frame
 from proto.errors import ClusterError, NotReadyError
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class GenerationLoop:
                 now = self.clock()
                 settlement = self.scheduler.settle(frame, now)
                 self.meter.observe(frame, now)
+                log_frame(frame)
             except ClusterError as error:
                 await self._give_up(self.pipeline, error)
                 continue

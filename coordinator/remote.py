@@ -13,12 +13,12 @@ import grpc.aio
 from coordinator.budget import Capacity
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
-from proto.dataplane import RESULTS, TOKEN_BYTES, StreamBinding
+from proto.dataplane import CHANNEL_OPTIONS, RESULTS, TOKEN_BYTES, StreamBinding
 from proto.errors import ClusterError, WorkerLostError
 from proto.frame import Frame, decode, encode
 from proto.grpc_errors import from_status
 from proto.signal import Cancel, Rollback, Signal
-from worker.link import CHANNEL_OPTIONS, Link
+from worker.link import Link
 
 
 class RemotePipeline:

@@ -37,10 +37,15 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Tokens that are final: emitted once, never taken back. `logprobs` matches `tokens` or is empty."""
+    """Tokens that are final: emitted once, never taken back. `logprobs` matches `tokens` or is empty.
+
+    They came from a window with `drafted` drafts, of which `accepted` were kept.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

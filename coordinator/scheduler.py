@@ -23,7 +23,6 @@ from coordinator.request import (
     GenerationEvent,
     GenerationRequest,
     PrefillProgress,
-    TokenChunk,
 )
 from coordinator.sequence import Sequence
 from mtp.controller import Controller
@@ -333,10 +332,9 @@ class Scheduler:
         if outcome.token is None:
             return
         sequence.prefilled = sequence.prefilled or now
-        tokens = sequence.emit(outcome)
+        chunk = sequence.emit(outcome)
         sequence.drafts = outcome.drafts
-        if tokens:
-            chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
+        if chunk.tokens:
             to.events.append((sequence.seq_id, chunk))
         if sequence.finished is not None:
             ended = Finished(sequence.finished, sequence.stats(now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coordinator.request import FinishReason, GenerationRequest, GenerationStats
+from coordinator.request import FinishReason, GenerationRequest, GenerationStats, TokenChunk
 from proto.frame import Admit, Commit, Outcome
 
 
@@ -81,7 +81,7 @@ class Sequence:
         self.next_window += 1
         return self.next_window - 1
 
-    def emit(self, outcome: Outcome) -> tuple[int, ...]:
+    def emit(self, outcome: Outcome) -> TokenChunk:
         """Take an outcome's tokens: the kept drafts, then the target's choice, up to a stop or the limit.
 
         Sets `finished` when the text ends; a stop token ends it and is not emitted. Draft counters stop there too.
@@ -98,16 +98,17 @@ class Sequence:
             if len(taken) == self.remaining:
                 self.finished = "length"
                 break
-        self._count(window, outcome.kept - 1, len(taken))
         self.tokens.extend(taken)
-        return tuple(taken)
+        # Drafts behind the end of the text are no one's success or failure.
+        drafted = len(window) if self.finished is None else min(len(window), len(taken))
+        accepted = max(0, min(outcome.kept - 1, drafted))
+        self._count(drafted, accepted)
+        return TokenChunk(tuple(taken), outcome.logprobs[: len(taken)], drafted, accepted)
 
-    def _count(self, drafts: tuple[int, ...], accepted: int, taken: int) -> None:
-        """Draft counters by position; drafts behind the end of the text are no one's success or failure."""
-        counted = len(drafts) if self.finished is None else min(len(drafts), taken)
+    def _count(self, drafted: int, accepted: int) -> None:
         for counter in (self.drafted, self.accepted):
-            counter.extend([0] * (counted - len(counter)))
-        for i in range(counted):
+            counter.extend([0] * (drafted - len(counter)))
+        for i in range(drafted):
             self.drafted[i] += 1
             self.accepted[i] += i < accepted
 

@@ -15,11 +15,11 @@ import grpc.aio
 
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
+from proto.dataplane import CHANNEL_OPTIONS
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
 from proto.grpc_errors import from_status
 from proto.signal import Heartbeat, Hello, Signal, check_version, to_message
-from worker.link import CHANNEL_OPTIONS
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proto.errors import ProtocolError
+from proto.frame import MAX_MESSAGE_BYTES
 
 SERVICE = "mtpcluster.v1.Pipeline"
 FRAMES = f"/{SERVICE}/Frames"
 RESULTS = f"/{SERVICE}/Results"
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+"""For every channel and server: gRPC's own limit of 4 MB is less than the frame of a prompt chunk."""
 
 TOKEN_BYTES = 16
 """Of a plan token: enough that it cannot be guessed while an epoch lasts."""

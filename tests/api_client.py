@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -75,11 +75,14 @@ class ApiClient:
     options: ApiOptions = field(default_factory=ApiOptions)
     context_length: int = 500
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    replan: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         model = ModelInfo("tiny", self.context_length, self.defaults, created=7)
         tokenizer = self.generator.tokenizer
-        self.app = create_app(self.generator, tokenizer, model, self.status, self.options)
+        self.app = create_app(
+            self.generator, tokenizer, model, self.status, self.options, self.replan
+        )
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:

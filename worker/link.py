@@ -10,16 +10,9 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from proto.dataplane import FRAMES, StreamBinding
+from proto.dataplane import CHANNEL_OPTIONS, FRAMES, StreamBinding
 from proto.errors import ClusterError, DeadlineError
-from proto.frame import MAX_MESSAGE_BYTES
 from proto.grpc_errors import from_status
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
-"""For every channel and server of ours: frames of a long prompt chunk are tens of MB."""
 
 
 class Link:

@@ -16,13 +16,12 @@ import mlx.core as mx
 
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.dataplane import FRAMES, RESULTS, SERVICE, StreamBinding
+from proto.dataplane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.errors import AccessError, ClusterError, ProtocolError
 from proto.frame import VERSION
 from proto.grpc_errors import to_status
 from proto.signal import Hello, check_version, from_message
 from worker import hardware
-from worker.link import CHANNEL_OPTIONS
 from worker.model.loader import DTYPES
 from worker.node import WorkerNode
 

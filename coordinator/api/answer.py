@@ -65,17 +65,14 @@ class Answer:
         return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Tokens of the answer. A prompt counts once, however many choices go on from it.
-
-        Draft counts are left out when a stop string ended a choice before the engine could tell them.
-        """
+        """Tokens of the answer. A prompt counts once, however many choices go on from it."""
         completion = sum(choice.tokens for choice in self.choices)
-        details: Json = {"reasoning_tokens": sum(c.reasoning_tokens for c in self.choices)}
-        stats = [choice.stats for choice in self.choices if choice.stats is not None]
-        if len(stats) == len(self.choices):
-            accepted = sum(s.accepted for s in stats)
-            details["accepted_prediction_tokens"] = accepted
-            details["rejected_prediction_tokens"] = sum(s.drafted for s in stats) - accepted
+        accepted = sum(choice.accepted for choice in self.choices)
+        details = {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(c.drafted for c in self.choices) - accepted,
+        }
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,

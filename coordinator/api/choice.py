@@ -9,7 +9,6 @@ from coordinator.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
-    GenerationStats,
     PrefillProgress,
     TokenChunk,
 )
@@ -22,7 +21,8 @@ from proto.frame import TokenLogprob
 class Choice(abc.ABC):
     """What chat and text completions share: tokens become text, stop strings end it, counts are kept.
 
-    `tokens` counts what was generated, up to and including the token that completed a stop string.
+    `tokens` counts what was generated, up to and including the token that completed a stop string, `drafted` and
+    `accepted` the drafts on the way there.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class Choice(abc.ABC):
         self.request = request
         self.tokens = 0
         self.cached = 0
-        self.stats: GenerationStats | None = None
+        self.drafted = 0
+        self.accepted = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer.text_bytes, stop)
@@ -59,7 +60,7 @@ class Choice(abc.ABC):
             case TokenChunk():
                 return self._accept_tokens(event)
             case Finished():
-                self.stats = event.stats
+                self.drafted, self.accepted = event.stats.drafted, event.stats.accepted
                 self.cached = max(self.cached, event.stats.cached_tokens)
                 if event.reason not in ("stop", "length"):
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
@@ -67,6 +68,8 @@ class Choice(abc.ABC):
 
     def _accept_tokens(self, chunk: TokenChunk) -> list[Json]:
         self._logprobs += chunk.logprobs
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
         for token in chunk.tokens:
             self.tokens += 1
             self._read(self._text.add(token))

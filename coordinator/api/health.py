@@ -41,6 +41,9 @@ async def status(request: Request) -> Response:
 @router.post("/replan")
 async def replan(request: Request) -> Response:
     """Plan anew over the workers there are. Open answers pause while layers move, and go on."""
+    # What a page in some browser may send here without asking is no JSON.
+    if request.headers.get("content-type") != "application/json":
+        raise RequestError("POST /replan with Content-Type: application/json")
     ask = api_of(request).replan
     if ask is None:
         raise RequestError("this server runs alone by choice: there is nothing to plan anew")

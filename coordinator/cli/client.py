@@ -28,7 +28,9 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
         raise UsageError(f"--url {url!r}: write it as in http://127.0.0.1:8080") from None
     if not host:
         raise UsageError(f"--url {url!r} names no host: write it as in http://127.0.0.1:8080")
-    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
+    headers = {"Content-Type": b"application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key.strip()}".encode()
     connection = kind(host, port, timeout=REPLY_SECONDS)
     try:
         connection.request(method, f"{parts.path.rstrip('/')}{path}", headers=headers)

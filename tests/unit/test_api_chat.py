@@ -215,7 +215,7 @@ async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
         if "e f" in text:
             break
     assert answer["usage"]["completion_tokens"] == tokens
-    assert "accepted_prediction_tokens" not in answer["usage"]["completion_tokens_details"]
+    assert "accepted_prediction_tokens" in answer["usage"]["completion_tokens_details"]
 
 
 async def test_a_stop_string_stops_only_its_choice() -> None:

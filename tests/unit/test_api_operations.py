@@ -170,3 +170,15 @@ async def test_pages_of_other_origins_may_call_only_when_told() -> None:
     assert allowed["access-control-allow-origin"] == "https://chat.example"
     other = (await api.get("/health", headers={"origin": "https://evil.example"})).headers
     assert "access-control-allow-origin" not in other
+
+
+async def test_replan_is_asked_for_in_json_alone() -> None:
+    """A page in a browser can post a form across sites, and must not move layers by it."""
+    asked: list[bool] = []
+    api = ApiClient(replan=lambda: asked.append(True))
+    refused = await api.post("/replan", {})
+    assert refused.status_code == 400
+    assert not asked
+    taken = await api.post("/replan", {}, headers={"Content-Type": "application/json"})
+    assert taken.status_code == 202
+    assert asked == [True]

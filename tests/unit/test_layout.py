@@ -25,6 +25,9 @@ MAY_IMPORT = {
 COMPOSITION_ROOTS = {"coordinator.local"}
 """Modules that put coordinator and worker together in one process."""
 
+BORROWED = {"coordinator.remote": "worker.link"}
+"""The coordinator sends on hop 0, and uses the workers' own link for it: that module and nothing else of theirs."""
+
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "requests", "socket", "ssl", "starlette"}
 WIRES |= {"urllib", "uvicorn", "zeroconf"}
 ARRAYS = {"mlx", "mlx_lm", "numpy", "torch", "transformers"}
@@ -103,8 +106,13 @@ def imported_modules(module: Module) -> set[str]:
 def test_imports_follow_the_arrows(module: Module) -> None:
     """proto ← mtp ← worker and proto ← coordinator; coordinator meets worker in the composition roots."""
     allowed = MAY_IMPORT[module.package] | (
-        {"worker"} if module.name in COMPOSITION_ROOTS else set()
+        {"worker"} if module.name in COMPOSITION_ROOTS | set(BORROWED) else set()
     )
+    if module.name in BORROWED:
+        assert {i for i in imported_modules(module) if i.startswith("worker")} <= {
+            "worker",
+            BORROWED[module.name],
+        }
     ours = {source.partition(".")[0] for source, _ in module.imports()} & {*PACKAGES, "tests"}
     assert ours <= allowed
 
