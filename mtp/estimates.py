@@ -81,7 +81,12 @@ FIRST_SAMPLES = 3
 """Steps timed before a width has a cost: their median survives one outlier, such as a kernel's first use."""
 
 LEVEL_SAMPLES = 15
-MOST_SAMPLES = 64
+"""The level is the median of so many steps."""
+
+SETTLED_SAMPLES = 16
+"""After so many a cost stands until it is measured anew. The width in use sets the level, so nothing would
+hold its cost in place: a hiccup now and then would push it up and up."""
+
 LARGEST_SURPRISE = 0.25
 """A timing this far off, as a logarithm, counts as no further: hiccups of a shared machine."""
 
@@ -120,10 +125,8 @@ class StepCosts:
             if len(self._fresh[width]) == FIRST_SAMPLES:
                 self._renew(width, self._fresh.pop(width))
         elif width in self._relative:
-            surprise = logarithm - self._level() - self._relative[width]
-            surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
-            self._samples[width] = min(self._samples[width] + 1, MOST_SAMPLES)
-            self._relative[width] += surprise / self._samples[width]
+            if self._samples[width] < SETTLED_SAMPLES:
+                self._refine(width, logarithm)
             self._recent.append(logarithm - self._relative[width])
 
     def relative(self, width: int) -> float:
@@ -149,6 +152,13 @@ class StepCosts:
         else:
             self._relative[width] = median(samples)
         self._samples[width] = FIRST_SAMPLES
+
+    def _refine(self, width: int, logarithm: float) -> None:
+        """Improve a new estimate by one more sample."""
+        surprise = logarithm - self._level() - self._relative[width]
+        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
+        self._samples[width] += 1
+        self._relative[width] += surprise / self._samples[width]
 
     def _level(self) -> float:
         return median(self._recent) if self._recent else 0.0

@@ -247,7 +247,9 @@ def test_ratio_never_keeps_a_draft_the_target_forbids() -> None:
 
 
 def test_ratio_with_equal_distributions_keeps_every_draft() -> None:
-    """p = q leaves no residual; nothing is rejected and nothing is undefined."""
+    """p = q leaves no residual; nothing is rejected and nothing is undefined, also where rounding rejects after all."""
+    p = mx.softmax(P)[None]
+    assert mx.array_equal(acceptance.residual(p, p), p)
     scores = mx.broadcast_to(P, (500, P.size))
     drafts = drawn(scores, 4, 0, Stream.DRAFT)
     assert ints(ratio_targets(scores, scores, drafts, 4, 0)) == ints(drafts)

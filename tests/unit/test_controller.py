@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from mtp.controller import AUTO_DEPTH, LAST_INTERVAL, MAX_DEPTH, Controller, MtpMode
-from mtp.estimates import AcceptanceEstimate, StepCosts, expected_kept
+from mtp.estimates import FIRST_SAMPLES, AcceptanceEstimate, StepCosts, expected_kept
 from proto.errors import UsageError
 
 COSTS = {
@@ -165,6 +165,58 @@ def test_a_machine_slower_at_everything_changes_nothing() -> None:
     assert run.share(2, 950, 2200) + run.share(3, 950, 2200) > 0.95
 
 
+def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
+    """If everything took five times as long while plain decoding was first timed, drafting looks cheap beyond doubt;
+    plain decoding is timed again all the same, and in use before 1,000 tokens are out."""
+    run = simulate(
+        auto(),
+        COSTS["dear"],
+        lambda _: CHANCES["poor"],
+        2000,
+        seed=4,
+        slowdown=lambda tokens: 5.0 if tokens < 4 else 1.0,
+    )
+    assert run.share(0, 50, 150) < 0.1
+    assert run.share(0, 1000, 2000) > 0.9
+
+
+def test_a_probe_goes_on_while_its_outcome_is_in_doubt() -> None:
+    """A draft kept every other time does not pay for a second row at .6, but the fewest windows that time it do not tell
+    .5 from .8: a few more are spent. That it does not pay for a second row at 1.5, where none could, they do tell."""
+    assert first_probe(second_row=0.6) > first_probe(second_row=1.5) == FIRST_SAMPLES + 1
+
+
+def first_probe(second_row: float) -> int:
+    """Steps of the first probe of depth 1, where every other draft is kept."""
+    controller = auto()
+    steps, width, right = 0, 1, False
+    while True:
+        depth = controller.choose()
+        if steps and depth != 1:
+            return steps
+        controller.observe_step(1, width, depth, 1 + second_row * (width - 1))
+        controller.observe_window(width, width if right else 1)
+        steps, width, right = steps + depth, depth + 1, not right
+
+
+def test_a_step_between_two_depths_has_no_say() -> None:
+    """A step that verified one token and drafted four, or the other way round, is no measure of any depth: however long
+    it took, the choice is the same."""
+    chosen = []
+    for mixed in (1e-3, 1e3):
+        controller = auto()
+        width, depths = 1, []
+        for _ in range(300):
+            depth = controller.choose()
+            clean = depth == width - 1
+            controller.observe_step(1, width, depth, COSTS["cheap"][depth] if clean else mixed)
+            controller.observe_window(width, width)
+            depths.append(depth)
+            width = depth + 1
+        chosen.append(depths)
+    assert chosen[0] == chosen[1]
+
+
 def test_a_depth_that_cannot_win_is_never_tried() -> None:
     """Where even the first draft loses, deeper ones are not measured at all: they could only lose more."""
     run = simulate(auto(), (1.0, 3.0, 5.0, 7.0, 9.0), lambda _: CHANCES["poor"], 2000, 0)
@@ -238,6 +290,21 @@ def test_acceptance_is_conditional_on_the_drafts_before() -> None:
     assert third == pytest.approx(0.0, abs=0.05)
 
 
+def test_fading_makes_room_for_news() -> None:
+    """Four new windows outweigh any number of old ones at the positions that were faded, and at no other."""
+    estimate = AcceptanceEstimate()
+    for _ in range(500):
+        estimate.observe(width=3, kept=2)
+    estimate.fade(first=1)
+    for _ in range(4):
+        estimate.observe(width=3, kept=3)
+    first, second = estimate.by_position(2)
+    assert first > 0.95
+    assert second > 0.4
+    estimate.observe(width=3, kept=1)
+    assert estimate.by_position(1)[0] > 0.9
+
+
 def test_acceptance_refuses_impossible_counts() -> None:
     """A window keeps at least its confirmed token and at most all."""
     for kept in (0, 4):
@@ -261,6 +328,18 @@ def test_costs_are_compared_at_the_same_level() -> None:
     costs.start(2)
     for _ in range(3):
         costs.observe(2, 2 * 1.3)
+    assert math.exp(costs.relative(2) - costs.relative(1)) == pytest.approx(1.3, rel=0.05)
+
+
+def test_hiccups_do_not_push_a_cost_up() -> None:
+    """One step in twenty three times as long, for 20,000 steps: the cost of the width in use stays where it was."""
+    costs = StepCosts()
+    costs.start(1)
+    for _ in range(100):
+        costs.observe(1, 1.0)
+    costs.start(2)
+    for step in range(20_000):
+        costs.observe(2, 3.9 if step % 20 == 7 else 1.3)
     assert math.exp(costs.relative(2) - costs.relative(1)) == pytest.approx(1.3, rel=0.05)
 
 

@@ -306,7 +306,15 @@ def test_a_temperature_next_to_zero_is_greedy() -> None:
     """1/T overflows fp32 below 1e-38; the best token must come out, not the first."""
     logits = some_logits(5)
     params = replace(PLAIN, temperature=1e-300)
+    assert not np.isnan(np.array(filtered(logits, params, 0))).any()
     assert ints(choose(logits, params, 0)) == ints(mx.argmax(logits, axis=-1))
+
+
+def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
+    """XTC, which would remove it, is a way to draw; and of equals the first is taken, without a draw."""
+    logits = mx.array([[0.0, 3.0, 3.0, 2.0]])
+    params = SamplingParams(xtc_probability=1.0, top_k=3, min_p=0.1, top_p=0.9)
+    assert {choose(logits, params, position).item() for position in range(50)} == {1}
 
 
 def test_logit_bias_is_added() -> None:
