@@ -87,7 +87,7 @@ class GenerationLoop:
 
     def _abandon(self, seq_id: int) -> None:
         """Nobody waits for a sequence any more; one that has finished is gone already."""
-        if seq_id in self.scheduler.running and self.pipeline is not None:
+        if self.pipeline is not None and self.scheduler.may_skip(seq_id):
             self.pipeline.cancel(seq_id)
         self.scheduler.cancel(seq_id)
         self._pump()

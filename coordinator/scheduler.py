@@ -166,6 +166,15 @@ class Scheduler:
         if sequence_or_none is not None:
             self._leave(sequence_or_none)
 
+    def may_skip(self, seq_id: int) -> bool:
+        """Whether stages may be told to skip what is on its way of a sequence nobody waits for.
+
+        Not while a prefix entry is being made of it: of the chunks before the entry's end a stage that hears the
+        signal early would run fewer than the others, and the entry would differ from stage to stage.
+        """
+        sequence = self.running.get(seq_id)
+        return sequence is not None and sequence.saved <= sequence.passed
+
     # ---- out
 
     def next_frame(self, now: float) -> Frame | None:
@@ -244,6 +253,7 @@ class Scheduler:
         start = sequence.fed
         if sequence.boundaries and start == sequence.boundaries[0]:
             self._save(sequence, tuple(sequence.tokens[: sequence.boundaries.pop(0)]))
+            sequence.saved = start
         end = sequence.boundaries[0] if sequence.boundaries else sequence.goal
         sequence.fed = min(end, start + most)
         last = not sequence.prefilling

@@ -32,6 +32,8 @@ class Sequence:
     """Of its last window: rides before its next segment."""
     boundaries: list[int] = field(default_factory=list)
     """Where in the prompt chunks end so that a prefix entry can be made, the next one first."""
+    saved: int = 0
+    """Where the newest prefix entry inside its prompt ends."""
     drafts: tuple[int, ...] = ()
     window_drafts: tuple[int, ...] = ()
     """The drafts of the window in flight."""
@@ -118,7 +120,7 @@ class Sequence:
         self.fed = self.passed = self.next_window = self.in_flight = 0
         self.admitted = False
         self.commit = None
-        self.cached = 0
+        self.cached = self.saved = 0
         self.boundaries.clear()
         self.drafts = self.window_drafts = ()
 

@@ -174,34 +174,24 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Budgets of one stage. Zero is none allowed, not unlimited."""
+    """Budgets of one stage, refused when a frame admits more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
-    PREFIX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
-    MAX_OPEN_WINDOWS_FIELD_NUMBER: _builtins.int
     max_sequences: _builtins.int
     kv_tokens: _builtins.int
-    """over all sequences"""
-    prefix_cache_bytes: _builtins.int
-    max_draft_depth: _builtins.int
-    max_open_windows: _builtins.int
-    """of one sequence"""
+    """capacities of all sequences together"""
     def __init__(
         self,
         *,
         max_sequences: _builtins.int = ...,
         kv_tokens: _builtins.int = ...,
-        prefix_cache_bytes: _builtins.int = ...,
-        max_draft_depth: _builtins.int = ...,
-        max_open_windows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "max_draft_depth", b"max_draft_depth", "max_open_windows", b"max_open_windows", "max_sequences", b"max_sequences", "prefix_cache_bytes", b"prefix_cache_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,7 +241,6 @@ class Hardware(_message.Message):
     MEMORY_USED_FIELD_NUMBER: _builtins.int
     DTYPES_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
-    FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
     platform: _builtins.str
     """darwin, linux"""
     machine: _builtins.str
@@ -267,9 +256,7 @@ class Hardware(_message.Message):
     memory_used: _builtins.int
     """bytes it uses now"""
     bytes_per_second: _builtins.float
-    """weights read in a one-token pass, measured; 0 is not measured"""
-    flops_per_second: _builtins.float
-    """of a prefill-shaped matmul, measured; 0 is not measured"""
+    """read by a matrix-vector product, measured at start, rounded"""
     @_builtins.property
     def dtypes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """activations it can run, best first"""
@@ -286,11 +273,10 @@ class Hardware(_message.Message):
         memory_used: _builtins.int = ...,
         dtypes: _abc.Iterable[_builtins.str] | None = ...,
         bytes_per_second: _builtins.float = ...,
-        flops_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bytes_per_second", b"bytes_per_second", "chip", b"chip", "dtypes", b"dtypes", "flops_per_second", b"flops_per_second", "machine", b"machine", "memory_limit", b"memory_limit", "memory_total", b"memory_total", "memory_used", b"memory_used", "platform", b"platform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "bytes_per_second", b"bytes_per_second", "chip", b"chip", "dtypes", b"dtypes", "machine", b"machine", "memory_limit", b"memory_limit", "memory_total", b"memory_total", "memory_used", b"memory_used", "platform", b"platform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,7 +414,6 @@ class LoadRequest(_message.Message):
     KV_BITS_FIELD_NUMBER: _builtins.int
     MTP_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
-    MEASURE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
@@ -439,8 +424,6 @@ class LoadRequest(_message.Message):
     """0 is unquantized"""
     mtp: _builtins.bool
     """load the head if the checkpoint has one; the last stage only"""
-    measure: _builtins.bool
-    """time a few passes before answering"""
     lease_ms: _builtins.int
     """the claim lapses after this long without a signal"""
     @_builtins.property
@@ -464,12 +447,11 @@ class LoadRequest(_message.Message):
         kv_bits: _builtins.int = ...,
         mtp: _builtins.bool = ...,
         limits: Global___Limits | None = ...,
-        measure: _builtins.bool = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "measure", b"measure", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -524,41 +506,6 @@ class LoadBytes(_message.Message):
 Global___LoadBytes: _TypeAlias = LoadBytes  # noqa: Y015
 
 @_typing.final
-class PassTime(_message.Message):
-    """Microseconds of one pass over one sequence, `width` tokens wide."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WIDTH_FIELD_NUMBER: _builtins.int
-    LAYER_US_FIELD_NUMBER: _builtins.int
-    ENDS_US_FIELD_NUMBER: _builtins.int
-    DRAFT_US_FIELD_NUMBER: _builtins.int
-    width: _builtins.int
-    ends_us: _builtins.float
-    """embedding, final norm and lm_head, those of them this stage has"""
-    draft_us: _builtins.float
-    """one step of the MTP head, when this stage has it"""
-    @_builtins.property
-    def layer_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """one a layer of the span, in order"""
-
-    def __init__(
-        self,
-        *,
-        width: _builtins.int = ...,
-        layer_us: _abc.Iterable[_builtins.float] | None = ...,
-        ends_us: _builtins.float = ...,
-        draft_us: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_us", b"draft_us", "ends_us", b"ends_us", "layer_us", b"layer_us", "width", b"width"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PassTime: _TypeAlias = PassTime  # noqa: Y015
-
-@_typing.final
 class LoadResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -566,20 +513,11 @@ class LoadResult(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_USED_FIELD_NUMBER: _builtins.int
     HAS_MTP_FIELD_NUMBER: _builtins.int
-    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
-    STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
-    PASS_TIMES_FIELD_NUMBER: _builtins.int
     reused: _builtins.bool
     """the weights were loaded already"""
     weight_bytes: _builtins.int
     memory_used: _builtins.int
     has_mtp: _builtins.bool
-    kv_bytes_per_token: _builtins.int
-    state_bytes_per_sequence: _builtins.int
-    @_builtins.property
-    def pass_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassTime]:
-        """empty when not asked for"""
-
     def __init__(
         self,
         *,
@@ -587,13 +525,10 @@ class LoadResult(_message.Message):
         weight_bytes: _builtins.int = ...,
         memory_used: _builtins.int = ...,
         has_mtp: _builtins.bool = ...,
-        kv_bytes_per_token: _builtins.int = ...,
-        state_bytes_per_sequence: _builtins.int = ...,
-        pass_times: _abc.Iterable[Global___PassTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_mtp", b"has_mtp", "kv_bytes_per_token", b"kv_bytes_per_token", "memory_used", b"memory_used", "pass_times", b"pass_times", "reused", b"reused", "state_bytes_per_sequence", b"state_bytes_per_sequence", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_mtp", b"has_mtp", "memory_used", b"memory_used", "reused", b"reused", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,13 +786,9 @@ class WorkerPulse(_message.Message):
     MEMORY_USED_FIELD_NUMBER: _builtins.int
     MEMORY_PEAK_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
-    OPEN_WINDOWS_FIELD_NUMBER: _builtins.int
-    KV_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_ENTRIES_FIELD_NUMBER: _builtins.int
-    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
     ROWS_DONE_FIELD_NUMBER: _builtins.int
     SEGMENTS_SKIPPED_FIELD_NUMBER: _builtins.int
-    EARLY_ROLLBACKS_FIELD_NUMBER: _builtins.int
     BYTES_IN_FIELD_NUMBER: _builtins.int
     BYTES_OUT_FIELD_NUMBER: _builtins.int
     MESSAGES_IN_FIELD_NUMBER: _builtins.int
@@ -884,16 +815,11 @@ class WorkerPulse(_message.Message):
     memory_used: _builtins.int
     memory_peak: _builtins.int
     sequences: _builtins.int
-    open_windows: _builtins.int
-    kv_tokens: _builtins.int
     prefix_entries: _builtins.int
-    prefix_bytes: _builtins.int
     rows_done: _builtins.int
     """counter"""
     segments_skipped: _builtins.int
     """counter: built on a rejected window, passed on cancelled"""
-    early_rollbacks: _builtins.int
-    """counter: the signal came before the frame"""
     bytes_in: _builtins.int
     """counters of the data plane"""
     bytes_out: _builtins.int
@@ -918,13 +844,9 @@ class WorkerPulse(_message.Message):
         memory_used: _builtins.int = ...,
         memory_peak: _builtins.int = ...,
         sequences: _builtins.int = ...,
-        open_windows: _builtins.int = ...,
-        kv_tokens: _builtins.int = ...,
         prefix_entries: _builtins.int = ...,
-        prefix_bytes: _builtins.int = ...,
         rows_done: _builtins.int = ...,
         segments_skipped: _builtins.int = ...,
-        early_rollbacks: _builtins.int = ...,
         bytes_in: _builtins.int = ...,
         bytes_out: _builtins.int = ...,
         messages_in: _builtins.int = ...,
@@ -933,7 +855,7 @@ class WorkerPulse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "early_rollbacks", b"early_rollbacks", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "heartbeat", b"heartbeat", "kv_tokens", b"kv_tokens", "link_stall_ms", b"link_stall_ms", "memory_peak", b"memory_peak", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "number", b"number", "open_windows", b"open_windows", "prefix_bytes", b"prefix_bytes", "prefix_entries", b"prefix_entries", "queued_in", b"queued_in", "queued_out", b"queued_out", "rows_done", b"rows_done", "segments_skipped", b"segments_skipped", "sequences", b"sequences", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "heartbeat", b"heartbeat", "link_stall_ms", b"link_stall_ms", "memory_peak", b"memory_peak", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "number", b"number", "prefix_entries", b"prefix_entries", "queued_in", b"queued_in", "queued_out", b"queued_out", "rows_done", b"rows_done", "segments_skipped", b"segments_skipped", "sequences", b"sequences", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015

@@ -58,14 +58,31 @@ class Holdings:
     prefixes: tuple[PrefixHolding, ...]
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The most a stage admits: so many sequences, whose capacities add up to so many tokens."""
+
+    sequences: int
+    kv_tokens: int
+
+
 class StageEngine:
     """State of one stage in one epoch. `verifier` is the last stage's; `first` embeds the tokens itself."""
 
-    def __init__(self, stage: Stage, *, epoch: int, first: bool, verifier: Verifier | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        epoch: int,
+        first: bool,
+        verifier: Verifier | None,
+        budget: Budget | None = None,
+    ) -> None:
         self.stage = stage
         self.epoch = epoch
         self.first = first
         self.verifier = verifier
+        self.budget = budget
         self.sequences: dict[int, SequenceCache] = {}
         self.prefixes: dict[int, PrefixEntry] = {}
         self.frames_done = 0
@@ -147,8 +164,7 @@ class StageEngine:
     def _apply(self, op: Op) -> None:
         match op:
             case Admit():
-                if op.seq_id in self.sequences:
-                    raise ProtocolError(f"sequence {op.seq_id} is admitted twice")
+                self._check_room(op)
                 self.sequences[op.seq_id] = self.stage.new_sequence(op)
                 if self.verifier is not None:
                     self.verifier.admit(op)
@@ -164,6 +180,18 @@ class StageEngine:
                 self._restore(op)
             case DropPrefix():
                 self.prefixes.pop(op.entry, None)
+
+    def _check_room(self, op: Admit) -> None:
+        if op.seq_id in self.sequences:
+            raise ProtocolError(f"sequence {op.seq_id} is admitted twice")
+        if self.budget is None:
+            return
+        tokens = op.capacity + sum(s.admitted.capacity for s in self.sequences.values())
+        if len(self.sequences) >= self.budget.sequences or tokens > self.budget.kv_tokens:
+            raise ProtocolError(
+                f"sequence {op.seq_id} of {op.capacity} tokens is beyond this stage's budget of "
+                f"{self.budget.sequences} sequences and {self.budget.kv_tokens} tokens"
+            )
 
     def _save(self, op: SavePrefix) -> None:
         sequence = self._sequence(op.seq_id)

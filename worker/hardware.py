@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import time
 
 import mlx.core as mx
 import psutil
@@ -11,6 +13,12 @@ from proto import cluster_pb2 as pb
 
 DEFAULT_SHARE = 0.75
 """Of the machine's memory, what a worker may use when nobody says otherwise: the system needs the rest."""
+
+
+PROBE_ROWS = 4096
+"""Of a square fp32 matrix: 64 MB, more than any cache."""
+
+PROBES = 10
 
 
 def backend() -> str:
@@ -35,7 +43,26 @@ def chip() -> str:
     return str(name) if name else platform.processor() or platform.machine()
 
 
-def describe(memory_limit: int, dtypes: list[str]) -> pb.Hardware:
+def measured_bandwidth() -> float:
+    """Bytes a second that a matrix-vector product reads: what decoding one token consists of.
+
+    The best of several, rounded to half octaves: equal machines must count as equal, or every start would cut the
+    model elsewhere. Takes a tenth of a second; must run on the thread that computes.
+    """
+    weights = mx.random.uniform(shape=(PROBE_ROWS, PROBE_ROWS))
+    vector = mx.random.uniform(shape=(PROBE_ROWS,))
+    mx.eval(weights, vector)
+    best = math.inf
+    for _ in range(PROBES):
+        started = time.perf_counter()
+        mx.eval(weights @ vector)
+        best = min(best, time.perf_counter() - started)
+    mx.clear_cache()
+    octaves = math.log2(weights.nbytes / best)
+    return float(2 ** (round(2 * octaves) / 2))
+
+
+def describe(memory_limit: int, dtypes: list[str], bytes_per_second: float) -> pb.Hardware:
     """The Hardware message of Describe."""
     return pb.Hardware(
         platform=platform.system().lower(),
@@ -46,4 +73,5 @@ def describe(memory_limit: int, dtypes: list[str]) -> pb.Hardware:
         memory_limit=memory_limit,
         memory_used=mx.get_active_memory(),
         dtypes=dtypes,
+        bytes_per_second=bytes_per_second,
     )

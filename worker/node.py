@@ -32,7 +32,7 @@ from proto.errors import (
 from proto.frame import Frame, decode, encode
 from proto.signal import Cancel, Rollback, Signal
 from proto.span import Span
-from worker.engine import StageEngine
+from worker.engine import Budget, StageEngine
 from worker.link import Link
 from worker.local_model import LocalModels
 from worker.model.loader import DTYPES, load_stage
@@ -94,6 +94,7 @@ class Identity:
     pinned: Span | None
     memory_limit: int
     models: LocalModels
+    bytes_per_second: float = 0.0
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.monotonic)
 
@@ -111,7 +112,7 @@ class WorkerNode:
         self.engine: StageEngine | None = None
         self.binding: Binding | None = None
         self.epoch = 0
-        self.limits = pb.Limits()
+        self.limits: Budget | None = None
         self.weight_bytes = 0
         self.link: Link | None = None
         self.results: asyncio.Queue[bytes | ClusterError] = asyncio.Queue()
@@ -186,7 +187,7 @@ class WorkerNode:
         self.epoch = request.epoch
         self._unbind()
         key = StageKey.of(request)
-        self.limits = request.limits
+        self.limits = Budget(request.limits.max_sequences, request.limits.kv_tokens)
         reused = key == self.key and self.stage is not None
         if not reused:
             await self._load_weights(key, request.model, on_progress)
@@ -235,16 +236,11 @@ class WorkerNode:
 
     def _load_result(self, reused: bool) -> pb.LoadResult:
         assert self.stage is not None
-        config = self.stage.modules.config
-        kinds = [config.layer_kinds[layer] for layer in self.stage.modules.span]
-        itemsize = self.stage.dtype.size
         return pb.LoadResult(
             reused=reused,
             weight_bytes=self.weight_bytes,
             memory_used=mx.get_active_memory(),
             has_mtp=self.stage.modules.head is not None,
-            kv_bytes_per_token=kinds.count("attention") * config.kv_bytes_per_token(itemsize),
-            state_bytes_per_sequence=kinds.count("gdn") * config.gdn_bytes_per_sequence(itemsize),
         )
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
@@ -280,7 +276,9 @@ class WorkerNode:
     def _new_engine(self, stage: Stage, key: StageKey, binding: Binding) -> None:
         """On the engine thread."""
         verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
-        self.engine = StageEngine(stage, epoch=binding.epoch, first=key.first, verifier=verifier)
+        self.engine = StageEngine(
+            stage, epoch=binding.epoch, first=key.first, verifier=verifier, budget=self.limits
+        )
 
     def unload(self, request: pb.UnloadRequest) -> None:
         """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""

@@ -12,6 +12,7 @@ import grpc.aio
 from proto.announcement import Announcement
 from proto.errors import UsageError
 from worker.announce import announced
+from worker.hardware import measured_bandwidth
 from worker.local_model import LocalModels
 from worker.node import Identity, WorkerNode
 from worker.options import WorkerOptions, remember_port, remembered_port
@@ -29,6 +30,7 @@ async def run(options: WorkerOptions) -> None:
         options.name, options.layers, options.memory_limit, LocalModels(options.model)
     )
     node = WorkerNode(identity)
+    identity.bytes_per_second = await node.thread.call(measured_bandwidth)
     server = make_server(node)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

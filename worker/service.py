@@ -52,7 +52,9 @@ class WorkerService(pb_grpc.WorkerServicer):
             package_version=version("mtp-cluster"),
             worker_id=identity.id,
             name=identity.name,
-            hardware=hardware.describe(identity.memory_limit, list(DTYPES)),
+            hardware=hardware.describe(
+                identity.memory_limit, list(DTYPES), identity.bytes_per_second
+            ),
             model=identity.models.own.name if identity.models.own else "",
             state=node.state,
             uptime_ms=int((time.monotonic() - identity.started) * 1000),

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.budget import Capacity
 from coordinator.cluster.decide import Action, GiveUp, Serve, ServeAlone, decide
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import (
@@ -45,6 +46,9 @@ from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.span import Span
 
 log = logging.getLogger(__name__)
+
+LEASE_TIMEOUTS = 3
+"""Failure timeouts without a word after which a worker takes its coordinator for gone."""
 
 TICK_SECONDS = 0.1
 POLL_SECONDS = 1.0
@@ -209,13 +213,15 @@ class ClusterManager:
         try:
             workers = [self.clients[stage.node] for stage in plan.stages]
             self.loads = LoadState()
-            await asyncio.gather(
-                *(self._load(w, s, plan.epoch) for w, s in zip(workers, plan.stages, strict=True))
+            room = self.model.capacity(plan)
+            await _all(
+                self._load(worker, stage, plan.epoch, room)
+                for worker, stage in zip(workers, plan.stages, strict=True)
             )
             pipeline = RemotePipeline(
                 workers,
                 plan.epoch,
-                self.model.capacity(plan),
+                room,
                 self.options.failure_timeout,
             )
             ids = [self.view.members[stage.node].worker_id for stage in plan.stages]
@@ -230,7 +236,9 @@ class ClusterManager:
             self.plan = plan
             self._serves(pipeline)
 
-    async def _load(self, worker: WorkerClient, stage: StagePlan, epoch: int) -> pb.LoadResult:
+    async def _load(
+        self, worker: WorkerClient, stage: StagePlan, epoch: int, room: Capacity
+    ) -> pb.LoadResult:
         request = pb.LoadRequest(
             coordinator=self.options.me,
             epoch=epoch,
@@ -241,6 +249,8 @@ class ClusterManager:
             dtype=self.model.dtype or "",
             kv_bits=self.model.kv_bits,
             mtp=self.model.with_head,
+            limits=pb.Limits(max_sequences=room.sequences, kv_tokens=room.kv_tokens),
+            lease_ms=int(LEASE_TIMEOUTS * self.options.failure_timeout * 1000),
         )
 
         def on_progress(done: int, total: int) -> None:
@@ -378,6 +388,16 @@ class ClusterManager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run all of it at once; when one part fails, what is left of the others is cancelled."""
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _member(address: str, info: pb.WorkerInfo) -> Member:
