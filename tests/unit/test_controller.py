@@ -181,7 +181,7 @@ def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
 
 
 def test_a_probe_goes_on_while_its_outcome_is_in_doubt() -> None:
-    """A draft kept every other time does not pay for a second row at .6, but the fewest windows that time it do not tell
+    """A draft kept every other time does not pay for a second row at .6, but the few windows that time it do not tell
     .5 from .8: a few more are spent. That it does not pay for a second row at 1.5, where none could, they do tell."""
     assert first_probe(second_row=0.6) > first_probe(second_row=1.5) == FIRST_SAMPLES + 1
 
