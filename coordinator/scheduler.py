@@ -253,7 +253,6 @@ class Scheduler:
         start = sequence.fed
         if sequence.boundaries and start == sequence.boundaries[0]:
             self._save(sequence, tuple(sequence.tokens[: sequence.boundaries.pop(0)]))
-            sequence.saved = start
         end = sequence.boundaries[0] if sequence.boundaries else sequence.goal
         sequence.fed = min(end, start + most)
         last = not sequence.prefilling
@@ -283,6 +282,7 @@ class Scheduler:
         self.ops.extend(DropPrefix(number) for number in dropped)
         if entry is not None:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number))
+            sequence.saved = len(tokens)
 
     def _commit(self, sequence: Sequence) -> None:
         if sequence.commit is not None:

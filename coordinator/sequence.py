@@ -33,7 +33,7 @@ class Sequence:
     boundaries: list[int] = field(default_factory=list)
     """Where in the prompt chunks end so that a prefix entry can be made, the next one first."""
     saved: int = 0
-    """Where the newest prefix entry inside its prompt ends."""
+    """Where the newest prefix entry made of it ends."""
     drafts: tuple[int, ...] = ()
     window_drafts: tuple[int, ...] = ()
     """The drafts of the window in flight."""

@@ -85,8 +85,9 @@ def test_an_operation_that_fits_nothing_is_refused(
         ((_chunk(tokens=(1, VOCAB)),), f"token {VOCAB}: the vocabulary has {VOCAB}"),
         ((_chunk(position=1),), "does not follow"),
         ((_chunk(tokens=()),), "does not follow"),
+        ((_chunk(tokens=(1,) * 101),), "more than the 100 that sequence 0 was admitted with"),
     ],
-    ids=["stranger", "twice", "no such token", "gap", "empty"],
+    ids=["stranger", "twice", "no such token", "gap", "empty", "too long"],
 )
 def test_a_segment_that_cannot_run_is_refused(
     checkpoints: Checkpoints, segments: tuple[Segment, ...], message: str
@@ -205,3 +206,24 @@ def test_a_prefix_outlives_its_sequence(checkpoints: Checkpoints) -> None:
     said = _said(_continue(chain, _restored(1, text)))
     reader.run(fresh, reader.chunk(PREFIX, sample=False))
     assert said == _said(_continue(fresh, reader))
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
+def test_a_client_may_leave_while_its_prefix_is_saved(
+    checkpoints: Checkpoints, told: tuple[int, ...]
+) -> None:
+    """Once an entry's tokens have passed the last stage, a cancellation may overtake the header that saves it: all
+    stages save the same."""
+    path = checkpoints(layers=4)
+    text = random_tokens(LONG)
+    chain, fresh = Chain(path, (2,)), Chain(path, (2,))
+    script = Script(0, text)
+    script.run(chain, script.chunk(PREFIX, sample=False))
+    chain.post(script.chunk(LONG), ops=[SavePrefix(0, 5)])
+    for stage in told:
+        chain.engines[stage].cancel(EPOCH, 0)
+    assert chain.drain()[0].outcomes[0].cancelled
+    chain.send(ops=[Evict(0)])
+    reader = Script(1, text, PARAMS)
+    reader.run(fresh, reader.chunk(PREFIX, sample=False))
+    assert _said(_continue(chain, _restored(1, text))) == _said(_continue(fresh, reader))

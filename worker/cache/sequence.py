@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mtp.attention import KV, copy_of, state_of
+from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
 from worker.cache.gdn import GDNCache
 from worker.cache.windows import NOTHING, Settled, WindowStack
@@ -24,7 +25,15 @@ class SequenceCache:
     stack: WindowStack = field(default_factory=WindowStack)
 
     def extend(self, segment: Segment) -> None:
-        """Register a segment that is about to run; its rows are appended by the layers themselves."""
+        """Register a segment that is about to run; its rows are appended by the layers themselves.
+
+        Raises ProtocolError when it does not fit the sequence's end or goes beyond what was admitted.
+        """
+        if self.stack.length + segment.width > self.admitted.capacity:
+            raise ProtocolError(
+                f"{segment.width} tokens at {segment.position} are more than the {self.admitted.capacity}"
+                f" that sequence {segment.seq_id} was admitted with"
+            )
         self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
 
     def commit(self, window: int, kept: int, *, in_header: bool) -> Settled:
