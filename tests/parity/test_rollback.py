@@ -77,10 +77,11 @@ class Row:
 
 
 def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
+    """Tell some stages of each row's rejection; that the windows before it were kept is not signalled."""
     for stage in stages:
         for row in rows:
-            for commit in row.commits:
-                chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.kept)
+            commit = row.commits[-1]
+            chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.kept)
 
 
 NEWS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
