@@ -7,6 +7,7 @@ several sequences at once and records the tape of each open window.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,32 +32,47 @@ def mix(
     z = layer.in_proj_z(x).reshape(-1, layer.num_v_heads, layer.head_v_dim)
     outputs = []
     start = 0
-    for cache, width, keep in zip(caches, widths, taped, strict=True):
-        qkv, a, b = (t[None, start : start + width] for t in inputs)
-        if keep and not all(taped):
+    for width, group in groupby(zip(caches, widths, taped, strict=True), key=lambda row: row[1]):
+        rows = list(group)
+        end = start + width * len(rows)
+        qkv, a, b = (t[start:end].reshape(len(rows), width, -1) for t in inputs)
+        keep = [row[2] for row in rows]
+        if any(keep) and not all(taped):
             # Beside prompt chunks a tape of views would keep the chunks' rows alive while its window is open.
             qkv, a, b = mx.contiguous(qkv), mx.contiguous(a), mx.contiguous(b)
-        outputs.append(_advance(cache, qkv, a, b, keep)[0])
-        start += width
+        out = _advance([row[0] for row in rows], qkv, a, b, keep)
+        outputs.append(out.reshape(-1, layer.num_v_heads, layer.head_v_dim))
+        start = end
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    out = layer.norm(out, z)
-    return layer.out_proj(out.reshape(x.shape[0], -1))
+    return layer.out_proj(layer.norm(out, z).reshape(x.shape[0], -1))
 
 
-def _advance(cache: GDNCache, qkv: mx.array, a: mx.array, b: mx.array, keep: bool) -> mx.array:
-    """Advance one sequence over `[1, w, …]` inputs; returns its outputs `[1, w, v_heads, v_dim]`."""
-    layer = cache.layer
-    width = qkv.shape[1]
-    conv_input = mx.concatenate([cache.conv, qkv], axis=1)
+def _advance(
+    caches: Sequence[GDNCache], qkv: mx.array, a: mx.array, b: mx.array, keep: Sequence[bool]
+) -> mx.array:
+    """Advance n sequences over `[n, w, …]` inputs; returns their outputs `[n, w, v_heads, v_dim]`."""
+    layer = caches[0].layer
+    count, width = qkv.shape[:2]
+    conv_input = mx.concatenate([_joined([c.conv for c in caches]), qkv], axis=1)
     conv_out = nn.silu(layer.conv1d(conv_input))
     q, k, v = mx.split(conv_out, [layer.key_dim, 2 * layer.key_dim], axis=-1)
-    q = q.reshape(1, width, layer.num_k_heads, layer.head_k_dim)
-    k = k.reshape(1, width, layer.num_k_heads, layer.head_k_dim)
-    v = v.reshape(1, width, layer.num_v_heads, layer.head_v_dim)
+    q = q.reshape(count, width, layer.num_k_heads, layer.head_k_dim)
+    k = k.reshape(count, width, layer.num_k_heads, layer.head_k_dim)
+    v = v.reshape(count, width, layer.num_v_heads, layer.head_v_dim)
     q, k = normalize_qk(q, k, inv_scale=layer.head_k_dim**-0.5, eps=1e-6)
-    if keep:
-        cache.tapes.append(Tape(cache.conv, cache.state, qkv, k, v, a, b))
+    before = _joined([c.state for c in caches])
+    out, state = gated_delta_update(q, k, v, a, b, layer.A_log, layer.dt_bias, before)
     # A contiguous copy: a view would keep the whole chunk's inputs alive for three rows of it.
-    cache.conv = mx.contiguous(conv_input[:, width:])
-    out, cache.state = gated_delta_update(q, k, v, a, b, layer.A_log, layer.dt_bias, cache.state)
+    conv = mx.contiguous(conv_input[:, width:])
+    for i, cache in enumerate(caches):
+        own = slice(i, i + 1)
+        if keep[i]:
+            rows = (t[own] for t in (qkv, k, v, a, b))
+            cache.tapes.append(Tape(cache.conv, cache.state, *rows))
+        cache.conv, cache.state = (conv, state) if count == 1 else (conv[own], state[own])
     return out
+
+
+def _joined(states: Sequence[mx.array]) -> mx.array:
+    """States `[1, …]` of n sequences as one `[n, …]`."""
+    return states[0] if len(states) == 1 else mx.concatenate(list(states))
