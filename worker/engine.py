@@ -116,9 +116,7 @@ class StageEngine:
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
-        settled = sequence.commit(window, kept, in_header=False)
-        if settled.cut is not None:
-            mx.async_eval(*sequence.arrays())
+        _settle_early(sequence, window, kept)
 
     def cancel(self, epoch: int, seq_id: int) -> None:
         """The client is gone, by signal: stop running its segments; Evict will follow in a header."""
@@ -251,5 +249,12 @@ class StageEngine:
         for sequence, segment in runs:
             if segment.open:  # this stage knows first, and need not wait to hear it
                 kept = outcomes[segment.seq_id, segment.window].kept
-                sequence.commit(segment.window, kept, in_header=False)
+                _settle_early(sequence, segment.window, kept)
         return replace(out, outcomes=self.verifier.outcomes(out.segments, outcomes))
+
+
+def _settle_early(sequence: SequenceCache, window: int, kept: int) -> None:
+    """Apply what no header has said yet, and let a restored state be computed while the next frame is on its way."""
+    settled = sequence.commit(window, kept, in_header=False)
+    if settled.cut is not None:
+        mx.async_eval(*sequence.arrays())

@@ -263,5 +263,7 @@ def test_news_of_another_epoch_or_of_strangers_changes_nothing(checkpoints: Chec
         engine.rollback(1, 7, 1, 1)
         engine.cancel(1, 7)
         engine.rollback(1, 0, 9, 1)
+    stacks = [engine.sequences[0].stack for engine in chain.engines]
+    assert [(s.length, s.stale) for s in stacks] == [(script.fed, False), (text.prompt, False)]
     outcome = chain.drain()[0].outcomes[0]
     assert (outcome.kept, outcome.cancelled) == (3, False)

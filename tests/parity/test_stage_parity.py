@@ -82,6 +82,27 @@ def test_every_form_of_checkpoint_is_bit_equal(
     _check(path, (3, 4), stock)
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype: mx.Dtype) -> None:
+    """Cut in three or whole, a chain says the same logits in 16 bits; over the same rows, so rounding is the same."""
+    path = checkpoints(dtype=dtype)
+    said = []
+    for cuts in ((), (2, 5)):
+        chain = Chain(path, cuts)
+        script = Script(0, random_tokens(PROMPT))
+        rows = []
+        for segment in (script.chunk(16), script.chunk(5)):
+            script.run(chain, segment)
+            rows.append(chain.logits[0])
+        script.known = script.known[:PROMPT] + script.known[-1:]
+        for _ in range(8):
+            script.run(chain, script.next_window())
+            rows.append(chain.logits[0])
+        said.append(mx.concatenate(rows))
+        assert rows[0].dtype == dtype
+    assert mx.array_equal(said[0], said[1])
+
+
 @pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
 def test_sequences_in_one_frame_do_not_see_each_other(
     checkpoints: Checkpoints, options: dict[str, Any]
