@@ -110,6 +110,7 @@ class Scheduler:
         self.in_flight.clear()
         self.ops.clear()
         self.prefixes.reset(capacity)
+        self.controller.forget_costs()
         live = list(self.running.values())
         self.running.clear()
         for sequence in live:

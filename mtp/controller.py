@@ -107,6 +107,10 @@ class Controller:
         if self.mode.depth is None and drafted == width - 1:
             self._search(sequences).costs.observe(width, seconds)
 
+    def forget_costs(self) -> None:
+        """Other machines, or other cuts, serve from now on: steps cost something else. Acceptance stays."""
+        self._searches.clear()
+
     def _search(self, sequences: int) -> _DepthSearch:
         size = (sequences - 1).bit_length()
         if size not in self._searches:

@@ -41,7 +41,9 @@ class Verifier:
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
-            self.drafter = Drafter(modules.head, modules.embed_tokens, self.unembed, kv_format)
+            self.drafter = Drafter(
+                modules.head, modules.embed_tokens, self.unembed, kv_format, self.spared
+            )
         self.tails: dict[int, Tail] = {}
 
     # ---- a sequence's life
