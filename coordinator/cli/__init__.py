@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "status": "Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance.",
     "replan": "Plan anew over all workers, those that joined since among them.",
     "plan": "Show who would hold what, and how fast, without loading.",
+    "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
 """Every command and its line on the help page, in the order a newcomer meets them."""

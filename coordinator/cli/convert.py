@@ -10,7 +10,8 @@ import typer
 from coordinator.cli.bar import byte_bar
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.resolve import resolve_model
-from mtp.convert.convert import Outcome, convert as convert_checkpoint
+from mtp.convert.convert import Outcome
+from mtp.convert.convert import convert as convert_checkpoint
 from mtp.convert.settings import FloatType, HeadBits, Mode, Quantization, Recipe, Settings
 from proto.errors import UsageError
 from proto.size import format_size
@@ -53,8 +54,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint for MLX, and keep its MTP head.
 
-    The output works here and in mlx-lm, which leaves the head alone. It needs the memory of the largest layer's experts,
-    not of the model. Interrupted, it goes on where it was when the same command is given again.
+    The output works here and in mlx-lm, which leaves the head alone. Converting needs the memory of the largest
+    layer's experts, not of the model. Interrupted, it goes on where it was when the same command is given again.
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """

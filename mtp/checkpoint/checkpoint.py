@@ -25,7 +25,7 @@ from mtp.checkpoint.names import (
 from proto.errors import CheckpointError
 from proto.span import Span
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
 
@@ -172,7 +172,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     finished checkpoint, whose index nobody rewrote.
     """
     found = sorted(path.glob("*.safetensors"))
-    index = path / _INDEX
+    index = path / INDEX
     if not index.exists():
         if not found:
             raise CheckpointError(f"{path}: no *.safetensors files; is the download complete?")
@@ -182,12 +182,12 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
             raise CheckpointError(
-                f"{path}: {name} is missing, and {_INDEX} needs it: download it again"
+                f"{path}: {name} is missing, and {INDEX} needs it: download it again"
             )
         headers[path / name] = read_header(path / name)
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
-            raise CheckpointError(f"{path / name}: has no tensor {tensor}, though {_INDEX} says so")
+            raise CheckpointError(f"{path / name}: has no tensor {tensor}, though {INDEX} says so")
     if not any(_is_head(name) for header in headers.values() for name in header.tensors):
         for file in found:
             if file not in headers:
