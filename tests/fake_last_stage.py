@@ -43,10 +43,14 @@ def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class FakeSequence:
-    """What the stage holds of a sequence: tokens up to the end of its open windows."""
+    """What the stage holds of a sequence: tokens up to the end of its open windows.
+
+    `upstream` is the state of a stage before it, which learns what was kept from headers alone.
+    """
 
     admitted: Admit
     stack: WindowStack = field(default_factory=WindowStack)
+    upstream: WindowStack = field(default_factory=WindowStack)
     tokens: list[int] = field(default_factory=list)
 
 
@@ -90,25 +94,29 @@ class FakeLastStage:
             case Commit():
                 held = self.sequences[op.seq_id]
                 held.stack.commit(op.window, op.kept, in_header=True)
-                assert len(held.tokens) == held.stack.length
+                held.upstream.commit(op.window, op.kept, in_header=True)
+                assert len(held.tokens) == held.stack.length == held.upstream.length
             case Evict():
                 del self.sequences[op.seq_id]
             case SavePrefix():
                 held = self.sequences[op.seq_id]
-                assert op.entry not in self.prefixes and not held.stack.windows
+                assert op.entry not in self.prefixes
+                assert not held.upstream.windows
+                assert held.upstream.length == len(held.tokens)
                 self.prefixes[op.entry] = tuple(held.tokens)
             case RestorePrefix():
                 held = self.sequences[op.seq_id]
                 assert not held.tokens
                 held.tokens += self.prefixes[op.entry]
-                held.stack.length = len(held.tokens)
+                held.stack.length = held.upstream.length = len(held.tokens)
             case DropPrefix():
                 del self.prefixes[op.entry]
 
     def _run(self, segment: Segment) -> Outcome:
         held = self.sequences[segment.seq_id]
         assert not held.stack.stale
-        held.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
+        for stack in (held.stack, held.upstream):
+            stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
         held.tokens += segment.tokens
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:

@@ -15,7 +15,7 @@ from coordinator.request import Finished, GenerationRequest, PrefillProgress, To
 from coordinator.scheduler import Limits, Rejection, Scheduler
 from mtp.controller import Controller, MtpMode
 from proto.frame import Admit, Commit
-from tests.fake_last_stage import FakeLastStage, plain
+from tests.fake_last_stage import VOCAB, FakeLastStage, plain
 from tests.scheduler_drive import LIMITS, ROOM, Drive, chunks_of
 
 # ---- one answer
@@ -94,8 +94,11 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
             case "submit" if len(wanted) < 8:
                 shared = moves.choice(beginnings)[: moves.choice([100, 160, 300])]
                 prompt = [*shared, *(moves.randrange(50) for _ in range(moves.randint(1, 70)))]
-                seq_id = drive.submit(prompt, 10, seed=len(wanted))
-                wanted[seq_id] = plain(prompt, 10, len(wanted))
+                stop = moves.sample(range(VOCAB), 8)
+                seq_id = drive.submit(prompt, 10, seed=len(wanted), stop=stop)
+                whole = plain(prompt, 10, len(wanted))
+                end = next((i for i, token in enumerate(whole) if token in stop), 10)
+                wanted[seq_id] = whole[:end]
             case "send":
                 drive.send()
             case "back" if drive.stage.in_flight:
@@ -111,7 +114,8 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     drive.run()
     for seq_id, tokens in wanted.items():
         assert drive.tokens(seq_id) == tokens
-    assert drive.stage.prefixes.keys() == drive.scheduler.prefixes.entries.keys()
+    entries = drive.scheduler.prefixes.entries
+    assert drive.stage.prefixes == {number: entry.tokens for number, entry in entries.items()}
 
 
 def test_a_prompt_again_is_not_run_again() -> None:
@@ -128,6 +132,22 @@ def test_a_prompt_again_is_not_run_again() -> None:
     assert drive.finished(second).stats.cached_tokens == 192
     fed = [chunk.width for chunk in chunks_of(drive.stage.seen) if chunk.seq_id == second]
     assert sum(fed) == 8
+
+
+def test_the_next_turn_starts_from_the_last_answer() -> None:
+    """What the stages held at an answer's end is an entry, and at least one token of the next prompt is run."""
+    limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)
+    room = replace(ROOM, prefix_bytes=2000, token_bytes=1)
+    drive = Drive(depth=2, limits=limits, room=room, stage=FakeLastStage(right=5))
+    prompt = [i % 50 for i in range(200)]
+    first = drive.submit(prompt, 12)
+    drive.run()
+    held = [*prompt, *drive.tokens(first)][:-1]
+    longer, same = drive.submit([*held, 1, 2, 3], 5), drive.submit(held, 5)
+    drive.run()
+    assert drive.finished(longer).stats.cached_tokens == len(held)
+    assert 192 <= drive.finished(same).stats.cached_tokens < len(held)
+    assert drive.tokens(same) == plain(held, 5)
 
 
 # ---- where a text ends
