@@ -1,8 +1,8 @@
 """Drafting with the MTP head: keep its cache in step with the text, and chain drafts from the last token.
 
 The head's cache holds one entry for each pair (hidden[t], token[t+1]), position 0 first, where hidden is the
-backbone's after its final norm. A pair is known once token[t+1] is; so a sequence of n tokens with its successor chosen has
-n entries. A draft chain appends entries computed from the head's own outputs and takes them away again: what
+backbone's after its final norm. A pair is known once token[t+1] is; so a sequence of n tokens with its successor
+chosen has n entries. A draft chain appends entries computed from the head's own outputs and takes them away again: what
 stays was computed from the backbone's hidden states, or the head would drift from what it was trained on.
 """
 

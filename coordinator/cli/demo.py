@@ -98,12 +98,12 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
 
 
 def _wait_for(log: Path, message: str, field: str) -> str:
-    """A field of the first record that says `message`. Raises WorkerLostError when it does not come in time."""
+    """`field` of the first record that says `message` and has it. Raises WorkerLostError when it does not come in time."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         for line in log.read_text(errors="replace").splitlines():
             record = _record(line)
-            if record.get("message") == message:
+            if record.get("message") == message and field in record:
                 return str(record[field])
         time.sleep(0.1)
     raise WorkerLostError(
