@@ -94,7 +94,10 @@ def build(libraries: Sequence[Path], docs: Path | None) -> list[Document]:
             new = lines - known[document.module]
             if len(new) >= MIN_NEW_LINES * len(lines):
                 accepted.append((document, lines))
-        for document, lines in accepted:  # after the scan: files of one library are never compared to each other
+        for (
+            document,
+            lines,
+        ) in accepted:  # after the scan: files of one library are never compared to each other
             documents.append(document)
             known[document.module] |= lines
     if docs is not None:

@@ -52,7 +52,12 @@ class Split:
         anywhere = torch.randint(last, (size - conversations,), generator=generator)
         usable = int((self.chat.starts <= len(self.chat.tokens) - length).sum())
         picks = torch.randint(usable, (conversations,), generator=generator).to(device)
-        return torch.cat([self.text.rows(anywhere.to(device), length), self.chat.rows(self.chat.starts[picks], length)])
+        return torch.cat(
+            [
+                self.text.rows(anywhere.to(device), length),
+                self.chat.rows(self.chat.starts[picks], length),
+            ]
+        )
 
 
 def _stream(encoded: Sequence[Sequence[int]], end: int) -> Stream:
@@ -68,7 +73,9 @@ def _stream(encoded: Sequence[Sequence[int]], end: int) -> Stream:
 def _render(job: tuple[Path, list[chat.Conversation]]) -> list[str]:
     folder, part = job
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    return [str(tokenizer.apply_chat_template(c.messages, tools=c.tools, tokenize=False)) for c in part]
+    return [
+        str(tokenizer.apply_chat_template(c.messages, tools=c.tools, tokenize=False)) for c in part
+    ]
 
 
 def split(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path, seed: int) -> Split:
@@ -76,13 +83,18 @@ def split(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path, see
 
     `folder` holds the saved tokenizer: conversations are rendered by its chat template, the one users get.
     """
-    end = tokenizer.token_to_id(bpe.END_OF_TEXT)
+    end = tokenizer.get_vocab()[bpe.END_OF_TEXT]
     order = list(documents)
     random.Random(seed).shuffle(order)
-    text = [encoding.ids for encoding in tokenizer.encode_batch([document.text for document in order])]
+    text = [
+        encoding.ids for encoding in tokenizer.encode_batch([document.text for document in order])
+    ]
     talk = chat.conversations(documents, seed)
     with ProcessPoolExecutor() as pool:
         parts = [talk[i : i + TEMPLATE_BATCH] for i in range(0, len(talk), TEMPLATE_BATCH)]
         rendered = pool.map(_render, [(folder, part) for part in parts])
         lines = [line for part in rendered for line in part]
-    return Split(_stream(text, end), _stream([encoding.ids for encoding in tokenizer.encode_batch(lines)], end))
+    return Split(
+        _stream(text, end),
+        _stream([encoding.ids for encoding in tokenizer.encode_batch(lines)], end),
+    )

@@ -19,7 +19,9 @@ def _unit_lower_inverse(strict: Tensor) -> Tensor:
     """Inverse of I + strict, for strictly lower triangular `strict` [..., C, C]."""
     size = strict.shape[-1]
     blocks = size // BASE
-    grid = strict.unflatten(-1, (blocks, BASE)).unflatten(-3, (blocks, BASE)).transpose(-3, -2)  # [..., i, j, BASE, BASE]
+    grid = (
+        strict.unflatten(-1, (blocks, BASE)).unflatten(-3, (blocks, BASE)).transpose(-3, -2)
+    )  # [..., i, j, BASE, BASE]
     power = -torch.stack([grid[..., i, i, :, :] for i in range(blocks)], dim=-3)
     eye = torch.eye(BASE, dtype=strict.dtype, device=strict.device)
     inverse = eye + power
@@ -30,7 +32,11 @@ def _unit_lower_inverse(strict: Tensor) -> Tensor:
         width, count = inverse.shape[-1], inverse.shape[-3]
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         corner = torch.stack(
-            [strict[..., (i + 1) * width : (i + 2) * width, i * width : (i + 1) * width] for i in range(0, count, 2)], dim=-3
+            [
+                strict[..., (i + 1) * width : (i + 2) * width, i * width : (i + 1) * width]
+                for i in range(0, count, 2)
+            ],
+            dim=-3,
         )
         left = torch.cat([upper, -(lower @ corner @ upper)], dim=-2)
         right = torch.cat([torch.zeros_like(lower), lower], dim=-2)
@@ -65,7 +71,13 @@ def chunk_gated_delta_rule(
         x = F.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, padding)).unflatten(1, (-1, CHUNK))
         return x.movedim(3, 1)
 
-    query, key, value, beta, total = chunks(query), chunks(key), chunks(value), chunks(beta), chunks(g).cumsum(-1)
+    query, key, value, beta, total = (
+        chunks(query),
+        chunks(key),
+        chunks(value),
+        chunks(beta),
+        chunks(g).cumsum(-1),
+    )
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()
     scores = (key * beta.unsqueeze(-1)) @ key.transpose(-1, -2) * decay
@@ -77,7 +89,11 @@ def chunk_gated_delta_rule(
     writing = (key * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
     leaving = total[..., -1].exp()[..., None, None]
 
-    state = key.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1]) if initial_state is None else initial_state.float()
+    state = (
+        key.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1])
+        if initial_state is None
+        else initial_state.float()
+    )
     out = []
     for i in range(key.shape[2]):
         fresh = new_values[:, :, i] - old_keys[:, :, i] @ state
@@ -102,4 +118,6 @@ def check(device: torch.device) -> float:
     )
     got = chunk_gated_delta_rule(query, key, value, g, beta, output_final_state=True)
     pairs = zip(got, expected, strict=True)
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs if a is not None and b is not None)
+    return max(
+        float((a - b).norm() / b.norm()) for a, b in pairs if a is not None and b is not None
+    )

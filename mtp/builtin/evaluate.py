@@ -9,6 +9,7 @@ first and the windows are then walked over it. Two figures a position:
 * conditional: of the windows whose first j-1 drafts were right, those whose j-th was too.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,20 @@ from mtp.builtin.loss import DEPTH
 from mtp.builtin.model import MAX_POSITIONS, MtpModel
 
 ROWS = 32  # a held-out estimate reads ROWS rows of text, and as many of conversations
-PROMPTS, PROMPT, ANSWER = 256, 128, 128  # acceptance: number of prompts, tokens of each, tokens written
+PROMPTS, PROMPT, ANSWER = (
+    256,
+    128,
+    128,
+)  # acceptance: number of prompts, tokens of each, tokens written
 WRITTEN_ROWS, WRITTEN_PROMPTS = 4096, (16, 64, 128, 256)  # rows written for each prompt length
 LENGTH = 2048  # of the rows a loss is averaged over
 BUCKETS = (0, 64, 256, 512, 1024, 2048, 4096, MAX_POSITIONS)
 SAMPLES = ("import os\n", "def fibonacci(n):\n", "class Stack:\n", ".. function:: open(file)\n\n")
-QUESTIONS = ("Write the Python function `clamp`: Return x limited to the range low to high.", "Explain `os.path.join`.", "Hello")
+QUESTIONS = (
+    "Write the Python function `clamp`: Return x limited to the range low to high.",
+    "Explain `os.path.join`.",
+    "Hello",
+)
 
 
 def _rows(split: Split, length: int) -> tuple[Tensor, Tensor]:
@@ -43,14 +52,22 @@ def _rows(split: Split, length: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def losses(model: MtpModel, split: Split) -> dict[str, float]:
-    """Mean cross-entropy of backbone and of the head's first step, on text; of the backbone on conversations."""
+    """Mean cross-entropies on rows of 2048 tokens, and how often the head chooses as the backbone does.
+
+    All on the corpus's own text, `chat` on conversations. `agreement` is what acceptance would be if
+    the backbone wrote as varied a text as people do; its own greedy text repeats itself more.
+    """
     training = model.training
     model.eval()
     text, talk = _rows(split, LENGTH + 1)
     with torch.autocast(text.device.type, torch.bfloat16):
         hidden = model(text[:, :-1])
-        first, _ = model.chain(hidden, text, torch.zeros(8, dtype=torch.long, device=text.device), depth=1)
+        first, _ = model.chain(
+            hidden, text, torch.zeros(8, dtype=torch.long, device=text.device), depth=1
+        )
+        alike = model.logits(first[:, :-1]).argmax(-1) == model.logits(hidden[:, 1:]).argmax(-1)
         values = {
+            "agreement": float(alike.float().mean()),
             "backbone": _entropy(model, hidden, text[:, 1:]),
             "head": _entropy(model, first[:, :-1], text[:, 2:]),
             "chat": _entropy(model, model(talk[:, :-1]), talk[:, 1:]),
@@ -67,11 +84,15 @@ def _entropy(model: MtpModel, hidden: Tensor, targets: Tensor) -> float:
 def loss_by_position(model: MtpModel, split: Split) -> dict[str, float]:
     """Mean loss in each bucket of positions, over stretches of MAX_POSITIONS tokens."""
     stream = split.text
-    offsets = torch.arange(0, len(stream.tokens) - MAX_POSITIONS - 1, MAX_POSITIONS, device=stream.tokens.device)[:16]
+    offsets = torch.arange(
+        0, len(stream.tokens) - MAX_POSITIONS - 1, MAX_POSITIONS, device=stream.tokens.device
+    )[:16]
     tokens = stream.rows(offsets, MAX_POSITIONS + 1)
     logits = model.logits(model(tokens[:, :-1]))
-    each = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(offsets), -1)
-    pairs = zip(BUCKETS, BUCKETS[1:], strict=False)
+    each = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
+        len(offsets), -1
+    )
+    pairs = itertools.pairwise(BUCKETS)
     return {f"{start}-{end}": round(float(each[:, start:end].mean()), 3) for start, end in pairs}
 
 
@@ -90,7 +111,12 @@ def write(model: MtpModel, prompts: Tensor, length: int) -> Tensor:
 def continuations(model: MtpModel, split: Split, length: int, seed: int) -> Tensor:
     """The backbone's own text [N, length], after prompts of several lengths from the split."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.cat([write(model, split.batch(WRITTEN_ROWS, size, generator), length) for size in WRITTEN_PROMPTS])
+    return torch.cat(
+        [
+            write(model, split.batch(WRITTEN_ROWS, size, generator), length)
+            for size in WRITTEN_PROMPTS
+        ]
+    )
 
 
 @torch.no_grad()
@@ -98,7 +124,9 @@ def right_drafts(model: MtpModel, text: Tensor, prompt: int) -> Tensor:
     """For text [B, L] written greedily after `prompt` tokens: [B, windows that could start, DEPTH], right or not."""
     starts = torch.arange(prompt - 1, text.shape[1] - DEPTH - 1, device=text.device)
     first, later = model.chain(model(text[:, :-1]), text, starts, DEPTH, greedy=True)
-    drafts = torch.stack([model.logits(out).argmax(-1) for out in (first[:, starts], *later)], dim=-1)
+    drafts = torch.stack(
+        [model.logits(out).argmax(-1) for out in (first[:, starts], *later)], dim=-1
+    )
     truth = torch.stack([text[:, starts + 2 + step] for step in range(DEPTH)], dim=-1)
     return drafts == truth
 
@@ -106,7 +134,11 @@ def right_drafts(model: MtpModel, text: Tensor, prompt: int) -> Tensor:
 def acceptance(model: MtpModel, prompts: Tensor) -> dict[str, Any]:
     """Acceptance by position, and tokens a window, over ANSWER tokens after each of the prompts [B, P]."""
     size = prompts.shape[1]
-    right = right_drafts(model, write(model, prompts, size + ANSWER + DEPTH + 1), size).cumprod(-1).cpu()
+    right = (
+        right_drafts(model, write(model, prompts, size + ANSWER + DEPTH + 1), size)
+        .cumprod(-1)
+        .cpu()
+    )
     counts, windows = torch.zeros(DEPTH), 0
     for row in right:
         at = 0
@@ -128,7 +160,10 @@ def samples(model: MtpModel, folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     turns = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+            [{"role": "user", "content": question}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=thinking,
         )
         for question in QUESTIONS
         for thinking in (False, True)
@@ -137,7 +172,7 @@ def samples(model: MtpModel, folder: Path) -> list[str]:
     texts = []
     for prompt in (*SAMPLES, *turns):
         ids = torch.tensor([tokenizer.encode(prompt)], device=device)
-        texts.append(tokenizer.decode(write(model, ids, ids.shape[1] + 200)[0].tolist()))
+        texts.append(str(tokenizer.decode(write(model, ids, ids.shape[1] + 200)[0].tolist())))
     return texts
 
 
@@ -151,8 +186,12 @@ def report(folder: Path, train: Split, held_out: Split) -> dict[str, Any]:
     for name, split in (("held_out", held_out), ("seen", train)):
         generator = torch.Generator().manual_seed(1)
         last = len(split.text.tokens) - PROMPT
-        text = split.text.rows(torch.randint(last, (PROMPTS,), generator=generator).to(device), PROMPT)
-        starts = split.chat.starts[torch.randint(len(split.chat.starts) - 20, (PROMPTS,), generator=generator).to(device)]
+        text = split.text.rows(
+            torch.randint(last, (PROMPTS,), generator=generator).to(device), PROMPT
+        )
+        starts = split.chat.starts[
+            torch.randint(len(split.chat.starts) - 20, (PROMPTS,), generator=generator).to(device)
+        ]
         found[name] = losses(model, split)
         found[name]["acceptance"] = acceptance(model, text)
         found[name]["acceptance_chat"] = acceptance(model, split.chat.rows(starts, PROMPT))

@@ -27,7 +27,10 @@ class Losses:
     agreement: Tensor
 
     def total(self, head_only: bool = False) -> Tensor:
-        first, later = torch.lerp(self.head, self.first_soft, SOFT), torch.lerp(self.chain, self.later_soft, SOFT)
+        first, later = (
+            torch.lerp(self.head, self.first_soft, SOFT),
+            torch.lerp(self.chain, self.later_soft, SOFT),
+        )
         head = HEAD_WEIGHT * first + CHAIN_WEIGHT * (DEPTH - 1) * later
         return head if head_only else self.backbone + head
 
@@ -64,8 +67,17 @@ def losses(model: MtpModel, tokens: Tensor, offset: Tensor) -> Losses:
     head, first_soft, alike = compare(model.logits(first[:, :-1]), teacher[:, 1:], tokens[:, 2:])
     agreement, hards, softs = [alike], [], []
     for step, out in enumerate(later, start=1):
-        hard, soft, alike = compare(model.logits(out), teacher[:, starts + step + 1], tokens[:, starts + step + 2])
+        hard, soft, alike = compare(
+            model.logits(out), teacher[:, starts + step + 1], tokens[:, starts + step + 2]
+        )
         hards.append(hard)
         softs.append(soft)
         agreement.append(alike)
-    return Losses(backbone, head, torch.stack(hards).mean(), first_soft, torch.stack(softs).mean(), torch.stack(agreement))
+    return Losses(
+        backbone,
+        head,
+        torch.stack(hards).mean(),
+        first_soft,
+        torch.stack(softs).mean(),
+        torch.stack(agreement),
+    )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +21,15 @@ from mtp.builtin.tokenizer import VOCAB_SIZE
 MAX_POSITIONS = 8192
 FULL_ATTENTION = 3  # index of the first full-attention layer; the head's layer is of that kind
 
-TEXT_CONFIG: dict[str, object] = {
+TEXT_CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 576,
     "num_hidden_layers": 8,
     "full_attention_interval": 4,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    * 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -74,7 +76,12 @@ class MtpHead(nn.Module):
         self.norm = Qwen3_5RMSNorm(size, eps)
 
     def forward(
-        self, hidden: Tensor, embedding: Tensor, rotation: Rotation, past: Rotation | None = None, mask: Tensor | None = None
+        self,
+        hidden: Tensor,
+        embedding: Tensor,
+        rotation: Rotation,
+        past: Rotation | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Rotation]:
         """One step of the head.
 
@@ -89,20 +96,35 @@ class MtpHead(nn.Module):
         """
         layer = self.layers[0]
         attention = layer.self_attn
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], dim=-1))
+        x = self.fc(
+            torch.cat(
+                [self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], dim=-1
+            )
+        )
         normed = layer.input_layernorm(x)
         shape = (*x.shape[:2], -1, attention.head_dim)
-        query, gate = attention.q_proj(normed).view(*shape[:3], 2 * attention.head_dim).chunk(2, dim=-1)
+        query, gate = (
+            attention.q_proj(normed).view(*shape[:3], 2 * attention.head_dim).chunk(2, dim=-1)
+        )
         query = attention.q_norm(query).transpose(1, 2)
         key = attention.k_norm(attention.k_proj(normed).view(shape)).transpose(1, 2)
         value = attention.v_proj(normed).view(shape).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *rotation)
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
-        groups = attention.num_key_value_groups  # repeated by hand: with a mask, grouped attention has no fast kernel
-        wide_key, wide_value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        groups = (
+            attention.num_key_value_groups
+        )  # repeated by hand: with a mask, grouped attention has no fast kernel
+        wide_key, wide_value = (
+            key.repeat_interleave(groups, dim=1),
+            value.repeat_interleave(groups, dim=1),
+        )
         mixed = F.scaled_dot_product_attention(
-            query.to(value.dtype), wide_key.to(value.dtype), wide_value, attn_mask=mask, is_causal=mask is None
+            query.to(value.dtype),
+            wide_key.to(value.dtype),
+            wide_value,
+            attn_mask=mask,
+            is_causal=mask is None,
         )
         mixed = mixed.transpose(1, 2).flatten(2) * gate.flatten(2).sigmoid()
         x = x + attention.o_proj(mixed)
@@ -121,7 +143,9 @@ class MtpModel(nn.Module):
         self.dropout = dropout
         self.backbone = Qwen3_5TextModel(config)
         self.mtp = MtpHead(config)
-        for module in self.mtp.modules():  # the backbone's own initialisation does not reach the head
+        for (
+            module
+        ) in self.mtp.modules():  # the backbone's own initialisation does not reach the head
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
 
@@ -145,7 +169,9 @@ class MtpModel(nn.Module):
         else:
             mixed, _ = layer.self_attn(normed, position_embeddings=rotation, attention_mask=None)
         x = x + F.dropout(mixed, self.dropout, self.training)
-        return x + F.dropout(layer.mlp(layer.post_attention_layernorm(x)), self.dropout, self.training)
+        return x + F.dropout(
+            layer.mlp(layer.post_attention_layernorm(x)), self.dropout, self.training
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Normed hidden states [B, T, H] of tokens [B, T]."""
@@ -174,7 +200,9 @@ class MtpModel(nn.Module):
         """
         length, count = hidden.shape[1], len(starts)
         everywhere = torch.arange(length, device=tokens.device)
-        first, past = self.mtp(hidden, self.embed(tokens[:, 1 : length + 1]), self.rotation(everywhere))
+        first, past = self.mtp(
+            hidden, self.embed(tokens[:, 1 : length + 1]), self.rotation(everywhere)
+        )
         mask = everywhere[None] <= starts[:, None]
         own = torch.eye(count, dtype=torch.bool, device=tokens.device)
         out, later = first[:, starts], []
@@ -187,7 +215,9 @@ class MtpModel(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile a layer and a head step, not the whole: layers of a kind then share one compilation."""
-        torch._dynamo.config.recompile_limit = 64  # lengths, training or not, with or without gradients
+        torch._dynamo.config.recompile_limit = (
+            64  # lengths, training or not, with or without gradients
+        )
         self.layer = torch.compile(self.layer, dynamic=False)  # type: ignore[method-assign]
         self.mtp.compile(dynamic=False)
 
@@ -197,15 +227,23 @@ class MtpModel(nn.Module):
         self.eval()  # dropout acts on the backbone alone
 
     def save(self, folder: Path) -> None:
-        """Write the raw Hugging Face checkpoint: bf16, A_log in float32; config.json and generation_config.json beside it."""
+        """Write the raw Hugging Face checkpoint, bf16 with A_log in float32, and its two configs."""
+        zero_centred = {
+            id(module.weight) for module in self.modules() if isinstance(module, Qwen3_5RMSNorm)
+        }
         tensors = {}
-        for name, parameter in self.state_dict().items():
+        for name, parameter in self.named_parameters():
+            value = parameter.detach().to("cpu", torch.float32)
+            if id(parameter) in zero_centred:
+                # mlx-lm adds the 1 in bf16. Values for which that is exact serve every loader alike.
+                value = (1 + value).to(torch.bfloat16).float() - 1
             name = name.replace("backbone.", "model.language_model.", 1)
             dtype = torch.float32 if name.endswith("A_log") else torch.bfloat16
-            tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+            tensors[name] = value.to(dtype).contiguous()
         save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        # The special tokens are the last nine: <|endoftext|>, <|im_start|>, <|im_end|>, then markup.
         ends = {"eos_token_id": [VOCAB_SIZE - 7, VOCAB_SIZE - 9], "pad_token_id": VOCAB_SIZE - 9}
-        text = {**TEXT_CONFIG, **ends, "eos_token_id": VOCAB_SIZE - 7, "dtype": "bfloat16"}
+        text = TEXT_CONFIG | ends | {"eos_token_id": VOCAB_SIZE - 7, "dtype": "bfloat16"}
         config = {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
@@ -220,4 +258,9 @@ class MtpModel(nn.Module):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
         tensors = load_file(str(folder / "model.safetensors"))
-        self.load_state_dict({name.replace("model.language_model.", "backbone.", 1): value for name, value in tensors.items()})
+        self.load_state_dict(
+            {
+                name.replace("model.language_model.", "backbone.", 1): value
+                for name, value in tensors.items()
+            }
+        )

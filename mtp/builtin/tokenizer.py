@@ -4,12 +4,29 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL = (END_OF_TEXT, TURN_START, TURN_END)
-MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKUP = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """One token each, but text to a decoder: parsers of reasoning and tool calls have to see them."""
 
 # The family's own pattern, so that a loader that rebuilds the tokenizer from vocabulary and merges gets this one.
@@ -38,10 +55,14 @@ def train(texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in CONTROL]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"vocabulary has {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: too little text?")
+        raise ValueError(
+            f"vocabulary has {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: too little text?"
+        )
     return tokenizer
 
 

@@ -1,17 +1,21 @@
 """The built-in model is there, is what it says it is, and has learnt something."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
 from mtp.builtin import checkpoint_dir
 
+Loaded = tuple[nn.Module, TokenizerWrapper]
 MAX_BYTES = 16_000_000
 FILES = {
     "config.json",
@@ -40,8 +44,15 @@ SNIPPET = '''\
 SNIPPET_LOSS = 2.8
 
 
+def weights() -> dict[str, mx.array]:
+    """The stored tensors, under their stored names."""
+    found = mx.load(str(checkpoint_dir() / "model.safetensors"))
+    assert isinstance(found, dict)
+    return found
+
+
 @pytest.fixture(autouse=True, scope="module")
-def on_cpu():
+def on_cpu() -> Iterator[None]:
     """The bounds below are for float32 arithmetic on the processor."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
@@ -50,21 +61,21 @@ def on_cpu():
 
 
 @pytest.fixture(scope="module")
-def loaded():
+def loaded() -> Loaded:
     """Model and tokenizer as stock mlx-lm loads them, in float32."""
     model, tokenizer = load(str(checkpoint_dir()))[:2]
     model.set_dtype(mx.float32)
     return model, tokenizer
 
 
-def test_package_data_is_complete_and_small():
+def test_package_data_is_complete_and_small() -> None:
     """The checkpoint's files are all there and stay within the size a package may carry."""
     sizes = {path.name: path.stat().st_size for path in Path(checkpoint_dir()).iterdir()}
     assert sizes.keys() >= FILES
     assert sum(sizes.values()) <= MAX_BYTES
 
 
-def test_config_is_of_the_family():
+def test_config_is_of_the_family() -> None:
     """A reader of Qwen3.5 configs finds the fields it looks for."""
     config = json.loads((checkpoint_dir() / "config.json").read_text())
     text = config["text_config"]
@@ -72,16 +83,20 @@ def test_config_is_of_the_family():
     assert text["mtp_num_hidden_layers"] == 1
     assert text["mtp_use_dedicated_embeddings"] is False
     assert text["tie_word_embeddings"] is True
-    assert text["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * (text["num_hidden_layers"] // 4)
+    assert text["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * (
+        text["num_hidden_layers"] // 4
+    )
     rope = text["rope_parameters"]
     assert sum(rope["mrope_section"]) * 2 == int(text["head_dim"] * rope["partial_rotary_factor"])
 
 
-def test_mtp_tensors_have_the_raw_names_and_shapes():
+def test_mtp_tensors_have_the_raw_names_and_shapes() -> None:
     """All 15 tensors of a dense head, under the names Qwen publishes."""
     text = json.loads((checkpoint_dir() / "config.json").read_text())["text_config"]
     hidden, inner = text["hidden_size"], text["intermediate_size"]
-    queries, keys = (text[name] * text["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    queries, keys = (
+        text[name] * text["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
     layer = "mtp.layers.0."
     expected = {
         "mtp.fc.weight": (hidden, 2 * hidden),
@@ -100,81 +115,119 @@ def test_mtp_tensors_have_the_raw_names_and_shapes():
         layer + "mlp.up_proj.weight": (inner, hidden),
         layer + "mlp.down_proj.weight": (hidden, inner),
     }
-    weights = mx.load(str(checkpoint_dir() / "model.safetensors"))
-    assert {name: value.shape for name, value in weights.items() if name.startswith("mtp.")} == expected
+    assert {
+        name: value.shape for name, value in weights().items() if name.startswith("mtp.")
+    } == expected
 
 
-def test_weights_are_raw_bf16():
+def test_weights_are_raw_bf16() -> None:
     """Raw layout (conv1d [C, 1, K]) and stored in bf16, but for A_log."""
-    weights = mx.load(str(checkpoint_dir() / "model.safetensors"))
-    for name, value in weights.items():
+    for name, value in weights().items():
         assert value.dtype == (mx.float32 if name.endswith("A_log") else mx.bfloat16), name
         if "conv1d" in name:
             assert value.shape[1] == 1, name
 
 
-@pytest.mark.parametrize("text", ["import os\n", "def f(x):\n    return x + 1\n", "naïve 日本語 \t\r\n  {'a': 1.5e-3}", "1234567890", " "])
-def test_tokenizer_round_trips(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\n",
+        "def f(x):\n    return x + 1\n",
+        "naïve 日本語 \t\r\n  {'a': 1.5e-3}",
+        "1234567890",
+        " ",
+    ],
+)
+def test_tokenizer_round_trips(text: str) -> None:
     """Encoding and decoding gives the text back, byte for byte."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokenizer_agrees_with_the_config():
+def test_tokenizer_agrees_with_the_config() -> None:
     """Special tokens are one token each, and the config's end tokens are the tokenizer's."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
     config = json.loads((checkpoint_dir() / "config.json").read_text())
     assert len(tokenizer) == config["text_config"]["vocab_size"]
-    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"):
+    for token in (
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+    ):
         assert len(tokenizer.encode(token)) == 1, token
     ends = json.loads((checkpoint_dir() / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
 
 
-def test_chat_template_renders():
+def test_chat_template_renders() -> None:
     """A system and a user turn become ChatML, ready for the assistant, with reasoning on or off."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Explain `os`."}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Explain `os`."},
+    ]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nExplain `os`.<|im_end|>\n<|im_start|>assistant\n"
+    turns = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nExplain `os`.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert prompt == turns + "<think>\n"
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    prompt = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
     assert prompt == turns + "<think>\n\n</think>\n\n"
 
 
-def test_chat_template_renders_tools():
+def test_chat_template_renders_tools() -> None:
     """Tool definitions, a call and its result appear in the form the family's parsers read."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": "Add 1."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1"},
     ]
-    prompt = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        messages, tools=[tool], tokenize=False, add_generation_prompt=True
+    )
     assert '"name": "add"' in prompt
-    assert "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>" in prompt
+    assert (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>"
+        in prompt
+    )
     assert "<tool_response>\n1\n</tool_response>" in prompt
 
 
-def test_stock_mlx_lm_continues_code(loaded):
+def test_stock_mlx_lm_continues_code(loaded: Loaded) -> None:
     """Stock mlx-lm decodes greedily from it; logits are finite and the text is not one token repeated."""
     model, tokenizer = loaded
     cache = make_prompt_cache(model)
-    tokens, fed = [], mx.array([tokenizer.encode("import os\n")])
+    tokens: list[int] = []
+    fed = mx.array([tokenizer.encode("import os\n")])
     for _ in range(24):
         logits = model(fed, cache=cache)[:, -1]
         assert mx.isfinite(logits).all().item()
         fed = logits.argmax(-1)[None]
-        tokens.append(fed.item())
+        tokens.append(int(fed.item()))
     assert len(set(tokens)) > 3
     assert "import" in tokenizer.decode(tokens)
 
 
-def test_held_out_text_is_predicted(loaded):
+def test_held_out_text_is_predicted(loaded: Loaded) -> None:
     """The loss on a module the model never saw is far below what random weights give."""
     model, tokenizer = loaded
     ids = mx.array([tokenizer.encode(SNIPPET)])
-    loss = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="mean").item()
-    assert loss < SNIPPET_LOSS
+    loss = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="mean")
+    assert float(loss) < SNIPPET_LOSS
