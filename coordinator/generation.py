@@ -21,6 +21,9 @@ from proto.errors import ClusterError, NotReadyError
 
 log = logging.getLogger(__name__)
 
+MOST_FAILURES = 4
+"""Pipelines that may fail in a row before their requests are taken for the cause."""
+
 RETRY_SECONDS = 1.0
 """Pause after a wait for a plan was in vain, lest a source that fails at once is asked without end."""
 
@@ -45,6 +48,8 @@ class GenerationLoop:
         self._task: asyncio.Task[None] | None = None
         self.meter = Meter()
         self.recoveries = 0
+        self._failures = 0
+        """Pipelines lost since one last gave a frame back."""
 
     # ---- life
 
@@ -109,13 +114,24 @@ class GenerationLoop:
             except ClusterError as error:
                 await self._give_up(self.pipeline, error)
                 continue
+            except Exception as error:  # a bug of ours: what it touched cannot be trusted any more
+                log.exception("the generation loop failed")
+                self._fail_all("the server failed on one of the requests it was serving")
+                await self._give_up(self.pipeline, ClusterError(f"{type(error).__name__}: {error}"))
+                continue
+            self._failures = 0
             self._deliver(settlement)
             self._pump()
 
     async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
+        """Leave a pipeline that failed. Requests that no pipeline survives end, lest they kill one after another."""
         log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            self._fail_all(f"{self._failures} plans in a row failed before they gave a token")
+            self._failures = 0
         self.source.failed(pipeline, error)
         await pipeline.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -121,6 +121,13 @@ class LocalPipeline:
 
     def _run(self) -> None:
         try:
+            self._serve()
+        finally:
+            # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
+            mx.clear_streams()
+
+    def _serve(self) -> None:
+        try:
             stages = self._model.load(self._on_progress)
         except Exception as error:
             self._post(_set_exception, self._started, error)
@@ -157,19 +164,18 @@ class LocalPipeline:
 
 
 class LocalSource:
-    """Gives one local pipeline, and no second: what fails here fails the same way again."""
+    """Gives the pipeline of this process, loaded by `make(epoch)`, and a fresh one when that has failed."""
 
-    def __init__(self, pipeline: LocalPipeline) -> None:
-        self.pipeline = pipeline
-        self.error: Exception | None = None
+    def __init__(self, make: Callable[[int], Awaitable[LocalPipeline]]) -> None:
+        self._make = make
+        self._epoch = 0
 
     async def acquire(self) -> Pipeline:
-        if self.error is not None:
-            raise WorkerLostError(f"the model stopped working: {self.error}")
-        return self.pipeline
+        self._epoch += 1
+        return await self._make(self._epoch)
 
     def failed(self, pipeline: Pipeline, error: Exception) -> None:
-        self.error = error
+        """Nothing to find out: there is no other machine to leave out."""
 
 
 def _set_result(future: asyncio.Future[None]) -> None:

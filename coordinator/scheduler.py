@@ -42,12 +42,13 @@ from proto.frame import (
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows. `context` is the model's.
+    """What the user allows. `context` and `vocab` are the model's.
 
     A prompt is cut into chunks of `prefill_chunk` tokens; chunks of several prompts share a frame up to `step_tokens`.
     """
 
     context: int
+    vocab: int = 2**31
     queue: int = 256
     prefill_chunk: int = 512
     step_tokens: int = 2048
@@ -144,6 +145,13 @@ class Scheduler:
             raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
         if request.max_tokens < 1:
             raise RequestError("max_tokens is at least 1", param="max_tokens")
+        vocab = self.limits.vocab
+        if not all(0 <= token < vocab for token in request.prompt):
+            raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
+        if any(token >= vocab for token in request.params.logit_bias):
+            raise RequestError(
+                f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
+            )
         total = len(request.prompt) + request.max_tokens
         if total > self.limits.context:
             raise RequestError(

@@ -79,6 +79,7 @@ async def serve(options: ServeOptions) -> None:
     tokenizer = Tokenizer.load(checkpoint.path)
     limits = Limits(
         checkpoint.config.max_positions,
+        checkpoint.config.vocab_size,
         prefill_chunk=options.prefill_chunk,
         step_tokens=options.step_tokens,
     )
@@ -86,7 +87,7 @@ async def serve(options: ServeOptions) -> None:
     async with AsyncExitStack() as stack:
         manager = None
         if options.single_node:
-            source: ClusterManager | LocalSource = LocalSource(await alone(1))
+            source: ClusterManager | LocalSource = LocalSource(alone)
         else:
             source = manager = _manager(checkpoint, options, mode, alone)
             stack.push_async_callback(manager.close)

@@ -58,16 +58,19 @@ async def local_generator(
         kv_format(checkpoint, kv_bits),
         with_head=mode.depth != 0,
     )
-    limits = limits or Limits(checkpoint.config.max_positions)
-    pipeline = LocalPipeline(model)
-    loop = GenerationLoop(LocalSource(pipeline), Scheduler(limits, Controller(mode)))
-    try:
+    limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
+
+    async def load(epoch: int) -> LocalPipeline:
+        pipeline = LocalPipeline(model, epoch)
         await pipeline.start(on_progress)
+        return pipeline
+
+    loop = GenerationLoop(LocalSource(load), Scheduler(limits, Controller(mode)))
+    try:
         await loop.start()
         yield loop
     finally:
         await loop.close()
-        await pipeline.close()
 
 
 def even_spans(checkpoint: Checkpoint, stages: int) -> tuple[Span, ...]:

@@ -98,7 +98,7 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
 
 
 def _wait_for(log: Path, message: str, field: str) -> str:
-    """`field` of the first record that says `message` and has it. Raises WorkerLostError when it does not come in time."""
+    """`field` of the first record that says `message` and has it. Raises WorkerLostError when none comes in time."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         for line in log.read_text(errors="replace").splitlines():
