@@ -47,7 +47,10 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Of `window`, `kept` tokens were right; its last `trim` go, with every window after it."""
+    """Of `window`, `kept` tokens were right; its last `trim` go, with every window after it.
+
+    None were right of a window that was sent on a vain hope.
+    """
 
     seq_id: int
     window: int
@@ -57,7 +60,7 @@ class Rollback:
     def __post_init__(self) -> None:
         _within("seq_id", self.seq_id, 0, MAX_INT)
         _within("window", self.window, 0, MAX_INT)
-        _within("kept", self.kept, 1, MAX_FRAME_TOKENS)
+        _within("kept", self.kept, 0, MAX_FRAME_TOKENS)
         _within("trim", self.trim, 0, MAX_FRAME_TOKENS - self.kept)
 
     @property

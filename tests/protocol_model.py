@@ -1,0 +1,511 @@
+"""The pipeline's protocol as a world of few states, walked through to the last one.
+
+A world is a coordinator, a chain of real `StageEngine`s without a model, and what lies between them. Every step that
+could happen next is taken from every state: a frame passes a stage or returns, a signal reaches a stage (again,
+late, or never: it is always possible and never needed), a request comes or its client leaves, the plan ends in a
+crash and another begins. States met before are not walked again.
+
+A sequence's text is a formula (`truth`), so a stage that holds a wrong token, or a client that is told one, is seen
+at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Protocol, Self, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mtp.acceptance import kept as count_kept
+from proto.errors import StaleEpochError
+from proto.frame import Admit, Frame, Op, Outcome, Segment
+from worker.cache.prefix import PrefixEntry
+from worker.cache.sequence import LayerCache, SequenceCache
+from worker.cache.tail import Tail
+from worker.engine import StageEngine
+from worker.model.loader import StageModules
+from worker.model.stage import Run, Stage
+from worker.model.verifier import Key, Verifier
+
+VOCAB = 256
+WRONG = 100
+"""Added to a token to make another one of it."""
+
+LOST = VOCAB - 1
+"""What the target says after tokens that are not the text: it must never be heard."""
+
+
+def truth(seq_id: int, length: int) -> list[int]:
+    """The first `length` tokens of a sequence's text, prompt included."""
+    return [first_token(seq_id) + position for position in range(length)]
+
+
+def first_token(seq_id: int) -> int:
+    """Texts have no token in common, so that one in a wrong place is seen."""
+    return 20 * (seq_id + 1)
+
+
+class Chooser:
+    """Makes the choices that chance would make, in every way: those of `script`, then the first of each."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        self.script = tuple(script)
+        self.made: list[int] = []
+        self.ways: list[int] = []
+
+    def pick(self, ways: int) -> int:
+        """A number below `ways`."""
+        at = len(self.made)
+        self.made.append(self.script[at] if at < len(self.script) else 0)
+        self.ways.append(ways)
+        return self.made[-1]
+
+    def following(self) -> Iterator[tuple[int, ...]]:
+        """Scripts of the ways not gone at the choices made beyond the script."""
+        for at in range(len(self.script), len(self.made)):
+            for way in range(1, self.ways[at]):
+                yield (*self.made[:at], way)
+
+
+# ---- stages without a model
+
+
+class TokenCache(KVCache):
+    """A layer cache that holds the tokens themselves."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.tokens = list(tokens)
+
+    def trim(self, n: int) -> int:
+        assert 0 < n <= len(self.tokens)
+        del self.tokens[-n:]
+        return n
+
+
+def tokens_of(held: SequenceCache | PrefixEntry) -> list[int]:
+    (cache,) = held.layers
+    assert isinstance(cache, TokenCache)
+    return cache.tokens
+
+
+def copies(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """For `worker.engine.copies_of`, which would copy arrays."""
+    (cache,) = layers
+    assert isinstance(cache, TokenCache)
+    return [TokenCache(cache.tokens)]
+
+
+class TokenStage(Stage):
+    """A stage whose hidden states are the tokens: `[rows, 1]`."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
+        self.modules = cast(StageModules, SimpleNamespace(config=config))
+
+    def new_sequence(self, admitted: Admit) -> SequenceCache:
+        layers: list[LayerCache] = [TokenCache()]
+        return SequenceCache(admitted, layers)
+
+    def embed(self, tokens: Sequence[int]) -> mx.array:
+        return mx.array(list(tokens), mx.float32)[:, None]
+
+    def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
+        rows = [token for _, segment in runs for token in segment.tokens]
+        assert x[:, 0].tolist() == rows, "a row belongs to another token"
+        for sequence, segment in runs:
+            sequence.extend(segment)
+            tokens_of(sequence).extend(segment.tokens)
+        return x
+
+
+@dataclass
+class TruthfulVerifier(Verifier):
+    """Says the text where the tokens before it are the text. Its drafts are right or wrong by choice."""
+
+    chooser: Chooser
+    expected: dict[int, int | None] = field(default_factory=dict)
+
+    def admit(self, op: Admit) -> None:
+        self.expected[op.seq_id] = None
+
+    def evict(self, seq_id: int) -> None:
+        self.expected.pop(seq_id, None)
+
+    def save(self, seq_id: int) -> Tail:
+        return Tail(Admit(seq_id, 0, 0), None)
+
+    def restore(self, seq_id: int, saved: Tail) -> None:
+        """What comes next is said by the tokens held."""
+
+    def verify(
+        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
+    ) -> dict[Key, Outcome]:
+        return {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
+
+    def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
+        if not (segment.open or segment.sample):
+            return Outcome(segment.seq_id, segment.window, segment.width)
+        held = tokens_of(sequence)
+        ends = range(segment.position + 1, segment.position + segment.width + 1)
+        targets = [_target(segment.seq_id, held[:end]) for end in ends]
+        count = segment.width
+        if segment.open:
+            count = count_kept(segment.tokens, targets, self.expected[segment.seq_id])
+        token = targets[count - 1] if count else None
+        self.expected[segment.seq_id] = token if count else self.expected[segment.seq_id]
+        drafts: tuple[int, ...] = ()
+        if count:
+            after = segment.position + count + 1
+            drafts = guesses(segment.seq_id, after, segment.drafts, self.chooser)
+        return Outcome(segment.seq_id, segment.window, count, token, drafts)
+
+
+def guesses(seq_id: int, position: int, count: int, chooser: Chooser) -> tuple[int, ...]:
+    """`count` drafts from `position` on: right up to a place of choice, wrong there, right again behind it."""
+    right = truth(seq_id, position + count)[position:]
+    miss = chooser.pick(count + 1) - 1 if count else -1
+    return tuple((t + WRONG) % VOCAB if i == miss else t for i, t in enumerate(right))
+
+
+def _target(seq_id: int, tokens: Sequence[int]) -> int:
+    text = truth(seq_id, len(tokens) + 1)
+    return text[-1] if list(tokens) == text[:-1] else LOST
+
+
+def make_stages(count: int, epoch: int) -> list[StageEngine]:
+    last = count - 1
+    return [
+        StageEngine(
+            TokenStage(),
+            epoch=epoch,
+            first=i == 0,
+            verifier=TruthfulVerifier(Chooser()) if i == last else None,
+        )
+        for i in range(count)
+    ]
+
+
+def clone_stage(engine: StageEngine) -> StageEngine:
+    clone = copy.copy(engine)
+    clone.sequences = {
+        seq_id: SequenceCache(s.admitted, [TokenCache(tokens_of(s))], copy.copy(s.stack))
+        for seq_id, s in engine.sequences.items()
+    }
+    for sequence in clone.sequences.values():
+        sequence.stack.windows = list(sequence.stack.windows)
+    clone.prefixes = dict(engine.prefixes)
+    if isinstance(engine.verifier, TruthfulVerifier):
+        clone.verifier = TruthfulVerifier(Chooser(), dict(engine.verifier.expected))
+    return clone
+
+
+def stage_key(engine: StageEngine) -> Hashable:
+    """All that tells two states of a stage apart."""
+    held = tuple(
+        (seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items()
+    )
+    verifier = engine.verifier
+    expects = tuple(verifier.expected.items()) if isinstance(verifier, TruthfulVerifier) else ()
+    prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())
+    return engine.epoch, engine.frames_done, held, prefixes, expects
+
+
+def _stack_key(sequence: SequenceCache) -> tuple[Hashable, ...]:
+    fields = vars(sequence.stack)
+    return tuple(tuple(v) if isinstance(v, list) else v for v in fields.values())
+
+
+# ---- the world
+
+
+@dataclass(frozen=True)
+class News:
+    """A signal: a rollback, or with `kept` None a cancellation."""
+
+    seq_id: int
+    window: int = 0
+    kept: int | None = None
+
+
+Step = Callable[["World", Chooser], None]
+
+
+class ModelCoordinator(Protocol):
+    """What stands at the head of a world: the real scheduler, or a script that does what it cannot yet."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def clone(self) -> Self: ...
+
+    def key(self) -> Hashable: ...
+
+    def actions(self) -> list[str]:
+        """What clients may do now."""
+        ...
+
+    def act(self, action: str) -> list[News]: ...
+
+    def next_frame(self) -> Frame | None:
+        """What is sent at once after anything happened."""
+        ...
+
+    def can_send(self) -> bool:
+        """Whether it may send a frame now, or later, or never."""
+        ...
+
+    def send(self, chooser: Chooser) -> Frame: ...
+
+    def settle(self, frame: Frame) -> list[News]: ...
+
+    def reset(self, stages: int, epoch: int) -> None: ...
+
+    def done(self) -> bool:
+        """Whether every request has ended and no stage has anything of it that it was not told to forget."""
+        ...
+
+    def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
+        """`at_rest`: no frame is on its way."""
+        ...
+
+
+@dataclass
+class World:
+    """One state of everything. `channels[i]` lies before stage i, the last one before the coordinator.
+
+    Worlds share their parts: a step copies the part it changes.
+    """
+
+    coordinator: ModelCoordinator
+    stages: list[StageEngine]
+    channels: list[deque[Frame]]
+    news: frozenset[News] = frozenset()
+    stale_frames: tuple[Frame, ...] = ()
+    stale_news: frozenset[News] = frozenset()
+    crashes: int = 0
+    """How many are still to come, at most."""
+
+    @classmethod
+    def start(cls, coordinator: ModelCoordinator, stages: int, crashes: int = 0) -> World:
+        world = cls(coordinator, [], [], crashes=crashes)
+        world._plan(stages, 1)
+        return world
+
+    def _plan(self, stages: int, epoch: int) -> None:
+        self.coordinator.reset(stages, epoch)
+        self.stages = make_stages(stages, epoch)
+        self.channels = [deque() for _ in range(stages + 1)]
+        self._pump()
+
+    def clone(self) -> World:
+        clone = copy.copy(self)
+        clone.stages = list(self.stages)
+        clone.channels = [deque(channel) for channel in self.channels]
+        return clone
+
+    def key(self) -> int:
+        return hash(
+            (
+                self.coordinator.key(),
+                tuple(map(stage_key, self.stages)),
+                tuple(tuple(map(_frame_key, channel)) for channel in self.channels),
+                self.news,
+                self.crashes,
+                self.stale_frames == (),
+            )
+        )
+
+    # ---- steps
+
+    def steps(self) -> Iterator[tuple[str, Step]]:
+        """Everything that could happen next. A signal that would change nothing is delivered here, and is no step."""
+        for action in self.coordinator.actions():
+            yield action, partial(World.act, action=action)
+        if self.coordinator.can_send():
+            yield "send", World.send
+        for at, channel in enumerate(self.channels):
+            if channel:
+                yield f"pass {at}", partial(World.pass_on, at=at)
+        for stage, news in product(range(len(self.stages)), self.news):
+            if self._matters(stage, news):
+                yield f"{news} to {stage}", partial(World.deliver, stage=stage, news=news)
+        if self.crashes:
+            for left in range(max(1, len(self.stages) - 1), len(self.stages) + 1):
+                yield f"crash, {left} left", partial(World.crash, left=left)
+
+    def _matters(self, stage: int, news: News) -> bool:
+        tried = clone_stage(self.stages[stage])
+        deliver(tried, self.coordinator.epoch, news)
+        return stage_key(tried) != stage_key(self.stages[stage])
+
+    def _pump(self) -> None:
+        while (frame := self.coordinator.next_frame()) is not None:
+            self.channels[0].append(frame)
+
+    def send(self, chooser: Chooser) -> None:
+        self.coordinator = self.coordinator.clone()
+        self.channels[0].append(self.coordinator.send(chooser))
+
+    def act(self, _: Chooser, *, action: str) -> None:
+        self.coordinator = self.coordinator.clone()
+        self.news |= set(self.coordinator.act(action))
+        self._pump()
+
+    def pass_on(self, chooser: Chooser, *, at: int) -> None:
+        frame = self.channels[at].popleft()
+        if at == len(self.stages):
+            self.coordinator = self.coordinator.clone()
+            self.news |= set(self.coordinator.settle(frame))
+            self._pump()
+            return
+        stage = self.stages[at] = clone_stage(self.stages[at])
+        if isinstance(stage.verifier, TruthfulVerifier):
+            stage.verifier.chooser = chooser
+        self.channels[at + 1].append(stage.process(frame))
+
+    def deliver(self, _: Chooser, *, stage: int, news: News) -> None:
+        self.stages[stage] = clone_stage(self.stages[stage])
+        deliver(self.stages[stage], self.coordinator.epoch, news)
+
+    def crash(self, _: Chooser, *, left: int) -> None:
+        """Every stage and frame of the plan is gone, or comes too late; the next plan has `left` stages."""
+        self.crashes -= 1
+        self.stale_frames = tuple(frame for channel in self.channels for frame in channel)
+        self.stale_news, self.news = self.news, frozenset()
+        self.coordinator = self.coordinator.clone()
+        self._plan(left, self.coordinator.epoch + 1)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """In every state."""
+        for stage in self.stages:
+            for seq_id, sequence in stage.sequences.items():
+                sequence.stack.check()
+                held, stack = tokens_of(sequence), sequence.stack
+                assert len(held) == stack.length
+                assert held[: stack.committed] == truth(seq_id, stack.committed), held
+            for prefix in stage.prefixes.values():
+                assert tokens_of(prefix) == truth(0, prefix.length), tokens_of(prefix)
+            self._check_stale(stage)
+        self.coordinator.check(self.stages, at_rest=not any(self.channels))
+
+    def _check_stale(self, stage: StageEngine) -> None:
+        """What is left of an older plan changes nothing, whenever it comes."""
+        if not self.stale_frames and not self.stale_news:
+            return
+        before = stage_key(stage)
+        for frame in self.stale_frames:
+            try:
+                stage.process(frame)
+            except StaleEpochError:
+                continue
+            raise AssertionError(f"a frame of epoch {frame.epoch} ran in epoch {stage.epoch}")
+        for news in self.stale_news:
+            deliver(stage, self.coordinator.epoch - 1, news)
+        assert stage_key(stage) == before
+
+    def check_end(self) -> None:
+        """Where nothing more can happen: all is said, and nothing is left."""
+        assert self.coordinator.done(), "requests are left, and nothing happens any more"
+        assert not any(self.channels)
+        for stage in self.stages:
+            assert not stage.sequences, stage.sequences
+            assert list(stage.prefixes) == list(self.stages[0].prefixes)
+            assert stage.frames_done == self.stages[0].frames_done
+
+
+def deliver(stage: StageEngine, epoch: int, news: News) -> None:
+    if news.kept is None:
+        stage.cancel(epoch, news.seq_id)
+    else:
+        stage.rollback(epoch, news.seq_id, news.window, news.kept)
+
+
+def op_key(op: Op) -> Hashable:
+    """Without the sampling parameters, which hold a dict and are the same in all these worlds."""
+    if isinstance(op, Admit):
+        return op.kind, op.seq_id, op.capacity, op.prompt
+    return op
+
+
+def _frame_key(frame: Frame) -> Hashable:
+    ops = tuple(map(op_key, frame.ops))
+    return frame.epoch, frame.number, ops, frame.segments, frame.outcomes
+
+
+# ---- the walk
+
+
+@dataclass
+class Walk:
+    """What a walk met."""
+
+    states: int = 0
+    steps: int = 0
+    ends: int = 0
+    met: Counter[str] = field(default_factory=Counter)
+    """Steps by kind: what none of is met was not explored."""
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.met.items()))
+        return f"{self.states:,} states, {self.steps:,} steps ({kinds}), {self.ends:,} ends"
+
+
+def explore(start: World, most: int) -> Walk:
+    """Take every step from every state.
+
+    Raises AssertionError, with the steps that led there, where something does not hold, or after `most` states.
+    """
+    walk = Walk(states=1)
+    seen = {start.key()}
+    stack: list[tuple[World, tuple[str, ...]]] = [(start, ())]
+    while stack:
+        world, path = stack.pop()
+        ended = True
+        for name, following in _successors(world, path, walk):
+            ended = ended and name.startswith(("News", "crash"))
+            key = following.key()
+            if key in seen:
+                continue
+            seen.add(key)
+            walk.states += 1
+            assert walk.states <= most, f"more than {most:,} states"
+            _judge(World.check, following, (*path, name))
+            stack.append((following, (*path, name)))
+        if ended:
+            walk.ends += 1
+            _judge(World.check_end, world, path)
+    return walk
+
+
+def _successors(world: World, path: tuple[str, ...], walk: Walk) -> Iterator[tuple[str, World]]:
+    for name, step in world.steps():
+        scripts: list[tuple[int, ...]] = [()]
+        while scripts:
+            chooser = Chooser(scripts.pop())
+            following = world.clone()
+            _judge(_with(step, chooser), following, (*path, name))
+            scripts += chooser.following()
+            walk.steps += 1
+            walk.met[name.partition("(")[0].partition(" ")[0]] += 1
+            yield name, following
+
+
+def _with(step: Step, chooser: Chooser) -> Callable[[World], None]:
+    return lambda world: step(world, chooser)
+
+
+def _judge(check: Callable[[World], None], world: World, path: tuple[str, ...]) -> None:
+    try:
+        check(world)
+    except Exception as error:
+        raise AssertionError("\n  ".join([f"{error!r} after", *path])) from error
