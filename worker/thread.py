@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+import mlx.core as mx
+
 T = TypeVar("T")
 Work = Callable[[], None]
 
@@ -92,6 +94,8 @@ class EngineThread:
             self._working_since = None
             self._finished_at = time.monotonic()
             self.busy_us += int((self._finished_at - started) * 1e6)
+        # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
+        mx.clear_streams()
 
 
 def _nothing() -> None:

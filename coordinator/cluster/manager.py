@@ -173,6 +173,7 @@ class ClusterManager:
             log.debug("event", extra={"event": event})
         if before.phase is not self.view.phase:
             log.info(
+                "cluster: %s",
                 self.view.phase.value,
                 extra={"epoch": self.view.epoch, "problem": self.view.problem},
             )

@@ -21,6 +21,9 @@ STOP_SECONDS = 25.0
 
 LOG_FORMAT = ("--log-format", "json")
 
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+"""transformers imports torch where it is installed, as for our parity tests, and takes seconds; our users have none."""
+
 
 @dataclass
 class Process:
@@ -106,7 +109,8 @@ def launch(
     `env` is added to this process's. `cores` pins it to these CPUs, where the system can.
     """
     log = folder / f"{name}.log"
-    command = [sys.executable, "-c", f"from {module} import main; main()", *arguments, *LOG_FORMAT]
+    start = f"{WITHOUT_TORCH}; from {module} import main; main()"
+    command = [sys.executable, "-c", start, *arguments, *LOG_FORMAT]
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]
     with log.open("wb") as stream:
