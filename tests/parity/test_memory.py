@@ -1,6 +1,6 @@
 """What a stage holds does not grow with what it has done: a snapshot goes with its window, a frame with its rows.
 
-Bytes are MLX's own count of live arrays, equal to the byte: nothing here is a matter of time or of an allocator.
+Bytes are MLX's own count of live arrays: nothing here is a matter of time or of an allocator.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ LONG = 1200
 
 SHARED = 2 * 16 * 1024
 """MLX makes no copy of a view that would save less than 16 KB; two of them are let pass."""
+
+CONV_STATE = 3 * 256 * 4
+"""Bytes of the smallest array of a snapshot."""
 
 PATTERN = [(2, 1), (1, 1), (3, 0), (2, 2), (4, 1), (1, 0), (2, 1), (1, 1), (2, 0), (1, 1)]
 """Widths of windows, and what each keeps; after each comes one built on it that keeps nothing."""
@@ -94,7 +97,7 @@ def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int)
     after_one = stage.beside_its_state()
     for _ in range(windows // (2 * len(PATTERN)) - 1):
         stage.a_round()
-    assert stage.beside_its_state() == after_one
+    assert abs(stage.beside_its_state() - after_one) < CONV_STATE
 
 
 def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> None:
