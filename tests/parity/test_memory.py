@@ -91,7 +91,7 @@ class MiddleStage:
 )
 def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int) -> None:
     """After thousands of windows of one sequence, kept, cut and dropped, a stage holds beside its present state what it
-    held after ten, to the byte."""
+    held after the first twenty."""
     stage = MiddleStage(checkpoints(layers=4))
     stage.a_round()
     after_one = stage.beside_its_state()
