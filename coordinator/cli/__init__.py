@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "replan": "Plan anew over all workers, those that joined since among them.",
     "plan": "Show who would hold what, and how fast, without loading.",
     "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
+    "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
 """Every command and its line on the help page, in the order a newcomer meets them."""

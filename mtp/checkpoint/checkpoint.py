@@ -15,6 +15,7 @@ from mtp.checkpoint.header import Header, TensorInfo, read_header
 from mtp.checkpoint.names import (
     Layout,
     Source,
+    is_head,
     local_name,
     module_path,
     mtp_parameters,
@@ -26,6 +27,8 @@ from proto.errors import CheckpointError
 from proto.span import Span
 
 INDEX = "model.safetensors.index.json"
+"""Says which file each tensor of a sharded checkpoint is in."""
+
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
 
@@ -66,8 +69,13 @@ class Checkpoint:
         """
         config = ModelConfig.load(path)
         headers = _read_headers(path)
-        tensors = _merge(headers)
-        layout = _layout(path, headers)
+        return cls.assemble(path, config, layout_of(path, headers), _merge(headers))
+
+    @classmethod
+    def assemble(
+        cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
+    ) -> Checkpoint:
+        """From tensors whose whereabouts are known. Raises CheckpointError when two would be one parameter."""
         pairs: dict[str, list[tuple[str, str]]] = {
             part: [] for part in part_names(config.num_layers)
         }
@@ -177,7 +185,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
         if not found:
             raise CheckpointError(f"{path}: no *.safetensors files; is the download complete?")
         return {file: read_header(file) for file in found}
-    weight_map = _weight_map(index)
+    weight_map = weight_map_of(index)
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
@@ -188,16 +196,31 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
             raise CheckpointError(f"{path / name}: has no tensor {tensor}, though {INDEX} says so")
-    if not any(_is_head(name) for header in headers.values() for name in header.tensors):
+    _drop_replaced(headers, weight_map)
+    if not any(is_head(name) for header in headers.values() for name in header.tensors):
         for file in found:
             if file not in headers:
                 beside = read_header(file)
-                heads = {n: info for n, info in beside.tensors.items() if _is_head(n)}
+                heads = {n: info for n, info in beside.tensors.items() if is_head(n)}
                 headers[file] = Header(heads, beside.metadata)
     return headers
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> None:
+    """A tensor counts where the index says it is, and a head it names is the only one.
+
+    So one that was replaced may stay in its file: nobody rewrites gigabytes to be rid of it.
+    """
+    head_named = any(is_head(name) for name in weight_map)
+    for file, header in headers.items():
+        for name in list(header.tensors):
+            unnamed = None if head_named and is_head(name) else file.name
+            if weight_map.get(name, unnamed) != file.name:
+                del header.tensors[name]
+
+
+def weight_map_of(index: Path) -> dict[str, str]:
+    """Which file each tensor is in, by an index. Raises CheckpointError when it makes no sense."""
     try:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -208,10 +231,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r:.120} is not the name of a file beside it")
     return weight_map
-
-
-def _is_head(stored: str) -> bool:
-    return (local_name(stored) or "").startswith("mtp.")
 
 
 def _merge(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
@@ -225,7 +244,7 @@ def _merge(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _layout(path: Path, headers: dict[Path, Header]) -> Layout:
+def layout_of(path: Path, headers: dict[Path, Header]) -> Layout:
     """One decision for the whole checkpoint, so that a stage without GDN layers is right too.
 
     A convolution is `[C, 1, K]` raw and `[C, K, 1]` for mlx. Where no header has one (or K is 1), files

@@ -60,11 +60,16 @@ class ModelConfig:
             raise CheckpointError(
                 f"{path}: no such directory; name a directory with config.json and *.safetensors"
             )
-        config = _read_json(path / "config.json")
-        text = config.get("text_config", config)
-        if not isinstance(text, dict):
-            raise CheckpointError(f"{path / 'config.json'}: text_config is not an object")
-        return _Reader(path / "config.json", config, text).read(_eos_token_ids(path, config, text))
+        file = path / "config.json"
+        config = _read_json(file)
+        return cls.parse(file, config, _eos_token_ids(path, config))
+
+    @classmethod
+    def parse(
+        cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()
+    ) -> ModelConfig:
+        """From the object of a config.json, which `file` names in errors. Raises CheckpointError as `load` does."""
+        return _Reader(file, config, _text(file, config)).read(eos_token_ids)
 
     def text_args(self) -> TextModelArgs:
         """mlx-lm's arguments for the same model; a fresh copy, since they edit what they are given."""
@@ -240,8 +245,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(path: Path, config: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+def _text(file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file}: text_config is not an object")
+    return text
+
+
+def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Stop tokens; generation_config.json comes first, as in mlx-lm."""
+    text = _text(path / "config.json", config)
     generation = path / "generation_config.json"
     sources = [_read_json(generation)] if generation.exists() else []
     for source in [*sources, config, text]:

@@ -24,6 +24,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 _LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
 
 
 @dataclass(frozen=True)

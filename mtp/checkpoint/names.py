@@ -57,6 +57,11 @@ def local_name(stored: str) -> str | None:
     return stored
 
 
+def is_head(stored: str) -> bool:
+    """Whether a stored tensor belongs to the MTP head."""
+    return (local_name(stored) or "").startswith("mtp.")
+
+
 def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
     """A local name as (part, name within the part); None when no part of this model has such a tensor."""
     head, _, rest = local.partition(".")

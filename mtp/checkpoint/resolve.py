@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 )
 
 from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.checkpoint import INDEX, weight_map_of
 from proto.errors import CheckpointError
 
 BUILTIN = "builtin"
@@ -28,6 +29,11 @@ def resolve_model(name: str) -> Path:
     A repo in the local cache is used as it is; one that is not is downloaded whole, which `HF_ENDPOINT`,
     `HF_TOKEN` and `HF_HUB_OFFLINE` govern. Raises CheckpointError when there is no such model.
     """
+    return find_model(name) or _download(name)
+
+
+def find_model(name: str) -> Path | None:
+    """As `resolve_model`, but None for a repo that is not whole in the local cache. Nothing is asked of the hub."""
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
@@ -36,11 +42,20 @@ def resolve_model(name: str) -> Path:
     if "/" not in name:
         raise _unknown(name)
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+        found = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
     except HFValidationError:
         raise _unknown(name) from None
     except LocalEntryNotFoundError:
-        return _download(name)
+        return None
+    return found if _is_whole(found) else None
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """The cache also keeps what a broken download, or another program that wanted one file, has left."""
+    index = snapshot / INDEX
+    if not index.exists():
+        return any(snapshot.glob("*.safetensors"))
+    return all((snapshot / file).exists() for file in set(weight_map_of(index).values()))
 
 
 def _unknown(name: str) -> CheckpointError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mtp.checkpoint.header import DTYPE_BYTES, read_header
+from mtp.checkpoint.header import DTYPE_BYTES, TensorInfo, read_header
 from proto.errors import CheckpointError
 from proto.size import format_size
 
@@ -77,10 +77,16 @@ class ShardWriter:
         """Whether `path` is there, with just these tensors."""
         if not self.path.is_file():
             return False
-        found = read_header(self.path).tensors
-        return [(n, i.dtype, i.shape) for n, i in found.items()] == [
-            (e.name, e.dtype, e.shape) for e in self.entries
-        ]
+        return read_header(self.path).tensors == self.tensors()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Where each tensor lies once the file is finished."""
+        found: dict[str, TensorInfo] = {}
+        start = len(self._header)
+        for entry in self.entries:
+            found[entry.name] = TensorInfo(self.path, entry.dtype, entry.shape, start, entry.nbytes)
+            start += entry.nbytes
+        return found
 
     def __enter__(self) -> ShardWriter:
         """Open the part file. One with the same header is gone on with: `written` says where."""

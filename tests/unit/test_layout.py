@@ -25,8 +25,12 @@ MAY_IMPORT = {
 COMPOSITION_ROOTS = {"coordinator.local"}
 """Modules that put coordinator and worker together in one process."""
 
-BORROWED = {"coordinator.remote": "worker.link"}
-"""The coordinator sends on hop 0, and uses the workers' own link for it: that module and nothing else of theirs."""
+BORROWED = {
+    "coordinator.remote": "worker.link",
+    "coordinator.cli.add_mtp": "worker.fetch.head",
+}
+"""The coordinator sends on hop 0 with the workers' own link, and reads a head from a hub as they read a span: each
+with that module and nothing else of theirs."""
 
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "requests", "socket", "ssl", "starlette"}
 WIRES |= {"urllib", "uvicorn", "zeroconf"}
