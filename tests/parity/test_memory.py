@@ -141,14 +141,17 @@ def test_an_open_window_does_not_keep_its_neighbours_rows(checkpoints: Checkpoin
     assert held[1] <= held[0] + SHARED
 
 
-def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints) -> None:
-    """With its sequence gone, an entry holds `nbytes` and no spare room; dropped, nothing of it stays."""
+@pytest.mark.parametrize("company", [0, 7])
+def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints, company: int) -> None:
+    """With its sequence gone, and those that shared its last frame, an entry holds `nbytes` and no spare room; dropped,
+    nothing of it stays."""
     chain = Chain(checkpoints(layers=4), (2,))
-    for seq_id in (0, 1):
+    for turn in (0, 1):
         start = _live()
-        script = Script(seq_id, random_tokens(40))
-        script.run(chain, script.chunk(40))
-        chain.send(ops=[SavePrefix(seq_id, 7), Evict(seq_id)])
+        scripts = [Script(100 * turn + i, random_tokens(40)) for i in range(1 + company)]
+        segments = [script.chunk(40) for script in scripts]
+        chain.send(*segments, ops=[op for script in scripts for op in script.due()])
+        chain.send(ops=[SavePrefix(scripts[0].seq_id, 7), *(Evict(s.seq_id) for s in scripts)])
         chain.logits.clear()
         held = _live() - start
         entries = [h for engine in chain.engines for h in engine.holdings().prefixes]
@@ -156,4 +159,4 @@ def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints) -> None:
         named = sum(h.nbytes for h in entries)
         assert named <= held < named + SHARED
         chain.send(ops=[DropPrefix(7)])
-        assert _live() == start or seq_id == 0
+        assert _live() == start or turn == 0

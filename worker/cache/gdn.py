@@ -73,8 +73,8 @@ class GDNCache:
         )
 
     def copy(self) -> GDNCache:
-        """The same state under another owner; arrays are shared, for nobody changes them."""
-        return GDNCache(self.layer, self.conv, self.state)
+        """The same state under another owner. Of its own memory: rows that ran together share theirs."""
+        return GDNCache(self.layer, mx.contiguous(self.conv), mx.contiguous(self.state))
 
     def arrays(self) -> list[mx.array]:
         """The arrays of the present state, for `mx.eval` and for counting bytes."""
