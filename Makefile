@@ -21,6 +21,11 @@ MAKE_VENV := $(PYTHON) -m venv --clear
 INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt
 endif
 
+# Tests that start no processes of their own run side by side; the others have the machine to themselves.
+JOBS ?= 2
+# Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
+PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
+
 GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
@@ -34,12 +39,12 @@ help: ## what can be made
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
 	$(BIN)/mtp-coord demo
 
-# Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
 test: $(VENV)/.dev ## the tests, without the slow ones
-	$(BIN)/python -m pytest --hypothesis-profile ci -m 'not slow and not bench'
+	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow and not bench' tests/unit tests/parity
+	$(PYTEST) -m 'not slow and not bench' tests/cluster
 
 test-slow: $(VENV)/.dev ## the slow ones
-	$(BIN)/python -m pytest --hypothesis-profile ci -m 'slow and not bench'
+	$(PYTEST) -m 'slow and not bench'
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
