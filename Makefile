@@ -26,6 +26,8 @@ JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 
+BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
+
 GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
@@ -40,11 +42,11 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 	$(BIN)/mtp-coord demo
 
 test: $(VENV)/.dev ## the tests, without the slow ones
-	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow and not bench' tests/unit tests/parity
-	$(PYTEST) -m 'not slow and not bench' tests/cluster
+	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/unit tests/parity
+	$(PYTEST) -m 'not slow' tests/cluster
 
 test-slow: $(VENV)/.dev ## the slow ones
-	$(PYTEST) -m 'slow and not bench'
+	$(PYTEST) -m slow
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
@@ -55,8 +57,8 @@ fmt: $(VENV)/.dev ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## measure, and print the hardware beside the figures
-	$(BIN)/python -m pytest -m bench --timeout 3600 --capture no tests/bench
+bench: $(VENV)/.dev ## measure, and print the hardware beside the figures; one: make bench BENCHES=acceptance
+	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python -m tests.bench.$$bench || exit 1; done
 
 proto: $(VENV)/.dev ## write proto/cluster_pb2* anew from proto/cluster.proto
 	$(call PROTOC,.)
