@@ -28,6 +28,7 @@ class Scheduled:
     to_come: tuple[GenerationRequest, ...]
     leaves: int = 0
     room: Capacity = ROOM
+    prompts: tuple[int, ...] = ()
     told: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
@@ -45,6 +46,7 @@ class Scheduled:
             self.to_come,
             self.leaves,
             self.room,
+            self.prompts,
             told,
             set(self.ended),
         )
@@ -80,6 +82,7 @@ class Scheduled:
         if word == "submit":
             request, self.to_come = self.to_come[0], self.to_come[1:]
             self.told[self.scheduler.submit(request, 0.0).seq_id] = []
+            self.prompts = (*self.prompts, len(request.prompt))
             return []
         seq_id = int(number)
         self.leaves -= 1
@@ -120,7 +123,8 @@ class Scheduled:
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
         self.scheduler.check()
         for seq_id, tokens in self.told.items():
-            assert tokens == truth(seq_id, PROMPT + len(tokens))[PROMPT:]
+            prompt = self.prompts[seq_id]
+            assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
 
 
 @dataclass(frozen=True)
