@@ -102,6 +102,15 @@ def test_seeds_differ() -> None:
     assert len({answer.tokens for answer in found}) == 3
 
 
+def test_penalties_see_the_drafts_before_them() -> None:
+    """With penalties that reward what was just said, a row that missed the drafts before it would choose otherwise."""
+    echo = SamplingParams(temperature=1.0, presence_penalty=-1.5, frequency_penalty=0.2)
+    asked = requests(FEW, COUNT, [echo, replace(echo, temperature=0.0)])
+    found = answers(asked, "3")
+    check_same(found, answers(asked, "off"))
+    assert accepted(found) > 0
+
+
 def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
     """At temperature 0 both rules say the same."""
     found = answers(requests(FEW, COUNT, [replace(GREEDY, acceptance="ratio")]), "3")
