@@ -22,8 +22,11 @@ from rich.console import Console
 from coordinator.cli.status import parse, render
 from proto.errors import WorkerLostError
 
-PROMPT = "import os\nimport sys\n\n\ndef find_files(path, suffix):\n    "
+PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
 """Completed, not chatted about: the built-in model has read Python and little else."""
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 2}
+"""Greedily a model of this size soon repeats itself."""
 
 START_SECONDS = 120.0
 """Longest wait for a process to be ready; importing MLX on a busy machine takes seconds."""
@@ -121,7 +124,7 @@ def _record(line: str) -> dict[str, Any]:
 
 def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
     """Stream one completion and say how fast it came."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **SAMPLING}
     body["stream_options"] = {"include_usage": True}
     console.print(f"[bold]{prompt}[/bold]", end="", markup=True)
     started, first, usage = time.monotonic(), 0.0, None
