@@ -28,62 +28,79 @@ class ServeAlone:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """A new plan was asked for; the one in force stays, and `reason` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """Nothing can serve, and the wait is over."""
 
     reason: str
 
 
-Action = Serve | ServeAlone | GiveUp
+Action = Serve | ServeAlone | Keep | GiveUp
 
 
 def decide(view: View, planner: Planner) -> Action | None:
     """The next action, or None to go on as it is."""
     match view.phase:
         case Phase.GATHERING:
-            return _first_plan(view, planner)
+            return _plan(view, planner)
         case Phase.SERVING:
             return _better_plan(view, planner)
         case _:
             return None
 
 
-def _first_plan(view: View, planner: Planner) -> Action | None:
-    """A plan as soon as enough workers are there, or those there are can do it and there is reason not to wait."""
+def _plan(view: View, planner: Planner) -> Action | None:
+    """A plan as soon as there is one and no reason to wait for more; then this process; then the end."""
+    settings = view.settings
     usable = view.usable()
-    limit = view.settings.recovery_wait if view.recovering else view.settings.wait
-    over = view.waited >= limit
-    enough = len(usable) >= (view.settings.nodes or 1)
-    waits_for_more = view.settings.nodes is None and not view.recovering
-    problem = view.problem
-    if usable and (over or (enough and not waits_for_more) or view.recovering):
+    enough = settings.nodes is not None and len(usable) >= settings.nodes
+    problem, curable = view.problem, True
+    if usable and (view.recovering or enough or view.waited >= settings.wait):
         try:
-            return Serve(planner(usable, view.epoch + 1))
+            plan = planner(usable, view.epoch + 1)
         except ClusterError as error:
             problem = str(error)
-            if over and not (view.settings.local and isinstance(error, MemoryLimitError)):
-                return GiveUp(problem)
-    if not over:
-        return None
-    if view.settings.local:
+            curable = isinstance(error, MemoryLimitError)
+        else:
+            if view.now >= view.retry_at:
+                return Serve(plan)
+    # At the start, workers whose pinned layers do not fit together are a mistake to be told, not served around.
+    if view.waited >= settings.wait and (curable or view.recovering) and _may_be_alone(view):
         return ServeAlone(view.epoch + 1)
-    return GiveUp(_why(view, problem))
+    over = view.waited >= (settings.recovery_wait if view.recovering else settings.wait)
+    return GiveUp(_why(view, problem)) if over else None
 
 
 def _better_plan(view: View, planner: Planner) -> Action | None:
     """A new plan when a worker of this one wants to leave, or when someone asked for it."""
-    leaving = any(
-        view.members[a].state is MemberState.DRAINING for a in view.serving if a in view.members
-    )
+    members = [view.members[address] for address in view.serving]
+    leaving = any(member.state is MemberState.DRAINING for member in members)
     if not leaving and not view.replan:
         return None
-    usable = view.usable()
-    try:
-        if usable:
-            return Serve(planner(usable, view.epoch + 1))
-    except ClusterError:
-        pass  # those that stay cannot do it: the one that leaves serves until it is gone
-    return ServeAlone(view.epoch + 1) if leaving and view.settings.local else None
+    reason = "no worker is ready"
+    if usable := view.usable():
+        try:
+            plan = planner(usable, view.epoch + 1)
+        except ClusterError as error:
+            reason = str(error)
+        else:
+            if tuple(stage.node for stage in plan.stages) != view.serving:
+                return Serve(plan)
+            reason = "it is the best for the workers there are"
+    if leaving and _may_be_alone(view):
+        return ServeAlone(view.epoch + 1)
+    # Who leaves serves until it is gone: nobody else can.
+    return Keep(reason) if view.replan else None
+
+
+def _may_be_alone(view: View) -> bool:
+    return view.settings.local and not view.alone_problem
 
 
 def _why(view: View, problem: str) -> str:
@@ -92,5 +109,6 @@ def _why(view: View, problem: str) -> str:
         for m in view.members.values()
         if m.state is MemberState.REFUSED
     ]
-    reasons = "; ".join(filter(None, [problem, *refused])) or "no worker was found"
+    found = [problem, view.alone_problem, *refused]
+    reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"

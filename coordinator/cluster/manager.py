@@ -37,6 +37,7 @@ from coordinator.cluster.view import (
     apply,
 )
 from coordinator.discovery import Candidate, Discovery
+from coordinator.model_costs import REFERENCE_BANDWIDTH
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, StagePlan
 from coordinator.remote import RemotePipeline
@@ -408,6 +409,7 @@ def _member(address: str, info: pb.WorkerInfo) -> Member:
         info.worker_id,
         info.name,
         info.hardware.memory_limit,
-        speed=info.hardware.bytes_per_second / 100e9 or 1.0,
+        speed=info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0,
+        chip=info.hardware.chip,
         pinned=pinned,
     )

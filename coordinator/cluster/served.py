@@ -48,7 +48,10 @@ class ServedModel:
         )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
-            nodes = [NodeSpec(m.address, m.memory_limit, m.speed, m.pinned) for m in members]
+            speeds = _speeds(members)
+            nodes = [
+                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
+            ]
             return make_plan(
                 self.costs, nodes, workload=workload, link_seconds=link_seconds, epoch=epoch
             )
@@ -62,3 +65,12 @@ class ServedModel:
             for s in plan.stages
         ]
         return capacity(self.costs, rooms, self.checkpoint.config.max_positions, self.max_sequences)
+
+
+def _speeds(members: Sequence[Member]) -> dict[str, float]:
+    """Speeds by address. Machines of one chip are as fast as each other: the best measurement counts for all of
+    them, since the others were disturbed."""
+    best: dict[str, float] = {}
+    for member in members:
+        best[member.chip] = max(member.speed, best.get(member.chip, 0.0))
+    return {m.address: best[m.chip] if m.chip else m.speed for m in members}

@@ -14,10 +14,13 @@ from proto.span import Span
 
 FIRST_HOLD = 2.0
 LONGEST_HOLD = 300.0
-"""Seconds a worker that was lost is held back when it returns: doubling with each loss, up to this."""
+"""Seconds no plan uses a worker from its second loss on: doubling with each, up to the longest."""
 
 STABLE_SECONDS = 60.0
-"""A worker that served so long without a fault has its losses forgotten."""
+"""A worker that was ready so long has one of its losses forgotten."""
+
+RETRY_SECONDS = 0.5
+"""Pause after a plan that could not start, and nobody knows whose fault it is."""
 
 
 class MemberState(Enum):
@@ -32,18 +35,24 @@ class MemberState(Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """One worker, by its address. `worker_id` changes when its process does."""
+    """One worker, by its address. `worker_id` changes when its process does.
+
+    `speed` is relative, as measured; `chip` says which machines are alike.
+    """
 
     address: str
     worker_id: str
     name: str
     memory_limit: int
     speed: float = 1.0
+    chip: str = ""
     pinned: Span | None = None
     state: MemberState = MemberState.READY
     reason: str = ""
     losses: int = 0
+    """How often it was lost or to blame, less what time has mended."""
     held_until: float = 0.0
+    """No plan uses it before: what fails again and again must not stop everyone's streams each time."""
     ready_since: float = 0.0
 
     def usable(self, now: float) -> bool:
@@ -61,10 +70,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for. `wait` is for the first plan, `recovery_wait` for one after a failure, in seconds.
+    """What the user asked for, times in seconds.
 
-    `nodes` is how many workers to wait for; None takes those there are when `wait` is over, and at least one.
-    `local` is whether this process may serve alone.
+    The first plan is made as soon as there are `nodes` workers, or when `wait` is over with those there are. `nodes`
+    None waits, lest the first worker to be heard gets all layers. A plan after a failure is made at once from
+    whatever is left; without one, this process serves alone after `wait` if it is `local` and can, and
+    `recovery_wait` is the end of waiting.
     """
 
     nodes: int | None = None
@@ -82,6 +93,9 @@ class View:
     now: float = 0.0
     since: float = 0.0
     """When the present phase began."""
+    gathered: float = 0.0
+    """Seconds spent waiting for a plan before the present phase, since one served or the waiting began anew."""
+    retry_at: float = 0.0
     phase: Phase = Phase.GATHERING
     epoch: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -92,6 +106,8 @@ class View:
     """Whether someone asked for a new plan though the present one works."""
     problem: str = ""
     """Why the last attempt at a plan failed, for people."""
+    alone_problem: str = ""
+    """Why this process could not serve alone when it tried."""
 
     def usable(self) -> list[Member]:
         """Workers a plan may use now, in a fixed order."""
@@ -101,7 +117,8 @@ class View:
 
     @property
     def waited(self) -> float:
-        return self.now - self.since
+        """Seconds without a plan that serves or starts."""
+        return self.gathered + (self.now - self.since if self.phase is Phase.GATHERING else 0.0)
 
 
 # ---- events
@@ -166,7 +183,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class PlanFailed:
-    """The plan in force, or being loaded, cannot serve. `address` is the worker to blame, if one is."""
+    """The plan in force, or being loaded, cannot serve. `address` is the worker to leave out, if one is known."""
 
     epoch: int
     reason: str
@@ -176,6 +193,11 @@ class PlanFailed:
 @dataclass(frozen=True)
 class ReplanAsked:
     """Someone wants the workers there are to be used as well as can be."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A new plan was asked for, and the one in force stays."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +223,7 @@ Event = (
     | Serving
     | PlanFailed
     | ReplanAsked
+    | Kept
     | Ended
     | Gathering
 )
@@ -211,80 +234,114 @@ def apply(view: View, event: Event, now: float) -> View:
     view = replace(view, now=now)
     match event:
         case Tick():
-            return _forget_old_losses(view)
-        case Seen(member):
-            return _with_member(view, _returned(view, member))
-        case Refused(member, reason):
-            refused = replace(member, state=MemberState.REFUSED, reason=reason)
-            return _with_member(view, _with_history(view, refused))
-        case Lost(address, reason):
-            return _lost(view, address, reason)
-        case Draining(address):
-            leaving = view.members.get(address)
-            if leaving is None:
-                return view
-            return _with_member(view, replace(leaving, state=MemberState.DRAINING))
-        case Left(address):
-            members = {a: m for a, m in view.members.items() if a != address}
-            return replace(view, members=members)
+            return _mended(view)
+        case Seen() | Refused() | Lost() | Draining() | Left():
+            return _without_void_plan(view, _with_news(view, event))
         case Starting(epoch, addresses):
             started = replace(view, epoch=epoch, serving=addresses, replan=False)
             return _enter(started, Phase.STARTING)
-        case Serving(epoch) if epoch == view.epoch:
-            return _enter(replace(view, recovering=False, problem=""), Phase.SERVING)
-        case PlanFailed(epoch, reason, address) if epoch == view.epoch:
+        case Serving(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
+            served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
+            return _enter(served, Phase.SERVING)
+        case PlanFailed(epoch, reason, address) if epoch == view.epoch and _planned(view):
             return _plan_failed(view, reason, address)
         case ReplanAsked():
-            return replace(view, replan=view.phase is Phase.SERVING)
+            return replace(view, replan=_planned(view))
+        case Kept():
+            return replace(view, replan=False)
         case Ended(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
         case Gathering():
-            return _enter(view, Phase.GATHERING)
+            return _enter(replace(view, gathered=0.0, alone_problem=""), Phase.GATHERING)
         case _:
             return view  # news of a plan that has been replaced
 
 
+def _planned(view: View) -> bool:
+    return view.phase in (Phase.STARTING, Phase.SERVING)
+
+
 def _enter(view: View, phase: Phase) -> View:
-    return view if view.phase is phase else replace(view, phase=phase, since=view.now)
+    if view.phase is phase:
+        return view
+    return replace(view, gathered=view.waited, phase=phase, since=view.now)
 
 
-def _with_member(view: View, member: Member) -> View:
-    return replace(view, members={**view.members, member.address: member})
+# ---- members
 
 
-def _with_history(view: View, member: Member) -> Member:
-    before = view.members.get(member.address)
+def _with_news(view: View, event: Seen | Refused | Lost | Draining | Left) -> View:
+    """The view with what is known of one worker brought up to date."""
+    address = event.address if isinstance(event, Lost | Draining | Left) else event.member.address
+    before = view.members.get(address)
+    members = {a: m for a, m in view.members.items() if a != address}
+    match event:
+        case Seen(member):
+            members[address] = replace(_with_history(member, before), ready_since=view.now)
+        case Refused(member, reason):
+            refused = replace(member, state=MemberState.REFUSED, reason=reason)
+            members[address] = _with_history(refused, before)
+        case Lost(_, reason) if before is not None:
+            members[address] = before
+            if before.state is not MemberState.LOST:
+                lost = replace(before, state=MemberState.LOST, reason=reason)
+                members[address] = _faulty(lost, view.now, FIRST_HOLD / 2)
+        case Draining() if before is not None:
+            members[address] = replace(before, state=MemberState.DRAINING)
+    return replace(view, members=members)
+
+
+def _with_history(member: Member, before: Member | None) -> Member:
+    """What a worker did counts against the next process at its address too: it may be what kills them."""
     if before is None:
         return member
     return replace(member, losses=before.losses, held_until=before.held_until)
 
 
-def _returned(view: View, member: Member) -> Member:
-    """A worker that was lost comes back held, the longer the oftener it was lost."""
-    member = replace(_with_history(view, member), ready_since=view.now)
-    before = view.members.get(member.address)
-    if before is None or before.state is not MemberState.LOST or before.losses < 2:
-        return member
-    hold = min(LONGEST_HOLD, FIRST_HOLD * 2 ** (before.losses - 2))
-    return replace(member, held_until=view.now + hold)
+def _faulty(member: Member, now: float, first_hold: float) -> Member:
+    """One loss more. Holds double with each; the first is `first_hold`, and one below FIRST_HOLD is none: who
+    was lost once may return at once."""
+    hold = min(LONGEST_HOLD, first_hold * 2**member.losses)
+    until = now + hold if hold >= FIRST_HOLD else member.held_until
+    return replace(member, losses=member.losses + 1, held_until=until)
 
 
-def _lost(view: View, address: str, reason: str) -> View:
-    member = view.members.get(address)
-    if member is None or member.state is MemberState.LOST:
-        return view
-    lost = replace(member, state=MemberState.LOST, reason=reason, losses=member.losses + 1)
-    view = _with_member(view, lost)
-    in_use = address in view.serving and view.phase in (Phase.STARTING, Phase.SERVING)
-    return _give_up_plan(view, f"{member.name}: {reason}") if in_use else view
+def _mended(view: View) -> View:
+    """Losses are forgotten one by one, while a worker is ready and not held."""
+
+    def mended(member: Member) -> Member:
+        quiet = view.now - max(member.ready_since, member.held_until)
+        if member.state is not MemberState.READY or not member.losses or quiet < STABLE_SECONDS:
+            return member
+        return replace(member, losses=member.losses - 1, ready_since=view.now)
+
+    return replace(view, members={a: mended(m) for a, m in view.members.items()})
+
+
+# ---- plans that end
+
+
+def _without_void_plan(before: View, view: View) -> View:
+    """Give the plan up when one of its workers is gone, or is not the process it was."""
+    for address in view.serving:
+        was, member = before.members.get(address), view.members.get(address)
+        if member is None or was is None or member.worker_id != was.worker_id:
+            return _give_up_plan(view, f"the worker at {address} is another now")
+        if member.state in (MemberState.LOST, MemberState.REFUSED):
+            return _give_up_plan(view, f"{member.name}: {member.reason}")
+    return view
 
 
 def _plan_failed(view: View, reason: str, address: str | None) -> View:
-    if view.phase not in (Phase.STARTING, Phase.SERVING):
-        return view
     blamed = view.members.get(address) if address is not None else None
     if blamed is not None:
-        view = _with_member(view, replace(blamed, held_until=view.now + FIRST_HOLD))
+        starting = view.phase is Phase.STARTING  # a second try with it would fail as the first did
+        faulty = _faulty(blamed, view.now, FIRST_HOLD if starting else FIRST_HOLD / 2)
+        view = replace(view, members={**view.members, blamed.address: faulty})
+    elif not view.serving:
+        view = replace(view, alone_problem=reason)
+    elif view.phase is Phase.STARTING:
+        view = replace(view, retry_at=view.now + RETRY_SECONDS)
     return _give_up_plan(view, reason)
 
 
@@ -292,15 +349,3 @@ def _give_up_plan(view: View, reason: str) -> View:
     recovering = view.recovering or view.phase is Phase.SERVING
     view = replace(view, serving=(), recovering=recovering, problem=reason)
     return _enter(view, Phase.GATHERING)
-
-
-def _forget_old_losses(view: View) -> View:
-    members = {
-        address: replace(m, losses=0)
-        if m.losses
-        and m.state is MemberState.READY
-        and view.now - max(m.ready_since, m.held_until) > STABLE_SECONDS
-        else m
-        for address, m in view.members.items()
-    }
-    return replace(view, members=members)
