@@ -12,7 +12,8 @@ from coordinator.request import Finished, GenerationRequest, TokenChunk
 from coordinator.scheduler import Scheduler, Settlement
 from coordinator.sequence import Sequence as ScheduledSequence
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
-from tests.protocol_model import Chooser, News, guesses, op_key, truth
+from tests.protocol_model import News, op_key
+from tests.token_stages import Chooser, guesses, truth
 from worker.engine import StageEngine
 
 ROOM = Capacity(sequences=2, kv_tokens=64, prefix_bytes=0)

@@ -13,9 +13,10 @@ from coordinator.budget import Capacity
 from coordinator.request import GenerationRequest
 from coordinator.scheduler import Limits, Scheduler
 from mtp.controller import Controller, MtpMode
-from tests import protocol_model
+from tests import token_stages
 from tests.protocol_coordinators import PROMPT, ROOM, Hopeful, Scheduled
-from tests.protocol_model import Walk, World, copies, explore, truth
+from tests.protocol_model import Walk, World, explore
+from tests.token_stages import copies, truth
 from worker import engine
 
 MOST_STATES = 10**6
@@ -61,8 +62,8 @@ def test_the_scheduler_over_stages(
 
 def test_a_prompt_in_one_chunk() -> None:
     """Window numbers pass those of a rebuilt sequence's chunks; a window's drafts are not taken for a chunk's."""
-    walk = scheduled(2, (4,), crashes=2, chunk=8)
-    print(walk)
+    print(scheduled(2, (4,), crashes=2, chunk=8))
+    print(scheduled(1, (3, 3), crashes=1, chunk=8))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 1)
     monkeypatch.setattr(prefix_cache, "BLOCK", 1)
     monkeypatch.setattr(engine, "copies_of", copies)
-    monkeypatch.setattr(protocol_model, "first_token", lambda _: 20)
+    monkeypatch.setattr(token_stages, "first_token", lambda _: 20)
     room = Capacity(sequences=1, kv_tokens=64, prefix_bytes=4, token_bytes=1)
     walk = scheduled(2, (1, 1), leaves=1, room=room, prompt=3)
     print(walk)
