@@ -107,10 +107,10 @@ def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype:
 def test_sequences_in_one_frame_do_not_see_each_other(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:
-    """Rows of sequences of other lengths, some in their prompt and some in windows of several tokens, change no
-    bit of a sequence's logits."""
+    """Rows of sequences of other lengths, some in their prompt and some in windows of several tokens, beside others of
+    equal width or not, change no bit of a sequence's logits."""
     path = checkpoints(**options)
-    stocks = [Stock(path, random_tokens(n, seed=n), 24) for n in (1, 9, 26)]
+    stocks = [Stock(path, random_tokens(n, seed=n), 24) for n in (1, 2, 9, 11, 26)]
     chain = Chain(path, (3,))
     scripts = [Script(i, list(stock.prompt)) for i, stock in enumerate(stocks)]
     mixed = False
@@ -134,5 +134,5 @@ def _next(script: Script, stock: Stock, turn: int) -> Segment:
     """A prompt chunk of 4, then windows of 1 to 3 tokens that are all right."""
     if script.fed < len(stock.prompt):
         return script.chunk(4)
-    drafts = stock.tokens[script.fed + 1 :][: (turn + script.seq_id) % 3]
+    drafts = stock.tokens[script.fed + 1 :][: (turn + script.seq_id // 2) % 3]
     return script.window([script.known[-1], *drafts])
