@@ -1,4 +1,4 @@
-"""`mtp-coord inspect MODEL`: what a checkpoint holds, whether its MTP head is there, who would hold what."""
+"""`mtp-coord inspect MODEL`: what a checkpoint holds, whether its MTP head works, who would hold what."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coordinator.checkup import Checkup, check
+from coordinator.cli.bar import byte_bar
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
@@ -24,17 +26,41 @@ from proto.span import Span
 def inspect(
     model: Annotated[str, typer.Argument(help="A directory, a hub repo, or 'builtin'.")],
     nodes: Annotated[int, typer.Option(min=1, help="Show what each of N nodes would hold.")] = 1,
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Read headers only, and do not try the head.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a checkpoint's layers, sizes, quantization and MTP head. Reads headers only, no weights."""
+    """Show a checkpoint's layers, sizes, quantization and MTP head.
+
+    The last line says whether drafting with the head will work. Where this machine can hold the model, that was
+    tried: it answers a short prompt, and the head's drafts are counted.
+    """
     checkpoint = Checkpoint.open(resolve_model(model))
-    facts = report(checkpoint, _cut(checkpoint, nodes))
+    cut = _cut(checkpoint, nodes)
+    with byte_bar("loading for a trial") as on_progress:
+        checkup = check(checkpoint, trial=not no_trial, on_progress=on_progress)
+    facts = {**report(checkpoint, cut), "health": _health(checkup)}
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     console = Console()
     console.print(_summary(model, facts))
     console.print(_node_table(facts))
+    console.print(_COLOURS[checkup.works] + escape(checkup.verdict))
+
+
+def _health(checkup: Checkup) -> dict[str, Any]:
+    trial = checkup.trial
+    return {
+        "works": checkup.works,
+        "verdict": checkup.verdict,
+        "head_norms": checkup.norms,
+        "acceptance": None if trial is None else [round(share, 3) for share in trial.acceptance],
+    }
+
+
+_COLOURS = {True: "[green]", False: "[red]", None: "[yellow]"}
 
 
 def _cut(checkpoint: Checkpoint, nodes: int) -> tuple[Span, ...]:
@@ -71,6 +97,8 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
         "stored as", ", ".join(f"{d} {format_size(n)}" for d, n in facts["dtypes"].items())
     )
     table.add_row("quantization", _quantization(facts["quantization"]))
+    for part, packed in facts["packed"].items():
+        table.add_row(f"  {part}", ", ".join(f"{n} {what}" for what, n in packed.items()))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))

@@ -15,7 +15,7 @@ from typing import Literal
 from proto.errors import CheckpointError
 
 Layout = Literal["raw", "mlx"]
-How = Literal["as stored", "conv1d", "norm + 1", "stack", "gate half", "up half"]
+How = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
 
 _VISION = ("vision_tower.", "visual.", "model.visual.", "model.vision_tower.")
 _PREFIXES = (
@@ -127,11 +127,14 @@ def _sources(
 def _how(part: str, within: str) -> How:
     if within == "linear_attn.conv1d.weight":
         return "conv1d"
+    return "norm + 1" if is_shifted_norm(part, within) else "as stored"
+
+
+def is_shifted_norm(part: str, within: str) -> bool:
+    """Whether a parameter is an RMSNorm's whose raw weight is an offset from 1."""
     final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
     leaf = ".".join(within.split(".")[-2:])
-    if final_norm or _SHIFTED_NORM.fullmatch(leaf):
-        return "norm + 1"
-    return "as stored"
+    return final_norm or _SHIFTED_NORM.fullmatch(leaf) is not None
 
 
 def mtp_parameters(num_experts: int) -> tuple[str, ...]:

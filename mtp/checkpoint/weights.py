@@ -69,9 +69,9 @@ def _load(checkpoint: Checkpoint, name: str, files: _Files) -> mx.array:
     return files[file][name]
 
 
-def _shift(weight: mx.array) -> mx.array:
+def _shift(by: float) -> Callable[[mx.array], mx.array]:
     """Raw norms store an offset from 1. The sum stays in fp32 here, so that a cast rounds it once."""
-    return weight.astype(mx.float32) + 1.0
+    return lambda weight: weight.astype(mx.float32) + by
 
 
 def _half(which: int) -> Callable[[mx.array], mx.array]:
@@ -82,7 +82,8 @@ def _half(which: int) -> Callable[[mx.array], mx.array]:
 _TRANSFORMS: dict[How, Callable[[mx.array], mx.array]] = {
     "as stored": lambda weight: weight,
     "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
-    "norm + 1": _shift,
+    "norm + 1": _shift(1.0),
+    "norm - 1": _shift(-1.0),
     "gate half": _half(0),
     "up half": _half(1),
 }
