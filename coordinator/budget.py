@@ -14,7 +14,7 @@ STATES_A_SEQUENCE = 3
 """Of a GDN state: the present one, the snapshot of an open window, and the one a step is computing."""
 
 PREFIX_SHARE = 0.25
-"""Of what is left beside weights, for prefix entries."""
+"""Of what is left beside weights, for prefix entries, unless the user wants none."""
 
 ROOMY_TOKENS = 4096
 """K/V each sequence should find; where there is less, fewer are served at once."""
@@ -70,12 +70,23 @@ class Capacity:
         return tokens * self.token_bytes + self.state_bytes
 
 
-def capacity(costs: ModelCosts, rooms: Sequence[Room], context: int, wanted: int) -> Capacity:
+def capacity(
+    costs: ModelCosts,
+    rooms: Sequence[Room],
+    context: int,
+    wanted: int,
+    prefix_cache: bool = True,
+) -> Capacity:
     """The most that fits on every stage, for up to `wanted` sequences of up to `context` tokens.
 
-    Sequences are given up before a single one's context is. Raises MemoryLimitError when not one short sequence fits.
+    Without `prefix_cache` what its entries would take is for K/V. Sequences are given up before a single one's
+    context is. Raises MemoryLimitError when not one short sequence fits.
     """
-    tokens_of = {n: min(_kv_tokens(costs, r, n) for r in rooms) for n in range(1, wanted + 1)}
+    prefix_share = PREFIX_SHARE if prefix_cache else 0.0
+    tokens_of = {
+        n: min(_kv_tokens(costs, r, n, 1 - prefix_share) for r in rooms)
+        for n in range(1, wanted + 1)
+    }
     fitting = [n for n, t in tokens_of.items() if t >= min(context, ROOMY_TOKENS * n)]
     sequences = max(fitting, default=1)
     if tokens_of[sequences] < FEWEST_TOKENS:
@@ -87,16 +98,16 @@ def capacity(costs: ModelCosts, rooms: Sequence[Room], context: int, wanted: int
     return Capacity(
         sequences,
         min(tokens_of[sequences], context * sequences),
-        prefix_bytes=max(0, min(int(room.free * PREFIX_SHARE) for room in rooms)),
+        prefix_bytes=max(0, min(int(room.free * prefix_share) for room in rooms)),
         token_bytes=max(_token_bytes(costs, room) for room in rooms),
         state_bytes=max(_state_bytes(costs, room) for room in rooms),
     )
 
 
-def _kv_tokens(costs: ModelCosts, room: Room, sequences: int) -> int:
-    """Tokens of K/V a stage has room for beside the states of so many sequences."""
+def _kv_tokens(costs: ModelCosts, room: Room, sequences: int, share: float) -> int:
+    """Tokens of K/V that fit into `share` of a stage's free memory beside the states of so many sequences."""
     states = _state_bytes(costs, room) * sequences * STATES_A_SEQUENCE
-    left = int(room.free * (1 - PREFIX_SHARE)) - states
+    left = int(room.free * share) - states
     a_token = _token_bytes(costs, room)
     if left <= 0:
         return 0

@@ -42,6 +42,7 @@ class LocalModel:
     kv_format: KVFormat = field(default_factory=KVFormat)
     with_head: bool = True
     max_sequences: int = DEFAULT_SEQUENCES
+    prefix_cache: bool = True
 
     def capacity(self) -> Capacity:
         """What this machine's memory has room for. Raises MemoryLimitError when that is not one sequence."""
@@ -54,7 +55,8 @@ class LocalModel:
         weights += costs.embed_bytes + costs.tail_bytes
         limit = default_memory_limit()
         room = Room("this machine", whole, True, limit, weights, reserve_bytes(costs))
-        return capacity(costs, [room], self.checkpoint.config.max_positions, self.max_sequences)
+        context = self.checkpoint.config.max_positions
+        return capacity(costs, [room], context, self.max_sequences, self.prefix_cache)
 
     def load(self, on_progress: Callable[[int, int], None] | None = None) -> list[Stage]:
         """The stages, in order. Runs on the thread that will compute with them."""

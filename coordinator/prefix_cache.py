@@ -70,13 +70,22 @@ class PrefixCache:
 
     def boundaries(self, prompt: Tokens, start: int) -> list[int]:
         """Where in `prompt`, beyond its first `start` tokens, entries are worth making. Remembers the prompt."""
+        if not self._fits(SMALLEST_ENTRY):
+            return []
         points = {(len(prompt) - 1) // BLOCK * BLOCK}
         points.update(common_length(prompt, seen) // BLOCK * BLOCK for seen in self._recent)
         if prompt not in self._recent:
             self._recent.append(prompt)
         held = {len(e.tokens) for e in self.entries.values() if prompt[: len(e.tokens)] == e.tokens}
         return sorted(
-            p for p in points if p >= SMALLEST_ENTRY and start < p < len(prompt) and p not in held
+            p for p in points if start < p < len(prompt) and p not in held and self._fits(p)
+        )
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether an entry of so many tokens is worth its place, and has one."""
+        return (
+            tokens >= SMALLEST_ENTRY
+            and self.capacity.entry_bytes(tokens) <= self.capacity.prefix_bytes
         )
 
     def make(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
@@ -84,10 +93,10 @@ class PrefixCache:
 
         No entry is made where one is held already, or where it would not fit even alone.
         """
-        nbytes = self.capacity.entry_bytes(len(tokens))
         known = any(entry.tokens == tokens for entry in self.entries.values())
-        if known or len(tokens) < SMALLEST_ENTRY or nbytes > self.capacity.prefix_bytes:
+        if known or not self._fits(len(tokens)):
             return None, []
+        nbytes = self.capacity.entry_bytes(len(tokens))
         dropped = []
         while self.nbytes + nbytes > self.capacity.prefix_bytes:
             dropped.append(self.entries.popitem(last=False)[0])

@@ -68,6 +68,7 @@ class ServeOptions:
     max_sequences: int
     prefill_chunk: int
     step_tokens: int
+    prefix_cache: bool
     name: str
 
 
@@ -140,7 +141,7 @@ def _manager(
         checkpoint,
         pb.ModelRef(
             name=options.model,
-            path=str(checkpoint.path),
+            path=str(checkpoint.path.resolve()),
             repo=options.model if _is_repo(options.model) else "",
             fingerprint=checkpoint.fingerprint(),
         ),
@@ -149,6 +150,7 @@ def _manager(
         with_head=mode.depth != 0,
         draft_depth=USUAL_DEPTH if mode.depth is None else mode.depth,
         max_sequences=options.max_sequences,
+        prefix_cache=options.prefix_cache,
     )
     settings = Settings(nodes=options.nodes or len(options.workers) or None, wait=options.wait)
     me = pb.Coordinator(id=secrets.token_hex(8), name=options.name)
@@ -169,6 +171,7 @@ async def _alone(
         KVFormat.of(checkpoint.config.head_dim, options.kv_bits),
         with_head=with_head,
         max_sequences=options.max_sequences,
+        prefix_cache=options.prefix_cache,
     )
     try:
         pipeline = LocalPipeline(model, epoch)

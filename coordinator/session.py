@@ -41,12 +41,14 @@ async def local_generator(
     dtype: mx.Dtype | None = None,
     mtp: MtpMode = AUTO,
     kv_bits: int | None = None,
+    prefix_cache: bool = True,
     limits: Limits | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint`, cut evenly into `stages`, and serve requests until the block is left.
 
-    `dtype` None keeps what is stored; `kv_bits` 4 or 8 quantizes the K/V. `on_progress` hears bytes read and bytes in
+    `dtype` None keeps what is stored; `kv_bits` 4 or 8 quantizes the K/V; without
+    `prefix_cache` no prompt skips what an earlier one began with. `on_progress` hears bytes read and bytes in
     all, from the thread that loads. Raises SpanError for more stages than layers, UsageError for a depth
     that needs a head this checkpoint lacks, and what loading raises.
     """
@@ -57,6 +59,7 @@ async def local_generator(
         dtype,
         kv_format(checkpoint, kv_bits),
         with_head=mode.depth != 0,
+        prefix_cache=prefix_cache,
     )
     limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
 

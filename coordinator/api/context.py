@@ -21,7 +21,7 @@ class ApiOptions:
 
     With `api_keys` every request but `/health` and `/ready` needs one as a bearer token. `cors_origins` are the web
     pages that may call from a browser; none by default. An answer with no `max_tokens` ends at
-    `default_max_tokens` or the context's end, whichever comes first.
+    `default_max_tokens`, the context's end or that of the K/V memory, whichever comes first.
     """
 
     api_keys: tuple[str, ...] = ()

@@ -138,4 +138,6 @@ def _token_limit(api: Api, prompt: int, max_tokens: int | None) -> int:
             f"a prompt of {prompt} tokens{wanted} exceed the model's context of {context} tokens",
             param="messages" if not wanted else "max_tokens",
         )
-    return max_tokens or min(api.options.default_max_tokens, context - prompt)
+    # Without a wish it is what fits, into the memory of the plan in force too.
+    room = min(context, api.status.status().kv_limit or context)
+    return max_tokens or max(1, min(api.options.default_max_tokens, room - prompt))

@@ -66,6 +66,12 @@ def serve(
         int,
         typer.Option(min=1, max=65536, help="Most prompt tokens, of any prompts, in one step."),
     ] = 2048,
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
+        ),
+    ] = False,
     failure_timeout: Annotated[
         float,
         typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost."),
@@ -105,6 +111,7 @@ def serve(
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
         step_tokens=max_step_tokens,
+        prefix_cache=not no_prefix_cache,
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

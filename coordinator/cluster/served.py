@@ -28,6 +28,7 @@ class ServedModel:
     with_head: bool
     draft_depth: int
     max_sequences: int = DEFAULT_SEQUENCES
+    prefix_cache: bool = True
 
     @cached_property
     def costs(self) -> ModelCosts:
@@ -64,7 +65,8 @@ class ServedModel:
             Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve_bytes(self.costs))
             for s in plan.stages
         ]
-        return capacity(self.costs, rooms, self.checkpoint.config.max_positions, self.max_sequences)
+        context = self.checkpoint.config.max_positions
+        return capacity(self.costs, rooms, context, self.max_sequences, self.prefix_cache)
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,26 +12,26 @@ from tests.checkpoints import write_checkpoint
 from tests.cluster.processes import Worker, as_worker, ending, launch_worker
 from tests.tiny_tokenizer import write_tokenizer
 
-Pool = Callable[[int], Sequence[Worker]]
+Pool = Callable[[int], list[str]]
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """`pool(n)`: n ready workers, always the same ones first. They read whatever checkpoint a coordinator names.
+    """`pool(n)`: the addresses of n ready workers, always the same ones first.
 
-    Not for tests that stop, pin or break a worker.
+    They read whatever checkpoint a coordinator names. Not for tests that stop, pin or break a worker.
     """
     folder = tmp_path_factory.mktemp("workers")
     workers: list[Worker] = []
     with ExitStack() as stack:
 
-        def take(count: int) -> Sequence[Worker]:
+        def take(count: int) -> list[str]:
             numbers = range(len(workers), count)
             launched = [launch_worker(folder, f"pool-{i}") for i in numbers]
             for process in launched:
                 stack.enter_context(ending(process))
             workers.extend(as_worker(process) for process in launched)
-            return workers[:count]
+            return [worker.address for worker in workers[:count]]
 
         yield take
         for worker in workers:  # all hear of it before the first one is waited for

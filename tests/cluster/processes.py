@@ -198,14 +198,14 @@ def running_workers(
 def serving(
     folder: Path,
     model: str | Path,
-    workers: Sequence[Worker],
+    addresses: Sequence[str],
     *arguments: str,
     name: str = "coordinator",
     **how: Any,
 ) -> Iterator[Coordinator]:
-    """A coordinator over these workers, serving; over none it serves alone, and says so to itself."""
-    flags = [flag for worker in workers for flag in ("--worker", worker.address)]
-    flags += [] if workers else ["--single-node"]
+    """A coordinator over the workers at these addresses, serving; with none of them it serves alone."""
+    flags = [flag for address in addresses for flag in ("--worker", address)]
+    flags += [] if addresses else ["--single-node"]
     process = launch_coordinator(
         folder, "--model", str(model), *flags, *arguments, name=name, **how
     )
@@ -215,12 +215,17 @@ def serving(
 
 @contextmanager
 def running_cluster(
-    folder: Path, model: str | Path, count: int, *arguments: str, **how: Any
+    folder: Path,
+    model: str | Path,
+    count: int,
+    *arguments: str,
+    worker_flags: Sequence[str] = (),
+    **how: Any,
 ) -> Iterator[Cluster]:
     """Workers and a coordinator over them; `arguments` are the coordinator's."""
     with (
-        running_workers(folder, model, count) as workers,
-        serving(folder, model, workers, *arguments, **how) as coordinator,
+        running_workers(folder, model, count, *worker_flags) as workers,
+        serving(folder, model, [w.address for w in workers], *arguments, **how) as coordinator,
     ):
         yield Cluster(workers, coordinator)
 

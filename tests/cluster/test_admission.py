@@ -1,0 +1,347 @@
+"""Many users at once on two real workers: the same answers, bounded queues, and nothing left of those who leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import mlx.core as mx
+import pytest
+
+from coordinator.request import GenerationRequest
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.params import SamplingParams
+from tests.cluster.conftest import Pool
+from tests.cluster.processes import Coordinator, running_cluster, serving
+from tests.local_run import run
+from tests.prompts import PROMPTS
+
+Body = dict[str, Any]
+
+SEQUENCES = 6
+"""Served at once by the coordinator of most tests: sixteen requests have to take turns."""
+
+CHUNK = 48
+"""Tokens of a prompt that travel together: most prompts here take several."""
+
+GONE_SECONDS = 10.0
+"""Longest time a request may outlive its client on any worker; a prefill chunk takes a fraction of it."""
+
+LONG = " ".join(PROMPTS) + " ".join(reversed(PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(checkpoint_dir())
+
+
+@pytest.fixture(scope="module")
+def workers(pool: Pool) -> list[str]:
+    return pool(2)
+
+
+@pytest.fixture(scope="module")
+def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Drafts by `auto`, so that depths differ along the way."""
+    folder = tmp_path_factory.mktemp("many")
+    flags = ("--mtp", "auto", "--dtype", "float32", "--max-sequences", str(SEQUENCES))
+    with serving(folder, "builtin", workers, *flags, "--prefill-chunk", str(CHUNK)) as coordinator:
+        yield coordinator.url
+
+
+def bodies(tokenizer: Tokenizer) -> list[Body]:
+    """Sixteen requests: prompts of 1 to 200 tokens, answers of 1 to 40, every sampling setting there is."""
+    long = tokenizer.encode(LONG)
+    prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS[:13]]
+    prompts += [[long[5]], list(long[100:300]), list(long[250:400])]
+    settings: list[Body] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.7, "seed": 2**63 + 1, "top_p": 0.9},
+        {"temperature": 1.3, "seed": 4, "top_k": 20, "min_p": 0.02},
+        {"temperature": 0.8, "seed": 5, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"temperature": 0.9, "seed": 6, "repetition_penalty": 1.2, "logit_bias": {"17": 3.0}},
+        {"temperature": 1.0, "seed": 7, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    ]
+    return [
+        {"prompt": p, "max_tokens": 1 + 13 * i % 40, "ignore_eos": True, **settings[i % 7]}
+        for i, p in enumerate(prompts)
+    ]
+
+
+def as_request(body: Body) -> GenerationRequest:
+    """The same request, as the engine takes it."""
+    given = {**body}
+    prompt, most = tuple(given.pop("prompt")), given.pop("max_tokens")
+    given.pop("ignore_eos")
+    if bias := given.get("logit_bias"):
+        given["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return GenerationRequest(prompt, most, SamplingParams(logprobs=0, **given))
+
+
+Words = list[tuple[str, float]]
+"""Every token of an answer with its log-probability: in float32 equal to the last bit, or computed otherwise."""
+
+
+def alone(
+    requests: Sequence[GenerationRequest], tokenizer: Tokenizer, kv_bits: int | None = None
+) -> list[Words]:
+    """Each answer in one process, nothing beside it, no drafts, nothing kept of the one before."""
+    answers = run(
+        checkpoint_dir(),
+        requests,
+        one_by_one=True,
+        prefix_cache=False,
+        dtype=mx.float32,
+        kv_bits=kv_bits,
+    )
+    return [
+        [
+            (tokenizer.token_bytes(token).decode(), entry.logprob)
+            for token, entry in zip(answer.tokens, answer.logprobs, strict=True)
+        ]
+        for answer in answers
+    ]
+
+
+async def ask(client: httpx.AsyncClient, body: Body) -> dict[str, Any]:
+    reply = await client.post("/v1/completions", json={**body, "logprobs": 0})
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def said(reply: dict[str, Any]) -> Words:
+    logprobs = reply["choices"][0]["logprobs"]
+    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
+
+
+async def ask_all(url: str, asked: Sequence[Body]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url, timeout=90) as client:
+        return list(await asyncio.gather(*(ask(client, body) for body in asked)))
+
+
+def cached(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def holdings(address: str) -> pb.HoldingsReply:
+    """What a worker says it holds."""
+    with grpc.insecure_channel(address) as channel:
+        reply: pb.HoldingsReply = pb_grpc.WorkerStub(channel).Holdings(
+            pb.HoldingsRequest(), timeout=10
+        )
+        return reply
+
+
+def assert_nothing_is_held(addresses: Sequence[str]) -> None:
+    """No worker holds any sequence, soon: prefixes may stay, that is what they are for."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := [s for address in addresses for s in holdings(address).sequences]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    prefixes = [[(p.entry, p.length) for p in holdings(a).prefixes] for a in addresses]
+    assert all(held == prefixes[0] for held in prefixes), prefixes
+
+
+# ---- the same tokens
+
+
+def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
+    """Whatever stands beside it, waits before it or drafts for it, each request gets the answer it gets alone."""
+    asked = bodies(tokenizer)
+    expected = alone([as_request(body) for body in asked], tokenizer)
+    replies = asyncio.run(ask_all(url, asked))
+    for body, reply, words in zip(asked, replies, expected, strict=True):
+        assert said(reply) == words, body
+    assert_nothing_is_held(workers)
+
+
+def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
+    """Asked again, a prompt skips what is cached, says how much, and answers the same: all of it, a part, a turn."""
+    text = tokenizer.encode(LONG)
+    first = list(text[:190])
+    inside = [*text[:150], *text[400:440]]  # parts from it inside a chunk
+    turn = {"max_tokens": 24, "temperature": 0.8, "seed": 21, "ignore_eos": True}
+    asked: list[Body] = [{"prompt": prompt, **turn} for prompt in (first, inside, inside)]
+    replies = [asyncio.run(ask_all(url, [body]))[0] for body in (*asked, asked[0])]
+    expected = alone([as_request(body) for body in asked], tokenizer)
+    assert [said(reply) for reply in replies] == [*expected, expected[0]]
+    hits = [cached(reply) for reply in replies]
+    assert hits[0] == 0
+    assert hits[2] >= 128  # what the two share, in whole blocks, once it was seen that they do
+    assert hits[3] >= 160
+    answer = tokenizer.encode("".join(word for word, _ in expected[0]))
+    following = {"prompt": [*first, *answer, *text[600:620]], **turn}
+    (reply,) = asyncio.run(ask_all(url, [following]))
+    assert cached(reply) >= 190
+    assert said(reply) == alone([as_request(following)], tokenizer)[0]
+
+
+def test_prompts_that_part_inside_a_chunk_at_once(url: str, tokenizer: Tokenizer) -> None:
+    """Four prompts with one beginning, sent together twice, each get their own answer both times."""
+    text = tokenizer.encode(LONG)
+    shared = text[700:840]
+    asked = [
+        {"prompt": [*shared, *text[start : start + 15]], "max_tokens": 10, "temperature": 0}
+        for start in (0, 100, 200, 300)
+    ]
+    for body in asked:
+        body["ignore_eos"] = True
+    expected = alone([as_request(body) for body in asked], tokenizer)
+    for _ in range(2):
+        replies = asyncio.run(ask_all(url, asked))
+        assert [said(reply) for reply in replies] == expected
+    assert min(cached(reply) for reply in replies) >= 128
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_keys_and_values(
+    workers: list[str], tokenizer: Tokenizer, tmp_path: Path, bits: int
+) -> None:
+    """--kv-bits with drafts, a batch and prefix hits gives what --kv-bits gives alone without any of them."""
+    asked = bodies(tokenizer)[2:15:3]
+    expected = alone([as_request(body) for body in asked], tokenizer, bits)
+    flags = ("--mtp", "2", "--dtype", "float32", "--kv-bits", str(bits))
+    with serving(tmp_path, "builtin", workers, *flags) as coordinator:
+        for again in (False, True):
+            replies = asyncio.run(ask_all(coordinator.url, asked))
+            assert [said(reply) for reply in replies] == expected
+            assert (max(cached(reply) for reply in replies) >= 128) is again
+        assert_nothing_is_held(workers)
+
+
+# ---- those who leave
+
+
+async def leave_after(client: httpx.AsyncClient, body: Body, lines: int) -> None:
+    """Open a stream, read so many of its lines, and hang up."""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200
+        seen = reply.aiter_lines()
+        for _ in range(lines):
+            await anext(seen)
+
+
+async def leave_unanswered(client: httpx.AsyncClient, body: Body, seconds: float) -> None:
+    """Hang up on a request that is answered whole, before it is."""
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post("/v1/completions", json=body, timeout=seconds)
+
+
+def test_clients_that_vanish_leave_nothing(
+    url: str, workers: list[str], tokenizer: Tokenizer
+) -> None:
+    """Mid-prefill, mid-decode, while queued, streamed or not: no worker keeps anything of them, and those that stay
+    get their answers."""
+    text = list(tokenizer.encode(LONG))
+    stays = {"prompt": text[40:90], "max_tokens": 40, "temperature": 0.6, "seed": 9}
+    stays["ignore_eos"] = True
+    endless = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.5}
+    prefill = {**endless, "prompt": [*text[::-1], *text[::-1]]}
+    decode = {**endless, "prompt": text[7:19]}
+
+    async def scene() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=url, timeout=90) as client:
+            staying = [asyncio.create_task(ask(client, stays)) for _ in range(2)]
+            leaving = [leave_after(client, prefill, 2) for _ in range(2)]
+            leaving += [leave_after(client, decode, 14) for _ in range(4)]
+            leaving += [leave_unanswered(client, decode, 0.7) for _ in range(4)]
+            await asyncio.gather(*leaving)
+            return list(await asyncio.gather(*staying))
+
+    replies = asyncio.run(scene())
+    (expected,) = alone([as_request(stays)], tokenizer)
+    assert [said(reply) for reply in replies] == [expected, expected]
+    assert_nothing_is_held(workers)
+    status = httpx.get(f"{url}/status").json()
+    assert (status["running"], status["waiting"], status["kv_tokens"]) == (0, 0, 0)
+
+
+def test_the_shortest_requests(url: str, tokenizer: Tokenizer) -> None:
+    """One token of prompt, one token of answer; nothing at all is refused by name."""
+    body = {"prompt": [tokenizer.encode("x")[0]], "max_tokens": 1, "temperature": 0}
+    body["ignore_eos"] = True
+    (reply,) = asyncio.run(ask_all(url, [body]))
+    assert said(reply) == alone([as_request(body)], tokenizer)[0]
+    for path, empty, param in (
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("chat/completions", {"messages": []}, "messages"),
+    ):
+        refused = httpx.post(f"{url}/v1/{path}", json=empty)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+
+
+# ---- limits
+
+
+def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
+    """What does not run waits; what cannot wait is told when to come back; nothing of it is left behind."""
+    limit = httpx.get(f"{url}/status").json()["waiting_limit"]
+    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "n": 120}
+
+    async def scene() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            waiting = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)
+            ]
+            for _ in range(400):
+                status = (await client.get("/status")).json()
+                if status["waiting"] == 2 * 120 - SEQUENCES:
+                    break
+                await asyncio.sleep(0.05)
+            assert status["running"] == status["running_limit"] == SEQUENCES
+            refused = await client.post("/v1/completions", json=body)
+            after = (await client.get("/status")).json()["waiting"]
+            assert after <= 2 * 120 - SEQUENCES  # none of the refused request's stayed
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return refused
+
+    assert limit < 3 * 120 - SEQUENCES
+    refused = asyncio.run(scene())
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "server_full"
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert_nothing_is_held(workers)
+    deadline = time.monotonic() + GONE_SECONDS
+    while httpx.get(f"{url}/status").json()["waiting"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """One worker with memory for the weights and a few thousand tokens."""
+    folder = tmp_path_factory.mktemp("tight")
+    with running_cluster(
+        folder, "builtin", 1, "--mtp", "off", worker_flags=("--memory-limit", "45MB")
+    ) as cluster:
+        yield cluster.coordinator
+
+
+def test_what_can_never_fit_is_refused_at_once(tight: Coordinator) -> None:
+    """A small memory makes a small limit, which `status` shows: beyond it 400, within it an answer, without a wish
+    the most that fits."""
+    limit = httpx.get(f"{tight.url}/status").json()["kv_limit"]
+    assert 256 <= limit < 8192
+    url = f"{tight.url}/v1/completions"
+    body = {"prompt": list(range(40, 80)), "temperature": 0}
+    refused = httpx.post(url, json={**body, "max_tokens": limit - 39})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "max_tokens"
+    assert f"{limit:,}" in error["message"] or str(limit) in error["message"]
+    assert httpx.post(url, json={**body, "max_tokens": 8}, timeout=30).status_code == 200
+    assert httpx.post(url, json={**body, "stop": "\n"}, timeout=90).status_code == 200

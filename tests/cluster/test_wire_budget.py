@@ -1,0 +1,170 @@
+"""What crosses the network, message by message: one a hop and step, and nothing big for a rollback."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proto import cluster_pb2 as pb
+from proto.dataplane import FRAMES, RESULTS
+from proto.frame import DTYPE_BYTES, Frame, decode
+from proto.signal import MAX_SIGNAL_BYTES
+from tests.cluster.conftest import Pool
+from tests.cluster.processes import serving
+from tests.cluster.tap import Message, tapped
+
+STAGES = 3
+HIDDEN, VOCAB = 64, 512
+"""Of the toy model."""
+
+GRPC_BYTES = 5 + 9
+"""gRPC's prefix of a message and HTTP/2's of a frame."""
+
+SIGNALS = "/mtpcluster.v1.Worker/Signals"
+DECODE_HEADER_BYTES = 256
+"""Most that a decode step of one sequence takes besides its hidden states: tokens, drafts, a commit, times."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """All messages of one request, those before it, and the draft tokens its usage calls rejected."""
+
+    before: list[Message]
+    messages: list[Message]
+    rejected: int
+
+    def frames(self, hop: int) -> list[Frame]:
+        """What the coordinator (hop 0) or stage `hop - 1` sent on; the last hop brings results."""
+        found = [
+            m
+            for m in self.messages
+            if (m.method, m.inward, m.worker)
+            == ((RESULTS, False, STAGES - 1) if hop == STAGES else (FRAMES, True, hop))
+        ]
+        return [decode(m.data) for m in found]
+
+    def rollbacks(self, worker: int) -> list[tuple[pb.Rollback, int]]:
+        """Rollback signals to a worker, with their size on the wire."""
+        found = []
+        for m in self.messages:
+            if (m.method, m.inward, m.worker) == (SIGNALS, True, worker):
+                signal = pb.Signal.FromString(m.data)
+                if signal.WhichOneof("body") == "rollback":
+                    found.append((signal.rollback, len(m.data) + GRPC_BYTES))
+        return found
+
+
+@pytest.fixture(scope="module")
+def wire(pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Wire:
+    """Three workers on a random model, whose head is wrong more often than not, answering one request."""
+    folder = tmp_path_factory.mktemp("wire")
+    with (
+        tapped(pool(STAGES)) as taps,
+        serving(
+            folder, toy, [tap.address for tap in taps], "--mtp", "2", "--dtype", "float32"
+        ) as coordinator,
+    ):
+        messages = taps[0].messages
+        _hear_pulses(messages)
+        before = len(messages)
+        body = {"prompt": list(range(7, 40)), "max_tokens": 60, "ignore_eos": True, "seed": 1}
+        reply = httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
+        usage = reply.json()["usage"]["completion_tokens_details"]
+        _hear_pulses(messages)
+        return Wire(messages[:before], messages[before:], usage["rejected_prediction_tokens"])
+
+
+def _pulses(messages: list[Message], worker: int) -> list[pb.WorkerPulse]:
+    return [
+        pb.WorkerPulse.FromString(m.data)
+        for m in messages
+        if (m.method, m.inward, m.worker) == (SIGNALS, False, worker)
+    ]
+
+
+def _hear_pulses(messages: list[Message]) -> None:
+    """Two more of every worker: the second was surely begun after this call."""
+    start = len(messages)
+    deadline = time.monotonic() + 10
+    while any(len(_pulses(messages[start:], worker)) < 2 for worker in range(STAGES)):
+        assert time.monotonic() < deadline, "no pulses"
+        time.sleep(0.05)
+
+
+def test_a_step_is_one_message_a_hop(wire: Wire) -> None:
+    """Every hop carries the same frames, each once and in order, and no call other than these and Signals is made."""
+    numbers = [[frame.number for frame in wire.frames(hop)] for hop in range(STAGES + 1)]
+    # The last frame of the run may be an eviction alone, still on its way when the answer was whole.
+    steps = len([f for f in wire.frames(STAGES) if f.segments])
+    assert steps > 20
+    assert all(n[:steps] == list(range(n[0], n[0] + steps)) for n in numbers)
+    assert {m.method for m in wire.messages} == {FRAMES, RESULTS, SIGNALS}
+
+
+def test_hidden_states_of_the_windows_rows_and_nothing_else(wire: Wire) -> None:
+    """A middle hop has one row a token; neither the first hop nor the last has any tensor."""
+    for hop in range(STAGES + 1):
+        for frame in wire.frames(hop):
+            rows = sum(segment.width for segment in frame.segments if not segment.cancelled)
+            middle = 0 < hop < STAGES and rows > 0
+            assert frame.shape == ((rows, HIDDEN) if middle else ())
+            assert len(frame.tensor) == (DTYPE_BYTES["float32"] * rows * HIDDEN if middle else 0)
+
+
+def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
+    """One signal of at most 128 bytes to every worker; the next window goes on behind what was kept, nothing is
+    sent again, and its message is no larger than one after a window that was kept whole."""
+    results = [f for f in wire.frames(STAGES) if f.segments and f.segments[0].open]
+    rejected = [
+        (s.seq_id, s.window, o.kept, s.width - o.kept)
+        for f in results
+        for s, o in zip(f.segments, f.outcomes, strict=True)
+        if o.kept < s.width
+    ]
+    assert len(rejected) > 5
+    for worker in range(STAGES):
+        told = wire.rollbacks(worker)
+        assert [(r.seq_id, r.window, r.kept, r.trim) for r, _ in told] == rejected
+        assert max(size for _, size in told) <= MAX_SIGNAL_BYTES
+    for before, after in pairwise(results):
+        (old,), (new,), (outcome,) = before.segments, after.segments, before.outcomes
+        assert new.position == old.position + outcome.kept
+        assert new.tokens == (outcome.token, *outcome.drafts)
+    assert wire.rejected == sum(trim for *_, trim in rejected)
+
+
+def test_no_logits_leave_the_last_worker(wire: Wire) -> None:
+    """Nothing that the last worker says is as long as one row of logits in half precision."""
+    said = [len(m.data) for m in wire.messages if m.worker == STAGES - 1 and not m.inward]
+    assert said
+    assert max(said) < 2 * VOCAB
+    steps = [m for m in wire.messages if m.method == RESULTS]
+    assert max(len(m.data) for m in steps) <= DECODE_HEADER_BYTES
+
+
+def test_what_signals_carry(wire: Wire) -> None:
+    """Inward heartbeats and rollbacks, outward pulses; a pulse is counters, never more than a few hundred bytes."""
+    for m in wire.messages:
+        if m.method != SIGNALS:
+            continue
+        if m.inward:
+            kind = pb.Signal.FromString(m.data).WhichOneof("body")
+            assert kind in {"heartbeat", "rollback"}
+            assert len(m.data) + GRPC_BYTES <= MAX_SIGNAL_BYTES
+        else:
+            assert len(m.data) <= 256
+
+
+def test_workers_count_what_the_tap_sees(wire: Wire) -> None:
+    """A worker's pulse tells the bytes and messages of its hops as they were: what `status` and metrics add up."""
+    for worker in range(STAGES):
+        first, last = _pulses(wire.before, worker)[-1], _pulses(wire.messages, worker)[-1]
+        came = [m for m in wire.messages if m.method == FRAMES and m.worker == worker]
+        assert last.messages_in - first.messages_in == len(came)
+        assert last.bytes_in - first.bytes_in == sum(len(m.data) for m in came)
+        assert last.messages_out - first.messages_out == len(came)
