@@ -14,7 +14,7 @@ SMOOTHING = 0.1
 
 
 class Meter:
-    """Counters since the start; times are the caller's, in seconds."""
+    """Counters since the start; times are the caller's, in seconds. `stage_ms` are those of a usual decode step."""
 
     def __init__(self) -> None:
         self.drafted: list[int] = []
@@ -34,6 +34,7 @@ class Meter:
                 self._count(segment.width - 1, outcome.kept - 1)
         if emitted:
             self._emitted.append((now, emitted))
+        if emitted and all(segment.open for segment in frame.segments):
             self._time(frame.stage_us)
 
     def _count(self, drafts: int, accepted: int) -> None:
