@@ -25,12 +25,14 @@ import httpx
 import psutil
 
 from tests.cluster.processes import (
+    Coordinator,
     Process,
     Worker,
+    as_coordinator,
     as_worker,
     ending,
+    launch_coordinator,
     launch_worker,
-    serving,
 )
 
 READ_SECONDS = 120.0
@@ -180,6 +182,14 @@ def attacked(folder: Path, model: str, count: int) -> Iterator[Workers]:
         workers.end()
 
 
+@contextmanager
+def coordinating(folder: Path, model: str, workers: Workers) -> Iterator[Coordinator]:
+    flags = [flag for address in workers.addresses for flag in ("--worker", address)]
+    flags += ["--model", model, "--dtype", "float32", "--failure-timeout", "1.5"]
+    with ending(launch_coordinator(folder, *flags)) as process:
+        yield as_coordinator(process)
+
+
 def run(
     folder: Path, model: str, faults: int, *, seed: int, workers: int = 4, clients: int = 3
 ) -> Report:
@@ -188,9 +198,7 @@ def run(
     report = Report()
     with (
         attacked(folder, model, workers) as attack,
-        serving(
-            folder, model, attack.addresses, "--dtype", "float32", "--failure-timeout", "1.5"
-        ) as coordinator,
+        coordinating(folder, model, attack) as coordinator,
     ):
         name = Path(model).name
         wanted = {q: ask(coordinator.url, name, q)[:2] for q in QUESTIONS}
