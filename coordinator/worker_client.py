@@ -82,6 +82,39 @@ class WorkerClient:
         finally:
             stream.cancel()
 
+    async def provide(
+        self,
+        offer: pb.WeightsOffer,
+        answer: Callable[[pb.WantedTensors], AsyncIterator[pb.Weights]],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Have the worker get what it lacks of `offer`; `answer` gives the messages for what it wants."""
+        call = self._stub.Provide()
+        try:
+            await call.write(pb.Weights(offer=offer))
+            while True:
+                reply = await asyncio.wait_for(call.read(), LOAD_SILENCE_SECONDS)
+                if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
+                    raise WorkerLostError(f"{self.address} ended the call without its weights")
+                match reply.WhichOneof("body"):
+                    case "wanted":
+                        async for message in answer(reply.wanted):
+                            await asyncio.wait_for(call.write(message), LOAD_SILENCE_SECONDS)
+                    case "progress":
+                        on_progress(reply.progress.done, reply.progress.total)
+                    case _:
+                        return
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.address} took no weights for {LOAD_SILENCE_SECONDS:g} s"
+            ) from None
+        except asyncio.InvalidStateError:  # written to a call that the worker has ended
+            raise await self._ended(call) from None
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            call.cancel()
+
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
         reply: pb.ConnectReply = await self._call(
             self._stub.Connect(request, timeout=CONTROL_SECONDS)
@@ -163,6 +196,11 @@ class WorkerClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+
+    async def _ended(self, call: Any) -> ClusterError:
+        """Why a call is over."""
+        code, details = await call.code(), await call.details()
+        return from_status(code.name, details, await call.trailing_metadata(), self.address)
 
     def _translate(self, error: Any) -> ClusterError:
         return from_status(

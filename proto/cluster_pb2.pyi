@@ -139,7 +139,7 @@ Global___Coordinator: _TypeAlias = Coordinator  # noqa: Y015
 @_typing.final
 class ModelRef(_message.Message):
     """Which checkpoint. A worker takes the first of these that it has and whose content matches the fingerprint:
-    its own --model, `path`, `repo` in the local cache.
+    its own --model, `path`, `repo` in the local cache, what Provide brought it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -148,6 +148,7 @@ class ModelRef(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     REPO_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """as shown to people and in /v1/models"""
     path: _builtins.str
@@ -156,6 +157,8 @@ class ModelRef(_message.Message):
     """owner/name"""
     fingerprint: _builtins.str
     """of config.json and the tensor index, hex; empty in Describe: not known yet"""
+    revision: _builtins.str
+    """commit of `repo` that the coordinator has"""
     def __init__(
         self,
         *,
@@ -163,10 +166,11 @@ class ModelRef(_message.Message):
         path: _builtins.str = ...,
         repo: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "repo", b"repo"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "repo", b"repo", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,6 +401,222 @@ class WorkerInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned) -> _WhichOneofReturnType__pinned | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class Weights(_message.Message):
+    """---- Provide"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    piece: _builtins.bytes
+    """the next bytes of the tensor in hand, if `share`"""
+    sha256: _builtins.bytes
+    """of that whole tensor; the next one follows"""
+    @_builtins.property
+    def offer(self) -> Global___WeightsOffer:
+        """the first message, and only that"""
+
+    def __init__(
+        self,
+        *,
+        offer: Global___WeightsOffer | None = ...,
+        piece: _builtins.bytes = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "piece", b"piece", "sha256", b"sha256"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "offer", b"offer", "piece", b"piece", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["offer", "piece", "sha256"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___Weights: _TypeAlias = Weights  # noqa: Y015
+
+@_typing.final
+class WeightsOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    config: _builtins.str
+    """the text of config.json"""
+    layout: _builtins.str
+    """raw, mlx"""
+    share: _builtins.bool
+    """bytes come from the coordinator; else the worker reads them from model.repo"""
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def model(self) -> Global___ModelRef: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___OfferedTensor]:
+        """those of one part of the model stand together"""
+
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        lease_ms: _builtins.int = ...,
+        model: Global___ModelRef | None = ...,
+        config: _builtins.str = ...,
+        layout: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___OfferedTensor] | None = ...,
+        share: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "coordinator", b"coordinator", "layout", b"layout", "lease_ms", b"lease_ms", "model", b"model", "share", b"share", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsOffer: _TypeAlias = WeightsOffer  # noqa: Y015
+
+@_typing.final
+class OfferedTensor(_message.Message):
+    """A tensor as it lies in the coordinator's copy, whose files are those of the repo."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    file: _builtins.str
+    start: _builtins.int
+    nbytes: _builtins.int
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        file: _builtins.str = ...,
+        start: _builtins.int = ...,
+        nbytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "file", b"file", "name", b"name", "nbytes", b"nbytes", "shape", b"shape", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferedTensor: _TypeAlias = OfferedTensor  # noqa: Y015
+
+@_typing.final
+class WeightsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> Global___WantedTensors:
+        """of one part; of the next once these have come"""
+
+    @_builtins.property
+    def progress(self) -> Global___LoadBytes: ...
+    @_builtins.property
+    def kept(self) -> Global___WeightsKept:
+        """the last one: all that was offered is here"""
+
+    def __init__(
+        self,
+        *,
+        wanted: Global___WantedTensors | None = ...,
+        progress: Global___LoadBytes | None = ...,
+        kept: Global___WeightsKept | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "kept", b"kept", "progress", b"progress", "wanted", b"wanted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "kept", b"kept", "progress", b"progress", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["wanted", "progress", "kept"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___WeightsReply: _TypeAlias = WeightsReply  # noqa: Y015
+
+@_typing.final
+class WantedTensors(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedTensor]:
+        """in the order they are to come"""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___WantedTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedTensors: _TypeAlias = WantedTensors  # noqa: Y015
+
+@_typing.final
+class WantedTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """in the offer, from 0"""
+    have: _builtins.int
+    """bytes from an earlier, broken call: send those after them"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        have: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedTensor: _TypeAlias = WantedTensor  # noqa: Y015
+
+@_typing.final
+class WeightsKept(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    received: _builtins.int
+    """bytes that came in this call, from wherever"""
+    def __init__(
+        self,
+        *,
+        received: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsKept: _TypeAlias = WeightsKept  # noqa: Y015
 
 @_typing.final
 class LoadRequest(_message.Message):

@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.WorkerInfo.FromString,
                 _registered_method=True)
+        self.Provide = channel.stream_stream(
+                '/mtpcluster.v1.Worker/Provide',
+                request_serializer=proto_dot_cluster__pb2.Weights.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.WeightsReply.FromString,
+                _registered_method=True)
         self.Load = channel.unary_stream(
                 '/mtpcluster.v1.Worker/Load',
                 request_serializer=proto_dot_cluster__pb2.LoadRequest.SerializeToString,
@@ -71,6 +76,15 @@ class WorkerServicer:
 
     def Describe(self, request, context):
         """Who this worker is and what it could do. Free of effects; needs no claim.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Provide(self, request_iterator, context):
+        """Get weights this worker has no file of, before the Load that needs them. The coordinator offers what a stage
+        consists of; the worker says what it wants of that, part by part; then comes, for each tensor of the part, its hash,
+        and before it its bytes unless the worker reads them from a hub. What arrives is kept on the worker's disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +134,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=proto_dot_cluster__pb2.DescribeRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.WorkerInfo.SerializeToString,
+            ),
+            'Provide': grpc.stream_stream_rpc_method_handler(
+                    servicer.Provide,
+                    request_deserializer=proto_dot_cluster__pb2.Weights.FromString,
+                    response_serializer=proto_dot_cluster__pb2.WeightsReply.SerializeToString,
             ),
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
@@ -174,6 +193,33 @@ class Worker:
             '/mtpcluster.v1.Worker/Describe',
             proto_dot_cluster__pb2.DescribeRequest.SerializeToString,
             proto_dot_cluster__pb2.WorkerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Provide(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/mtpcluster.v1.Worker/Provide',
+            proto_dot_cluster__pb2.Weights.SerializeToString,
+            proto_dot_cluster__pb2.WeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

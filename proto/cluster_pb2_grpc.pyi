@@ -41,6 +41,11 @@ class WorkerStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DescribeRequest, _cluster_pb2.WorkerInfo]
     """Who this worker is and what it could do. Free of effects; needs no claim."""
+    Provide: _grpc.StreamStreamMultiCallable[_cluster_pb2.Weights, _cluster_pb2.WeightsReply]
+    """Get weights this worker has no file of, before the Load that needs them. The coordinator offers what a stage
+    consists of; the worker says what it wants of that, part by part; then comes, for each tensor of the part, its hash,
+    and before it its bytes unless the worker reads them from a hub. What arrives is kept on the worker's disk.
+    """
     Load: _grpc.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]
     """Become a stage: load the span's weights, or keep them when they are loaded already. Any number of
     `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
@@ -61,6 +66,11 @@ class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DescribeRequest, _cluster_pb2.WorkerInfo]  # type: ignore[assignment]
     """Who this worker is and what it could do. Free of effects; needs no claim."""
+    Provide: _aio.StreamStreamMultiCallable[_cluster_pb2.Weights, _cluster_pb2.WeightsReply]  # type: ignore[assignment]
+    """Get weights this worker has no file of, before the Load that needs them. The coordinator offers what a stage
+    consists of; the worker says what it wants of that, part by part; then comes, for each tensor of the part, its hash,
+    and before it its bytes unless the worker reads them from a hub. What arrives is kept on the worker's disk.
+    """
     Load: _aio.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]  # type: ignore[assignment]
     """Become a stage: load the span's weights, or keep them when they are loaded already. Any number of
     `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
@@ -84,6 +94,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.WorkerInfo, _abc.Awaitable[_cluster_pb2.WorkerInfo]]:
         """Who this worker is and what it could do. Free of effects; needs no claim."""
+
+    @_abc_1.abstractmethod
+    def Provide(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cluster_pb2.Weights],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.WeightsReply], _abc.AsyncIterator[_cluster_pb2.WeightsReply]]:
+        """Get weights this worker has no file of, before the Load that needs them. The coordinator offers what a stage
+        consists of; the worker says what it wants of that, part by part; then comes, for each tensor of the part, its hash,
+        and before it its bytes unless the worker reads them from a hub. What arrives is kept on the worker's disk.
+        """
 
     @_abc_1.abstractmethod
     def Load(

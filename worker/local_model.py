@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.checkpoint.resolve import BUILTIN, resolve_model
+from mtp.checkpoint.resolve import BUILTIN, find_model, resolve_model
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
+from worker.fetch.copy import SpanCopy
 
 
 class LocalModels:
@@ -19,11 +20,21 @@ class LocalModels:
         self._known: dict[Path, tuple[Checkpoint, str]] = {}
 
     def find(self, wanted: pb.ModelRef) -> Checkpoint:
-        """The first checkpoint here whose content has the wanted fingerprint.
+        """The first checkpoint here whose content has the wanted fingerprint, or the parts of it that were fetched.
 
-        Looks at the worker's own --model, the path the coordinator uses, and the repo in the local cache. Raises
-        CheckpointError when none is the same, naming what was found instead.
+        Looks at the worker's own --model, the path the coordinator uses, the repo in the local cache, and what Provide
+        brought. Raises CheckpointError when none is the same, naming what was found instead.
         """
+        try:
+            return self.find_whole(wanted)
+        except CheckpointError:
+            copy = SpanCopy.find(wanted.fingerprint)
+            if copy is None:
+                raise
+            return copy.checkpoint()
+
+    def find_whole(self, wanted: pb.ModelRef) -> Checkpoint:
+        """As `find`, but of whole checkpoints only."""
         others: list[str] = []
         for path in self._candidates(wanted):
             try:
@@ -37,14 +48,15 @@ class LocalModels:
         found = "; ".join(others) or "there is none"
         raise CheckpointError(
             f"no checkpoint here is {wanted.name} (fingerprint {wanted.fingerprint[:12]}): {found}. "
-            "Start mtp-worker with --model and the same checkpoint as the coordinator's",
+            "Start mtp-worker with --model and the same checkpoint as the coordinator's, or mtp-coord serve with "
+            "--share-weights",
             public=f"a worker lacks the checkpoint {wanted.name}",
         )
 
     def fingerprint_of(self, wanted: pb.ModelRef) -> str:
-        """Of the wanted model, or else of the worker's own; empty when there is neither."""
+        """Of the wanted model if it is whole here; else empty."""
         try:
-            return self.open(self.find(wanted).path)[1]
+            return self.open(self.find_whole(wanted).path)[1]
         except CheckpointError:
             return ""
 
@@ -61,5 +73,5 @@ class LocalModels:
             yield Path(wanted.path)
         if wanted.name == BUILTIN:
             yield resolve_model(BUILTIN)
-        elif wanted.repo:
-            yield resolve_model(wanted.repo)
+        elif wanted.repo and (cached := find_model(wanted.repo)) is not None:
+            yield cached

@@ -8,10 +8,12 @@ first and a broken-off file says by its length how far it got.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import struct
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,10 @@ def encode_header(entries: Sequence[Entry], form: str) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+class BusyFileError(CheckpointError):
+    """A file that another process is writing."""
+
+
 class ShardWriter:
     """Writes `path`; a context manager, which leaves the part file behind unless `finish` was called.
 
@@ -79,6 +85,11 @@ class ShardWriter:
             return False
         return read_header(self.path).tensors == self.tensors()
 
+    def missing_bytes(self) -> int:
+        """About how much is still to be written, by the part file there is."""
+        there = self._part.stat().st_size - len(self._header) if self._part.exists() else 0
+        return self.nbytes - max(0, min(there, self.nbytes))
+
     def tensors(self) -> dict[str, TensorInfo]:
         """Where each tensor lies once the file is finished."""
         found: dict[str, TensorInfo] = {}
@@ -89,9 +100,13 @@ class ShardWriter:
         return found
 
     def __enter__(self) -> ShardWriter:
-        """Open the part file. One with the same header is gone on with: `written` says where."""
+        """Open the part file. One with the same header is gone on with: `written` says where.
+
+        Raises BusyFileError while another writer has it.
+        """
         try:
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock()
             if os.pread(self._file, len(self._header), 0) == self._header:
                 size = os.fstat(self._file).st_size
                 self.written = min(size - len(self._header), self.nbytes)
@@ -102,6 +117,17 @@ class ShardWriter:
         except OSError as error:
             raise self._error(error) from error
         return self
+
+    def _lock(self) -> None:
+        """Two writers of one file would spoil it: processes of one machine share a cache."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(self._file).st_ino == self._part.stat().st_ino
+        except (BlockingIOError, FileNotFoundError):
+            mine = False  # or another has it, or had, and it has its name meanwhile
+        if not mine:
+            os.close(self._file)
+            raise BusyFileError(f"{self.path}: another process is writing it; wait for its end")
 
     def __exit__(
         self,
@@ -156,16 +182,21 @@ class ShardWriter:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it has its old content or the new, and nothing between.
+    """Write a small file so that it has its old content or the new, and nothing between, whoever else writes it.
 
     Raises CheckpointError when it cannot be written.
     """
-    part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
+        file, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+        part = Path(name)
+        try:
+            with open(file, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.chmod(0o644)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -24,6 +19,7 @@ from proto.errors import CheckpointError, UsageError
 from tests import converting
 from tests.checkpoints import write_checkpoint
 from tests.conftest import Checkpoints
+from tests.small_disk import Plenty, small_disk
 
 SHARD_BYTES = 200_000
 
@@ -122,40 +118,18 @@ def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path)
     assert Checkpoint.open(out).mtp.complete
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte, where this user may mount one."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs takes root on Linux")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    yield path
-    subprocess.run(["umount", path], check=True)
-
-
 def test_a_disk_that_cannot_hold_the_output(
-    checkpoints: Checkpoints, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told before the first tensor is read; and when others fill it meanwhile, in the middle."""
     source = checkpoints()
-    with pytest.raises(CheckpointError, match=r"are to be written, and the disk has .* left"):
-        convert(Checkpoint.open(source), small_disk / "out", Settings())
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Plenty())
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        convert(Checkpoint.open(source), small_disk / "out", Settings())
-    with contextlib.suppress(FileNotFoundError):
-        assert not (small_disk / "out" / "config.json").exists()
-
-
-class Plenty(NamedTuple):
-    """What a disk says that is filled by others a moment later."""
-
-    free: int = 2**40
+    with small_disk(tmp_path / "disk") as disk:
+        with pytest.raises(CheckpointError, match=r"are to be written, and the disk has .* left"):
+            convert(Checkpoint.open(source), disk / "out", Settings())
+        monkeypatch.setattr("shutil.disk_usage", lambda path: Plenty())
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            convert(Checkpoint.open(source), disk / "out", Settings())
+        assert not (disk / "out" / "config.json").exists()
 
 
 # ---- memory
