@@ -1,12 +1,13 @@
 """A pipeline of stages that sleep and links that delay, under the real loop, scheduler and frames.
 
-Time is virtual by default: an event loop that, when nothing is ready, jumps to the next timer. Sixteen stages of 10 ms then
-cost no more than the coordinator's own work, and the figures are the schedule's, not the machine's.
+Time is virtual by default: an event loop that, when nothing is ready, jumps to the next timer. Sixteen stages of 10 ms
+then cost no more than the coordinator's own work, and the figures are the schedule's, not the machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -190,5 +191,5 @@ async def longest_gap(timing: Timing, chunks: int) -> float:
         started = simulation.clock()
         ended = (await prefill)[0]
         times = await open_stream
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False) if a < ended and b > started]
+        gaps = [b - a for a, b in itertools.pairwise(times) if a < ended and b > started]
         return max(gaps)
