@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from proto import cluster_pb2 as pb
 from proto.errors import UsageError
+from proto.frame import DTYPE_BYTES
 from proto.span import Span
 
 KV_BITS = (0, 4, 8)
@@ -28,6 +29,8 @@ class StageKey:
         """Raises SpanError or UsageError for values no stage can have."""
         if request.kv_bits not in KV_BITS:
             raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
+        if request.dtype and request.dtype not in DTYPE_BYTES:
+            raise UsageError(f"--dtype {request.dtype:.20}: choose {', '.join(DTYPE_BYTES)}")
         return cls(
             fingerprint=request.model.fingerprint,
             span=Span(request.span.start, request.span.end),

@@ -1,0 +1,362 @@
+"""What cannot be: said in one line with the right exit or gRPC status, and nothing half-started left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import psutil
+import pytest
+
+from coordinator.worker_client import WorkerClient
+from mtp.checkpoint.checkpoint import Checkpoint
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.dataplane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding
+from proto.errors import StaleEpochError, UsageError
+from proto.frame import VERSION, Frame, decode, encode
+from proto.signal import Hello, Signal, to_message
+from proto.span import Span
+from tests.checkpoints import write_checkpoint
+from tests.cluster.conftest import Pool
+from tests.cluster.processes import (
+    Process,
+    Worker,
+    as_coordinator,
+    as_worker,
+    ending,
+    launch_coordinator,
+    launch_worker,
+)
+from tests.cluster.stub_worker import stub_worker
+from tests.tiny_tokenizer import write_tokenizer
+
+REFUSED_SECONDS = 40.0
+"""Longest time for a program to say that it cannot start; all but two seconds of it are for a machine in use."""
+
+
+def refusal(process: Process) -> tuple[int, str]:
+    """Exit status and last line of a program that ends by itself, leaving no process."""
+    children = psutil.Process(process.pid).children(recursive=True) if process.running else []
+    try:
+        status = process.wait(REFUSED_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"{process.name} goes on: {process.text()[-1000:]}") from None
+    assert not any(child.is_running() for child in children)
+    text = process.text()
+    assert "Traceback" not in text, text
+    return status, text.strip().splitlines()[-1]
+
+
+def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
+    """The refusals of programs started side by side."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(ending(launch())) for launch in launches]
+        yield from (refusal(process) for process in started)
+
+
+# ---- command lines
+
+
+def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
+    """Exposed without --insecure, layers that are none, a port in use, no such model: status 2 and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = in_turn(
+            lambda: launch_worker(tmp_path, "a", "--listen", "0.0.0.0:0"),
+            lambda: launch_worker(tmp_path, "b", "--layers", "5-2"),
+            lambda: launch_worker(tmp_path, "c", "--listen", f"127.0.0.1:{port}"),
+            lambda: launch_worker(tmp_path, "d", "--model", "no-such-model"),
+        )
+        words = ("--insecure", "--layers '5-2'", f"--listen 127.0.0.1:{port}", "no-such-model")
+        for (status, line), word in zip(found, words, strict=True):
+            assert status == 2, line
+            assert line.startswith("mtp-worker: ")
+            assert word in line
+
+
+def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
+    """Exposed without --insecure, a port in use, no such model, flags that contradict each other: status 2."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = in_turn(
+            lambda: launch_coordinator(tmp_path, "--host", "0.0.0.0", name="a"),
+            lambda: launch_coordinator(tmp_path, "--port", str(port), name="b"),
+            lambda: launch_coordinator(tmp_path, "--model", "no-such-model", name="c"),
+            lambda: launch_coordinator(tmp_path, "--single-node", "--nodes", "2", name="d"),
+        )
+        words = ("--insecure", f"--port {port}", "no-such-model", "--single-node")
+        for (status, line), word in zip(found, words, strict=True):
+            assert status == 2, line
+            assert line.startswith("mtp-coord: ")
+            assert word in line
+
+
+# ---- clusters that cannot be
+
+
+@pytest.fixture(scope="module")
+def pinned(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    """Workers that insist on their layers, by those."""
+    folder = tmp_path_factory.mktemp("pinned")
+    with ExitStack() as stack:
+        started = {
+            layers: stack.enter_context(ending(launch_worker(folder, layers, "--layers", layers)))
+            for layers in ("0-2", "4-7", "2-7")
+        }
+        yield {layers: as_worker(process) for layers, process in started.items()}
+        for process in started.values():
+            process.popen.terminate()
+
+
+def test_gaps_and_overlaps_of_pinned_layers(
+    pinned: dict[str, Worker], toy: Path, tmp_path: Path
+) -> None:
+    """Named by layer, without waiting for ever, and the workers are free for the next coordinator."""
+
+    def over(*layers: str) -> Process:
+        flags = [flag for each in layers for flag in ("--worker", pinned[each].address)]
+        return launch_coordinator(
+            tmp_path, "--model", str(toy), "--wait", "1", *flags, name="-".join(layers)
+        )
+
+    for layers, problem in ((("0-2", "4-7"), "layer 3"), (("0-2", "2-7"), "layer 2")):
+        ((status, line),) = in_turn(partial(over, *layers))
+        assert status != 0
+        assert problem in line, line
+        assert all(_state(pinned[each].address) == pb.WORKER_STATE_IDLE for each in layers)
+
+
+def _state(address: str) -> pb.WorkerState.ValueType:
+    with grpc.insecure_channel(address) as channel:
+        request = pb.DescribeRequest(protocol_version=VERSION)
+        return pb_grpc.WorkerStub(channel).Describe(request, timeout=10).state
+
+
+def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
+    """One with another checkpoint and one of another release are refused by name, each with its reason; without
+    anyone to serve with the coordinator serves alone."""
+    with (
+        stub_worker("other-model", fingerprint="0" * 64) as one,
+        stub_worker("other-release", version=VERSION + 1) as two,
+        ending(
+            launch_coordinator(
+                tmp_path,
+                *("--model", str(toy), "--wait", "2", "--worker", one, "--worker", two),
+                *("--log-level", "debug"),
+            )
+        ) as process,
+    ):
+        coordinator = as_coordinator(process)
+        assert coordinator.records("serving alone")
+        (refused,) = coordinator.records("worker refused")
+        assert refused["address"] == one
+        assert "another checkpoint" in refused["reason"]
+        assert f"version {VERSION + 1}" in coordinator.text()
+        nodes = httpx.get(f"{coordinator.url}/status").json()["nodes"]
+        assert {node["health"] for node in nodes if node["address"] == one} == {"refused"}
+
+
+def test_a_model_no_machine_here_can_hold(tmp_path: Path) -> None:
+    """Neither the worker's memory nor this machine's is enough for one stage of it: the end, and by how much."""
+    huge = write_huge(tmp_path / "huge")
+    with ending(launch_worker(tmp_path, "small", "--memory-limit", "1MB")) as launched:
+        worker = as_worker(launched)
+        ((status, line),) = in_turn(
+            lambda: launch_coordinator(
+                tmp_path, "--model", str(huge), "--wait", "1", "--worker", worker.address
+            )
+        )
+        assert status == 1, line
+        assert "does not fit" in line or "memory" in line
+        assert _state(worker.address) == pb.WORKER_STATE_IDLE
+
+
+def write_huge(path: Path) -> Path:
+    """The toy model with an embedding of more bytes than this machine has, all of them a hole in the file."""
+    write_tokenizer(write_checkpoint(path, vocab=512))
+    rows = 2 * psutil.virtual_memory().total // (64 * 4)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["vocab_size"] = rows
+    (path / "config.json").write_text(json.dumps(config))
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
+    (name,) = [n for n in header if n.endswith("embed_tokens.weight")]
+    header[name] |= {"shape": [rows, 64], "data_offsets": [end, end + rows * 64 * 4]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        stream.truncate(8 + len(text) + end + rows * 64 * 4)
+    return path
+
+
+# ---- calls
+
+
+@pytest.fixture
+def worker(pool: Pool) -> str:
+    return pool(1)[0]
+
+
+ME = pb.Coordinator(id="test", name="a test")
+
+
+def status_of(call: Callable[[grpc.Channel], object], address: str) -> tuple[grpc.StatusCode, str]:
+    """What a refused call ends with."""
+    with grpc.insecure_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            call(channel)
+        return refused.value.code(), refused.value.details() or ""
+
+
+def test_another_protocol_version_is_told_so(worker: str) -> None:
+    """A coordinator of another release learns both versions from the first call it makes, whichever it is."""
+
+    def describe(channel: grpc.Channel) -> object:
+        stub = pb_grpc.WorkerStub(channel)
+        return stub.Describe(pb.DescribeRequest(protocol_version=VERSION + 1), timeout=10)
+
+    def signals(channel: grpc.Channel) -> object:
+        hello = to_message(Signal(0, Hello("test", "a test", 100)))
+        hello.hello.protocol_version = VERSION + 1
+        return list(pb_grpc.WorkerStub(channel).Signals(iter([hello]), timeout=10))
+
+    for call in (describe, signals):
+        code, details = status_of(call, worker)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"version {VERSION + 1}, this one {VERSION}" in details
+
+
+async def load(
+    client: WorkerClient, model: Path, *, span: Span, epoch: int = 1, **fields: Any
+) -> pb.LoadResult:
+    request = pb.LoadRequest(
+        coordinator=ME,
+        epoch=epoch,
+        model=pb.ModelRef(
+            name="toy", path=str(model), fingerprint=Checkpoint.open(model).fingerprint()
+        ),
+        span=pb.Span(start=span.start, end=span.end),
+        first=True,
+        last=True,
+        lease_ms=5000,
+        **fields,
+    )
+    return await client.load(request, lambda done, total: None)
+
+
+async def test_a_load_that_cannot_be(worker: str, toy: Path, tmp_path: Path) -> None:
+    """Another checkpoint under the same name, layers there are not, a type there is not: each its own error, and the
+    worker is idle again and loads the next one."""
+    other = write_checkpoint(tmp_path / "other", seed=1, vocab=512)
+    client = WorkerClient(worker, ME)
+    whole = Span(0, 8)
+    try:
+        wrong = pb.ModelRef(name="toy", path=str(other), fingerprint="0" * 64)
+        with pytest.raises(UsageError, match="no checkpoint here is toy"):
+            await client.load(
+                pb.LoadRequest(coordinator=ME, epoch=1, model=wrong, span=pb.Span(start=0, end=8)),
+                lambda done, total: None,
+            )
+        for fields, problem in (
+            ({"span": Span(5, 9)}, "the model has 8 layers"),
+            ({"span": whole, "kv_bits": 3}, "--kv-bits 3"),
+            ({"span": whole, "dtype": "float31"}, "float31"),
+        ):
+            with pytest.raises(UsageError, match=problem):
+                await load(client, toy, **fields)
+            info = await client.describe()
+            assert info.state == pb.WORKER_STATE_IDLE
+            assert not info.HasField("loaded")
+        result = await load(client, toy, span=whole)
+        assert result.weight_bytes > 0
+        with pytest.raises(StaleEpochError):
+            await load(client, toy, span=whole, epoch=0)
+    finally:
+        await client.unload(1)
+        await client.close()
+
+
+GARBAGE = {
+    "no frame": b"GET / HTTP/1.1",
+    "empty": b"",
+    "half a frame": encode(Frame(1, 0))[:-3],
+    "a frame of another version": b"MTPF\x63" + encode(Frame(1, 0))[5:],
+    "a frame of another plan": encode(Frame(7, 0)),
+    "a frame out of order": encode(Frame(1, 5)),
+}
+
+
+@pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
+async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
+    worker: str, toy: Path, bytes_sent: bytes
+) -> None:
+    """The coordinator hears why by the end of the results; the worker keeps its weights and takes the next plan."""
+    client = WorkerClient(worker, ME)
+    try:
+        token = bytes(TOKEN_BYTES)
+        await load(client, toy, span=Span(0, 8))
+        for epoch in (1, 2):
+            connect = pb.ConnectRequest(
+                coordinator=ME, epoch=epoch, num_stages=1, plan_token=token, hop_timeout_ms=1000
+            )
+            await client.connect(connect)
+            metadata = StreamBinding(epoch, 0, "test", token).to_metadata()
+            async with grpc.aio.insecure_channel(worker) as channel:
+                back: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+                hop: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+                back, hop = channel.unary_stream(RESULTS), channel.stream_stream(FRAMES)
+                results = back(b"", metadata=metadata, timeout=10)
+                frames = hop(metadata=metadata, timeout=10)
+                await frames.initial_metadata()
+                await results.initial_metadata()
+                if epoch == 1:
+                    await frames.write(bytes_sent)
+                    with pytest.raises(grpc.aio.AioRpcError) as ended:
+                        await results.read()
+                    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert "failed: " in (ended.value.details() or "")
+                    assert (await client.describe()).state == pb.WORKER_STATE_FAILED
+                else:
+                    await frames.write(encode(Frame(epoch, 0)))
+                    frame = await results.read()
+                    assert isinstance(frame, bytes)
+                    assert decode(frame).number == 0
+    finally:
+        await client.unload(2)
+        await client.close()
+
+
+def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
+    """Without its binding, with another's token, to a stage that is not there: refused before a byte is read."""
+
+    def frames(*metadata: tuple[str, str | bytes]) -> Callable[[grpc.Channel], object]:
+        def call(channel: grpc.Channel) -> object:
+            method: grpc.StreamStreamMultiCallable[bytes, bytes]
+            method = channel.stream_stream(FRAMES)
+            return list(method(iter([b"x"]), metadata=metadata, timeout=10))
+
+        return call
+
+    bound = StreamBinding(3, 0, "test", bytes(TOKEN_BYTES)).to_metadata()
+    for metadata, expected in (
+        ((), grpc.StatusCode.INVALID_ARGUMENT),
+        (bound[:3], grpc.StatusCode.INVALID_ARGUMENT),
+        (bound, grpc.StatusCode.ABORTED),
+    ):
+        code, details = status_of(frames(*metadata), worker)
+        assert code is expected
+        assert details
