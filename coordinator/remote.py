@@ -5,33 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
 
 from coordinator.budget import Capacity
+from coordinator.progress import Progress
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.dataplane import CHANNEL_OPTIONS, RESULTS, TOKEN_BYTES, StreamBinding
-from proto.errors import ClusterError, WorkerLostError
+from proto.errors import ClusterError, DeadlineError, StaleEpochError, WorkerLostError
 from proto.frame import Frame, decode, encode
 from proto.grpc_errors import from_status
 from proto.signal import Cancel, Rollback, Signal
 from worker.link import Link
 
+STILL_SHARE = 2 / 3
+"""Of the hop timeout: how long frames may stand still. Pulses tell of it half a second late."""
+
 
 class RemotePipeline:
-    """Implements `coordinator.pipeline.Pipeline` over workers that have loaded their stages."""
+    """Implements `coordinator.pipeline.Pipeline` over workers that have loaded their stages.
+
+    `suspect`, once it has failed, is the address of the worker to leave out if all of them turn out to be alive.
+    """
 
     def __init__(
-        self, workers: Sequence[WorkerClient], epoch: int, capacity: Capacity, hop_timeout: float
+        self,
+        workers: Sequence[WorkerClient],
+        epoch: int,
+        capacity: Capacity,
+        hop_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = epoch
         self.stages = len(workers)
         self.capacity = capacity
         self.workers = tuple(workers)
         self.hop_timeout = hop_timeout
+        self.clock = clock
+        self.suspect: str | None = None
+        self.progress = Progress(self.stages)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._failure: ClusterError | None = None
@@ -45,6 +61,8 @@ class RemotePipeline:
         me = self.workers[0].me
         for stage in reversed(range(self.stages)):
             last = stage == self.stages - 1
+            # What goes wrong from here on is the hop to the next stage, or with the last one, itself.
+            self.suspect = self.workers[min(stage + 1, self.stages - 1)].address
             await self.workers[stage].connect(
                 pb.ConnectRequest(
                     coordinator=me,
@@ -57,15 +75,17 @@ class RemotePipeline:
                     hop_timeout_ms=int(self.hop_timeout * 1000),
                 )
             )
+        self.suspect = self.workers[0].address
         self._channel = grpc.aio.insecure_channel(self.workers[-1].address, options=CHANNEL_OPTIONS)
         self._reader = asyncio.create_task(self._read(self._binding(self.stages - 1)))
         self._link = Link(
             self.workers[0].address,
             self._binding(0),
             timeout=self.hop_timeout,
-            on_failure=self.fail,
+            on_failure=lambda error: self._fail(error, self.workers[0].address),
         )
         await self._link.open()
+        self.suspect = None
 
     def _binding(self, stage: int) -> StreamBinding:
         return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
@@ -74,6 +94,7 @@ class RemotePipeline:
 
     def send(self, frame: Frame) -> None:
         self._link.send(encode(frame))
+        self.progress.send(self.clock())
 
     async def receive(self) -> Frame:
         result = await self._results.get()
@@ -83,10 +104,32 @@ class RemotePipeline:
         return result
 
     def fail(self, error: ClusterError) -> None:
-        """The plan can go on no longer; the first cause is the one told."""
+        """See Pipeline. The first cause is the one told."""
+        self._fail(error, None)
+
+    def _fail(self, error: ClusterError, suspect: str | None) -> None:
         if self._failure is None:
             self._failure = error
+            self.suspect = suspect
             self._results.put_nowait(error)
+
+    def heard(self, address: str, pulse: pb.WorkerPulse) -> None:
+        """A worker of this plan told where it stands: see whether its frames move."""
+        now = self.clock()
+        for stage, worker in enumerate(self.workers):
+            if worker.address == address:
+                self.progress.hear(
+                    stage,
+                    pulse.frames_done,
+                    pulse.busy_us,
+                    writing=pulse.link_stall_ms > 0,
+                    now=now,
+                )
+        still = self.progress.still
+        if still > STILL_SHARE * self.hop_timeout:
+            suspect = self.workers[min(self.progress.lost_before, self.stages - 1)].address
+            lost = f"no frame has moved for {still:.1f} s, and {suspect} waits for one"
+            self._fail(DeadlineError(lost), suspect)
 
     async def _read(self, binding: StreamBinding) -> None:
         address = self.workers[-1].address
@@ -96,13 +139,19 @@ class RemotePipeline:
         call = method(b"", metadata=binding.to_metadata())
         try:
             async for data in call:
-                self._results.put_nowait(decode(data))
-            self.fail(WorkerLostError(f"{address} ended its results"))
+                self._take(decode(data))
+            self._fail(WorkerLostError(f"{address} ended its results"), address)
         except grpc.aio.AioRpcError as error:
-            details = error.details()
-            self.fail(from_status(error.code().name, details, error.trailing_metadata(), address))
+            details, trailing = error.details(), error.trailing_metadata()
+            self._fail(from_status(error.code().name, details, trailing, address), address)
         except ClusterError as error:
-            self.fail(error)
+            self._fail(error, address)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
+        self.progress.take(self.clock())
+        self._results.put_nowait(frame)
 
     # ---- signals
 

@@ -31,7 +31,7 @@ from coordinator.session import mtp_in_force
 from coordinator.tokenizer import Tokenizer
 from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.checkpoint.resolve import resolve_model
+from mtp.checkpoint.resolve import resolve_model, snapshot_of
 from mtp.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError, UsageError
@@ -69,6 +69,7 @@ class ServeOptions:
     prefill_chunk: int
     step_tokens: int
     prefix_cache: bool
+    share_weights: bool
     name: str
 
 
@@ -137,12 +138,14 @@ def _manager(
     mode: MtpMode,
     alone: Callable[[int], Awaitable[Pipeline]],
 ) -> ClusterManager:
+    repo, revision = snapshot_of(checkpoint.path) or ("", "")
     served = ServedModel(
         checkpoint,
         pb.ModelRef(
             name=options.model,
             path=str(checkpoint.path.resolve()),
-            repo=options.model if _is_repo(options.model) else "",
+            repo=repo,
+            revision=revision,
             fingerprint=checkpoint.fingerprint(),
         ),
         options.dtype,
@@ -151,6 +154,7 @@ def _manager(
         draft_depth=USUAL_DEPTH if mode.depth is None else mode.depth,
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
+        share_weights=options.share_weights,
     )
     settings = Settings(nodes=options.nodes or len(options.workers) or None, wait=options.wait)
     me = pb.Coordinator(id=secrets.token_hex(8), name=options.name)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
+from coordinator.worker_client import WorkerClient
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.header import TensorInfo
 from proto import cluster_pb2 as pb
@@ -36,18 +38,33 @@ class WeightProvider:
         """Whether a worker without the files can be helped."""
         return self.share or bool(self.ref.repo and self.ref.revision)
 
-    def offer(
-        self, me: pb.Coordinator, span: Span, *, first: bool, last: bool, with_head: bool
-    ) -> pb.WeightsOffer:
-        """All tensors of one stage, part by part, those of a part as they lie in their files."""
+    async def give(
+        self,
+        worker: WorkerClient,
+        request: pb.LoadRequest,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Have `worker` get what it lacks for a Load to come. Raises what the call raises, naming the worker."""
+        offer = self.offer(request)
+        await worker.provide(offer, partial(self.answer, offer), on_progress)
+
+    def offer(self, request: pb.LoadRequest) -> pb.WeightsOffer:
+        """All tensors of the stage a Load asks for, part by part, those of a part as they lie in their files."""
         offer = pb.WeightsOffer(
-            coordinator=me,
+            coordinator=request.coordinator,
+            lease_ms=request.lease_ms,
             model=self.ref,
             config=(self.checkpoint.path / "config.json").read_text(encoding="utf-8"),
             layout=self.checkpoint.layout,
             share=self.share,
         )
-        for part in self.checkpoint.stage_parts(span, first=first, last=last, with_head=with_head):
+        parts = self.checkpoint.stage_parts(
+            Span(request.span.start, request.span.end),
+            first=request.first,
+            last=request.last,
+            with_head=request.mtp,
+        )
+        for part in parts:
             for name, info in self._tensors(part):
                 offer.tensors.add(
                     name=name,

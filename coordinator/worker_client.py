@@ -90,30 +90,60 @@ class WorkerClient:
     ) -> None:
         """Have the worker get what it lacks of `offer`; `answer` gives the messages for what it wants."""
         call = self._stub.Provide()
+        outgoing: asyncio.Queue[AsyncIterator[pb.Weights]] = asyncio.Queue()
+        outgoing.put_nowait(_only(pb.Weights(offer=offer)))
+        tasks = [
+            asyncio.create_task(
+                self._hear_provided(call, lambda w: outgoing.put_nowait(answer(w)), on_progress)
+            ),
+            asyncio.create_task(_write_all(call, outgoing)),
+        ]
         try:
-            await call.write(pb.Weights(offer=offer))
-            while True:
-                reply = await asyncio.wait_for(call.read(), LOAD_SILENCE_SECONDS)
-                if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
-                    raise WorkerLostError(f"{self.address} ended the call without its weights")
-                match reply.WhichOneof("body"):
-                    case "wanted":
-                        async for message in answer(reply.wanted):
-                            await asyncio.wait_for(call.write(message), LOAD_SILENCE_SECONDS)
-                    case "progress":
-                        on_progress(reply.progress.done, reply.progress.total)
-                    case _:
-                        return
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self.address} took no weights for {LOAD_SILENCE_SECONDS:g} s"
-            ) from None
-        except asyncio.InvalidStateError:  # written to a call that the worker has ended
-            raise await self._ended(call) from None
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except asyncio.InvalidStateError:  # written to a call that is over
+            raise self._lost_amid_weights() from None
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            lost = error.code() is grpc.StatusCode.INTERNAL  # what gRPC says of a failed write
+            raise (self._lost_amid_weights() if lost else self._translate(error)) from error
         finally:
+            for task in tasks:
+                task.cancel()
             call.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hear_provided(
+        self,
+        call: Any,
+        on_wanted: Callable[[pb.WantedTensors], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Read a worker's replies until it has all; raises what it refuses for, and DeadlineError when it is silent."""
+        while True:
+            try:
+                reply = await asyncio.wait_for(call.read(), LOAD_SILENCE_SECONDS)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{self.address} took no weights for {LOAD_SILENCE_SECONDS:g} s"
+                ) from None
+            if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
+                raise self._lost_amid_weights()
+            match reply.WhichOneof("body"):
+                case "wanted":
+                    on_wanted(reply.wanted)
+                case "progress":
+                    on_progress(reply.progress.done, reply.progress.total)
+                case "refused":
+                    found = reply.refused
+                    raise from_status(
+                        found.code, found.details, list(found.metadata.items()), self.address
+                    )
+                case _:
+                    return
+
+    def _lost_amid_weights(self) -> WorkerLostError:
+        return WorkerLostError(f"{self.address} is lost, in the middle of its weights")
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
         reply: pb.ConnectReply = await self._call(
@@ -197,12 +227,18 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
 
-    async def _ended(self, call: Any) -> ClusterError:
-        """Why a call is over."""
-        code, details = await call.code(), await call.details()
-        return from_status(code.name, details, await call.trailing_metadata(), self.address)
-
     def _translate(self, error: Any) -> ClusterError:
         return from_status(
             error.code().name, error.details(), error.trailing_metadata(), self.address
         )
+
+
+async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:
+    yield message
+
+
+async def _write_all(call: Any, outgoing: asyncio.Queue[AsyncIterator[pb.Weights]]) -> None:
+    """Write the messages of one iterator after another; ends only with an error."""
+    while True:
+        async for message in await outgoing.get():
+            await call.write(message)

@@ -69,7 +69,7 @@ def from_status(
 
 
 def _ours(found: dict[str, str | bytes], text: str, peer: str) -> ClusterError:
-    kind = _KINDS.get(str(found[_CLASS]), ClusterError)
+    kind = _KINDS.get(_text(found[_CLASS]), ClusterError)
     extra: dict[str, Any] = {}
     if issubclass(kind, RequestError):
         extra["param"] = _text(found[_PARAM]) if _PARAM in found else None

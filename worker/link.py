@@ -14,6 +14,9 @@ from proto.dataplane import CHANNEL_OPTIONS, FRAMES, StreamBinding
 from proto.errors import ClusterError, DeadlineError
 from proto.grpc_errors import from_status
 
+SLOWEST_LINK = 4e6
+"""Bytes a second of a bad wireless link: a prompt's frame of 20 MB gets five seconds more than the timeout."""
+
 
 class Link:
     """Sends frames to `address`. Failure is told once, to `on_failure`, on the event loop."""
@@ -34,7 +37,9 @@ class Link:
         self._on_failure = on_failure
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._writing_since: float | None = None
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        # A connection of its own: one that has died unnoticed must not be taken up again by the next plan.
+        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        self._channel = grpc.aio.insecure_channel(address, options=options)
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> float:
@@ -98,7 +103,8 @@ class Link:
         while True:
             data = await self._queue.get()
             self._writing_since = time.monotonic()
-            await asyncio.wait_for(self._call.write(data), self.timeout)
+            deadline = self.timeout + len(data) / SLOWEST_LINK
+            await asyncio.wait_for(self._call.write(data), deadline)
             self._writing_since = None
             self.bytes_sent += len(data)
             self.messages_sent += 1

@@ -32,6 +32,7 @@ from proto.errors import (
 from proto.frame import Frame, decode, encode
 from proto.signal import Cancel, Rollback, Signal
 from proto.span import Span
+from worker.allowance import Allowance
 from worker.engine import Budget, StageEngine
 from worker.link import Link
 from worker.local_model import LocalModels
@@ -42,6 +43,10 @@ from worker.stage_key import StageKey
 from worker.thread import EngineThread
 
 log = logging.getLogger(__name__)
+
+PART_SECONDS = 10.0
+SLOWEST_DISK = 50e6
+"""Bytes a second of a slow network disk: with PART_SECONDS for one part of a load; longer without progress is stuck."""
 
 MAX_QUEUED_FRAMES = 256
 """More frames than this are waiting for the engine only if the sender ignores what is in flight."""
@@ -55,6 +60,8 @@ class Claim:
     name: str
     lease: float
     expires: float = 0.0
+    streams: int = 0
+    """Signals streams open. With the last of them the claim ends; an older one that ends late ends nothing."""
 
     def renew(self) -> None:
         self.expires = time.monotonic() + self.lease
@@ -105,12 +112,16 @@ class WorkerNode:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.thread = EngineThread()
+        self.allowance = Allowance()
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.claim: Claim | None = None
         self.key: StageKey | None = None
         self.stage: Stage | None = None
         self.engine: StageEngine | None = None
+        self._engine_of: Binding | None = None
+        """Whose frames the engine takes: the epoch does not tell one coordinator's plan from another's."""
         self.binding: Binding | None = None
+        self._connecting: Binding | None = None
         self.epoch = 0
         self.limits: Budget | None = None
         self.weight_bytes = 0
@@ -119,10 +130,12 @@ class WorkerNode:
         self.fault: pb.Fault | None = None
         self.traffic = Traffic()
         self.draining = asyncio.Event()
+        self.news = asyncio.Event()
+        """Something the coordinator should hear of at once, not by the next pulse."""
 
     # ---- claim
 
-    def hold(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> None:
+    def hold(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Claim:
         """Claim this worker for a coordinator, or renew its claim.
 
         Raises BusyError, naming the holder, while another one's claim has not lapsed.
@@ -137,6 +150,7 @@ class WorkerNode:
         elif lease_ms:
             self.claim.lease = lease_ms / 1000
         self.claim.renew()
+        return self.claim
 
     def release_lapsed(self) -> None:
         """Drop a claim that was not renewed in time, and all its sequences."""
@@ -151,7 +165,7 @@ class WorkerNode:
         self._unbind()
 
     def _unbind(self) -> None:
-        self.binding = None
+        self.binding = self._connecting = None
         self.thread.submit(self._drop_engine)
         if self.link is not None:
             _background(self.link.close())
@@ -212,6 +226,7 @@ class WorkerNode:
         self, key: StageKey, model: pb.ModelRef, on_progress: Callable[[int, int], None]
     ) -> Stage:
         """On the engine thread."""
+        self.thread.expect(PART_SECONDS)
         mx.clear_cache()
         checkpoint = self.identity.models.find(model)
         sizes = checkpoint.part_bytes()
@@ -222,6 +237,12 @@ class WorkerNode:
                 f"worker {self.identity.name}: layers {key.span} weigh {self.weight_bytes:,} bytes,"
                 f" its memory limit is {self.identity.memory_limit:,}"
             )
+        allowance = PART_SECONDS + max(sizes[part] for part in parts) / SLOWEST_DISK
+
+        def report(done: int, total: int) -> None:
+            self.thread.expect(allowance)
+            self.thread.post(on_progress, done, total)
+
         modules = load_stage(
             checkpoint,
             key.span,
@@ -229,7 +250,7 @@ class WorkerNode:
             last=key.last,
             dtype=DTYPES[key.dtype] if key.dtype else None,
             with_head=key.mtp,
-            on_progress=partial(self.thread.post, on_progress),
+            on_progress=report,
         )
         kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
         return Stage(modules, kv_format)
@@ -244,7 +265,10 @@ class WorkerNode:
         )
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
-        """Bind the stage into a plan and open the hop to the next. Raises NotReadyError without a stage."""
+        """Bind the stage into a plan and open the hop to the next.
+
+        Raises NotReadyError without a stage, StaleEpochError when the plan ends meanwhile, and what opening raises.
+        """
         self.hold(request.coordinator)
         self._check_epoch(request.epoch)
         if self.stage is None or self.key is None:
@@ -252,10 +276,13 @@ class WorkerNode:
         self._unbind()
         self.epoch = request.epoch
         binding = Binding(request.epoch, request.stage, request.num_stages, request.plan_token)
+        self._connecting = binding
         link_seconds = 0.0
         if request.next_address:
             link_seconds = await self._open_link(request, binding)
         await self.thread.call(partial(self._new_engine, self.stage, self.key, binding))
+        if self._connecting is not binding:
+            raise StaleEpochError(f"plan {binding.epoch} ended while it was being connected")
         self.binding = binding
         if not self.draining.is_set():
             self.state = pb.WORKER_STATE_SERVING
@@ -263,7 +290,7 @@ class WorkerNode:
         return pb.ConnectReply(link_us=link_seconds * 1e6)
 
     async def _open_link(self, request: pb.ConnectRequest, binding: Binding) -> float:
-        self.link = Link(
+        link = self.link = Link(
             request.next_address,
             StreamBinding(binding.epoch, binding.stage + 1, self.identity.id, binding.token),
             timeout=request.hop_timeout_ms / 1000,
@@ -271,7 +298,7 @@ class WorkerNode:
                 pb.FAULT_KIND_LINK, str(error), request.next_worker_id
             ),
         )
-        return await self.link.open()
+        return await link.open()
 
     def _new_engine(self, stage: Stage, key: StageKey, binding: Binding) -> None:
         """On the engine thread."""
@@ -279,6 +306,7 @@ class WorkerNode:
         self.engine = StageEngine(
             stage, epoch=binding.epoch, first=key.first, verifier=verifier, budget=self.limits
         )
+        self._engine_of = binding
 
     def unload(self, request: pb.UnloadRequest) -> None:
         """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
@@ -314,10 +342,10 @@ class WorkerNode:
     def _process(self, data: bytes, binding: Binding) -> None:
         """On the engine thread."""
         engine = self.engine
-        if engine is None or engine.epoch != binding.epoch:
+        if engine is None or self._engine_of is not binding:
             return  # a frame of a plan that has ended
         try:
-            out = engine.process(decode(data))
+            out = self._run(engine, decode(data))
             encoded = encode(out)
         except ClusterError as error:
             self.engine = None
@@ -329,6 +357,12 @@ class WorkerNode:
             self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message, "")
         else:
             self.thread.post(self._pass_on, encoded, out, binding)
+
+    def _run(self, engine: StageEngine, frame: Frame) -> Frame:
+        self.thread.expect(self.allowance.seconds(frame))
+        out = engine.process(frame)
+        self.allowance.observe(frame, out.stage_us[-1] / 1e6)
+        return out
 
     def _pass_on(self, data: bytes, frame: Frame, binding: Binding) -> None:
         if self.binding is not binding:
@@ -347,6 +381,7 @@ class WorkerNode:
         log.error("stage failed", extra={"error": message, "epoch": self.epoch})
         self.fault = pb.Fault(kind=kind, message=message[:500], peer=peer)
         self.state = pb.WORKER_STATE_FAILED
+        self.news.set()
         self._end_results(NotReadyError(f"worker {self.identity.name} failed: {message}"))
 
     # ---- signals
@@ -376,6 +411,7 @@ class WorkerNode:
     def drain(self) -> None:
         """Ask the coordinator, by pulse, to plan without this worker."""
         self.draining.set()
+        self.news.set()
         self.state = pb.WORKER_STATE_DRAINING
 
     async def close(self) -> None:

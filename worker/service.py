@@ -17,13 +17,14 @@ import mlx.core as mx
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.dataplane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
-from proto.errors import AccessError, ClusterError, ProtocolError
+from proto.errors import AccessError, ClusterError, NotReadyError, ProtocolError
 from proto.frame import VERSION
 from proto.grpc_errors import to_status
 from proto.signal import Hello, check_version, from_message
 from worker import hardware
+from worker.fetch.provide import provide
 from worker.model.loader import DTYPES
-from worker.node import WorkerNode
+from worker.node import Claim, WorkerNode
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,16 @@ class WorkerService(pb_grpc.WorkerServicer):
         finally:
             task.cancel()
 
+    async def Provide(
+        self, requests: AsyncIterator[pb.Weights], context: Context
+    ) -> AsyncIterator[pb.WeightsReply]:
+        try:
+            async with contextlib.aclosing(provide(requests, self.node.hold)) as replies:
+                async for reply in replies:
+                    yield reply
+        except ClusterError as error:
+            await _abort(context, error)
+
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
         return await _answer(context, self.node.connect(request))
 
@@ -139,36 +150,53 @@ class WorkerService(pb_grpc.WorkerServicer):
                 raise ProtocolError("the first signal is a hello")
             hello = first.body
             holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
-            self.node.hold(holder)
+            claim = self.node.hold(holder)
         except ClusterError as error:
             await _abort(context, error)
             return
         except StopAsyncIteration:
             return
+        claim.streams += 1
         heard = Heard()
-        reader = asyncio.create_task(self._read_signals(requests, holder, heard))
+        reader = asyncio.create_task(self._read_signals(requests, claim, heard))
         try:
             number = 0
             while not reader.done():
                 number += 1
                 yield self._pulse(number, heard.heartbeat)
-                await asyncio.wait({reader}, timeout=hello.pulse_ms / 1000)
+                await self._until_news(reader, hello.pulse_ms / 1000)
+                self._check_claim(claim)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await reader
         except ClusterError as error:
             await _abort(context, error)
         finally:
             reader.cancel()
+            claim.streams -= 1
             # The coordinator is gone, or left us: nobody waits for what we hold of its requests.
-            if self.node.claim is not None and self.node.claim.id == holder.id:
+            if self.node.claim is claim and not claim.streams:
                 self.node.release()
 
+    async def _until_news(self, reader: asyncio.Task[None], seconds: float) -> None:
+        """Wait for the next pulse's time, for something to tell at once, or for the end of the stream."""
+        news = asyncio.create_task(self.node.news.wait())
+        await asyncio.wait({reader, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        self.node.news.clear()
+
+    def _check_claim(self, claim: Claim) -> None:
+        """End a stream whose coordinator has not been heard for its lease: it may live, but not with us."""
+        self.node.release_lapsed()
+        if self.node.claim is not claim:
+            raise NotReadyError(f"worker {self.node.identity.name} no longer serves {claim.name}")
+
     async def _read_signals(
-        self, requests: AsyncIterator[pb.Signal], holder: pb.Coordinator, heard: Heard
+        self, requests: AsyncIterator[pb.Signal], claim: Claim, heard: Heard
     ) -> None:
         async for message in requests:
             signal = from_message(message)
-            self.node.hold(holder)
+            self._check_claim(claim)
+            claim.renew()
             if message.WhichOneof("body") == "heartbeat":
                 heard.heartbeat = message.heartbeat.number
             elif signal.epoch == self.node.epoch:

@@ -19,6 +19,9 @@ import mlx.core as mx
 T = TypeVar("T")
 Work = Callable[[], None]
 
+USUAL_SECONDS = 1.0
+"""What a piece of work may take that expects nothing else."""
+
 CLOSE_SECONDS = 5.0
 """How long closing waits for the work in hand. The thread is a daemon: a process that must go, goes."""
 
@@ -31,8 +34,8 @@ class EngineThread:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._urgent: deque[Work] = deque()
         self._working_since: float | None = None
-        self._finished_at = time.monotonic()
-        self.busy_us = 0
+        self._due: float | None = None
+        self._busy_us = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -52,6 +55,8 @@ class EngineThread:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
+            if future.cancelled():
+                return  # nobody waits any more, and what is queued behind it does
             try:
                 result = function()
             except Exception as error:
@@ -68,10 +73,15 @@ class EngineThread:
 
     @property
     def stall(self) -> float:
-        """Seconds since the thread last finished something, while it has something to do; else 0."""
-        if self._working_since is None:
-            return 0.0
-        return time.monotonic() - max(self._working_since, self._finished_at)
+        """Seconds for which the work in hand should have been finished; 0 while it may take its time."""
+        due = self._due
+        return 0.0 if due is None else max(0.0, time.monotonic() - due)
+
+    @property
+    def busy_us(self) -> int:
+        """Microseconds spent working since the start, the work in hand included."""
+        since = self._working_since
+        return self._busy_us + (0 if since is None else int((time.monotonic() - since) * 1e6))
 
     async def close(self) -> None:
         """End after the work in hand, or leave the thread behind when that takes too long."""
@@ -79,6 +89,10 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
 
     # ---- on the thread
+
+    def expect(self, seconds: float) -> None:
+        """The work in hand, or its next part, may take so long from now on; beyond that it counts as stuck."""
+        self._due = time.monotonic() + seconds
 
     def post(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the event loop, from this thread."""
@@ -88,12 +102,12 @@ class EngineThread:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             started = self._working_since = time.monotonic()
+            self.expect(USUAL_SECONDS)
             while self._urgent:
                 self._urgent.popleft()()
             work()
-            self._working_since = None
-            self._finished_at = time.monotonic()
-            self.busy_us += int((self._finished_at - started) * 1e6)
+            self._due = self._working_since = None
+            self._busy_us += int((time.monotonic() - started) * 1e6)
         # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
         mx.clear_streams()
 

@@ -6,6 +6,7 @@ Everything a cluster does, with real processes and sockets, on the model that sh
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def demo(
     On a terminal it then offers a chat. Everything it started is stopped when it ends.
     """
     console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, _leave)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         console.print(f"[dim]starting {workers} workers and a coordinator on loopback …[/dim]")
@@ -60,6 +62,11 @@ def demo(
         _figures(client, console)
         if sys.stdin.isatty() and sys.stdout.isatty():
             _chat(client, console)
+
+
+def _leave(number: int, _: object) -> None:
+    """End as Ctrl-C does, so that what was started is stopped."""
+    sys.exit(128 + number)
 
 
 @contextmanager

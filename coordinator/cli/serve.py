@@ -72,6 +72,14 @@ def serve(
             "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
         ),
     ] = False,
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Send workers that lack the model's files their layers from here. Without it they read "
+            "them from the hub, where the model is a hub repo.",
+        ),
+    ] = False,
     failure_timeout: Annotated[
         float,
         typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost."),
@@ -112,6 +120,7 @@ def serve(
         prefill_chunk=prefill_chunk,
         step_tokens=max_step_tokens,
         prefix_cache=not no_prefix_cache,
+        share_weights=share_weights,
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

@@ -104,11 +104,16 @@ def _may_be_alone(view: View) -> bool:
 
 
 def _why(view: View, problem: str) -> str:
-    refused = [
-        f"{m.name} at {m.address}: {m.reason}"
-        for m in view.members.values()
-        if m.state is MemberState.REFUSED
-    ]
-    found = [problem, view.alone_problem, *refused]
+    """Why there is no plan, for the person who waits for one: the last problem, and each worker's own."""
+    workers = [_trouble(m, view.now) for _, m in sorted(view.members.items())]
+    found = [problem, view.alone_problem, *workers]
     reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"
+
+
+def _trouble(member: Member, now: float) -> str:
+    if member.state in (MemberState.LOST, MemberState.REFUSED):
+        return f"{member.name} at {member.address}: {member.reason}"
+    if member.held_until > now:
+        return f"{member.name} is held back after {member.losses} losses"
+    return ""

@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.budget import Capacity
-from coordinator.cluster.decide import Action, GiveUp, Serve, ServeAlone, decide
+from coordinator.cluster.decide import Action, GiveUp, Keep, Serve, ServeAlone, decide
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import (
     Draining,
     Ended,
     Event,
     Gathering,
+    Kept,
     Left,
     Lost,
     Member,
+    MemberState,
     Phase,
     PlanFailed,
     Refused,
@@ -102,6 +104,8 @@ class ClusterManager:
         self.clock = clock
         self.view = View(options.settings, now=clock(), since=clock())
         self.clients: dict[str, WorkerClient] = {}
+        self._joining: dict[str, Member] = {}
+        """Workers that are watched and have not shown yet that they compute."""
         self.plan: Plan | None = None
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
@@ -141,27 +145,39 @@ class ClusterManager:
     async def acquire(self) -> Pipeline:
         if self.view.phase is Phase.SERVING and self.pipeline is not None:
             return self.pipeline
+        self._waiting = asyncio.get_running_loop().create_future()
         if self.view.phase is Phase.ENDED:
             self._happened(Gathering())
-        self._waiting = asyncio.get_running_loop().create_future()
         return await self._waiting
 
     def failed(self, pipeline: Pipeline, error: Exception) -> None:
-        if pipeline is not self.pipeline:
-            return
-        self.pipeline = None
-        if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
-            self._spawn(self._find_culprit(pipeline.epoch, str(error)))
+        if pipeline is self.pipeline:
+            suspect = pipeline.suspect if isinstance(pipeline, RemotePipeline) else None
+            self._broke(pipeline, str(error), suspect)
 
-    async def _find_culprit(self, epoch: int, reason: str) -> None:
+    def _broke(self, pipeline: Pipeline, reason: str, suspect: str | None) -> None:
+        """The pipeline in force has failed; `suspect` is the worker to leave out next time, if all are alive."""
+        self._drop_pipeline(reason)
+        if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
+            self._spawn(self._find_culprit(pipeline.epoch, reason, suspect))
+
+    def _drop_pipeline(self, reason: str) -> None:
+        """Whoever waits on the pipeline in force hears that it is void; nobody need have taken it to begin with."""
+        if self.pipeline is not None:
+            pipeline, self.pipeline = self.pipeline, None
+            pipeline.fail(WorkerLostError(reason))
+            self._spawn(pipeline.close())
+
+    async def _find_culprit(self, epoch: int, reason: str, suspect: str | None) -> None:
         """Ask every worker of a failed plan whether it lives, so that the next plan leaves out those that do not."""
         await asyncio.gather(*(self._probe(address) for address in self.view.serving))
-        self._happened(PlanFailed(epoch, reason))
+        self._happened(PlanFailed(epoch, reason, suspect))
 
     async def _probe(self, address: str) -> None:
         try:
             if address in self.clients:
-                await self.clients[address].describe(timeout=PROBE_SECONDS)
+                timeout = min(PROBE_SECONDS, self.options.failure_timeout)
+                await self.clients[address].describe(timeout=timeout)
         except ClusterError as error:
             self._lost(address, error)
 
@@ -185,11 +201,10 @@ class ClusterManager:
             self._carry_out(action)
 
     def _stop_plan(self, reason: str) -> None:
-        """The plan in force is void: whoever waits on its pipeline hears of it now."""
+        """The plan in force is void, whether it serves or starts."""
         if self._start is not None:
             self._start.cancel()
-        if self.pipeline is not None:
-            self.pipeline.fail(WorkerLostError(reason))
+        self._drop_pipeline(reason)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -198,6 +213,9 @@ class ClusterManager:
                 self._begin(plan.epoch, addresses, self._serve(plan))
             case ServeAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
+            case Keep(reason):
+                log.info("the plan stays as it is", extra={"reason": reason})
+                self._happened(Kept())
             case GiveUp(reason):
                 self._happened(Ended(reason))
                 if self._waiting is not None and not self._waiting.done():
@@ -226,17 +244,26 @@ class ClusterManager:
                 room,
                 self.options.failure_timeout,
             )
-            ids = [self.view.members[stage.node].worker_id for stage in plan.stages]
-            try:
-                await pipeline.open(ids)
-            except BaseException:
-                await pipeline.close()
-                raise
+            await self._open(pipeline)
         except ClusterError as error:
             self._happened(PlanFailed(plan.epoch, str(error)))
         else:
             self.plan = plan
             self._serves(pipeline)
+
+    async def _open(self, pipeline: RemotePipeline) -> None:
+        """Connect the stages. A hop that cannot be opened is held against the far end, when that is alive."""
+        ids = [self.view.members[worker.address].worker_id for worker in pipeline.workers]
+        try:
+            await pipeline.open(ids)
+        except ClusterError as error:
+            await pipeline.close()
+            await asyncio.gather(*(self._probe(worker.address) for worker in pipeline.workers))
+            self._happened(PlanFailed(pipeline.epoch, str(error), pipeline.suspect))
+            raise
+        except BaseException:
+            await pipeline.close()
+            raise
 
     async def _load(
         self, worker: WorkerClient, stage: StagePlan, epoch: int, room: Capacity
@@ -260,6 +287,8 @@ class ClusterManager:
             self.on_progress(self.loads)
 
         try:
+            if not self.view.members[stage.node].whole:
+                await self.model.provider.give(worker, request, on_progress)
             return await worker.load(request, on_progress)
         except ClusterError as error:
             self._happened(PlanFailed(epoch, str(error), stage.node))
@@ -269,9 +298,7 @@ class ClusterManager:
         try:
             pipeline = await self.alone(epoch)
         except ClusterError as error:
-            self._happened(Ended(str(error)))
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_exception(error)
+            self._happened(PlanFailed(epoch, str(error)))
         else:
             self.plan = None
             self._serves(pipeline)
@@ -321,51 +348,73 @@ class ClusterManager:
 
     async def _welcome(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
         """A worker that can serve us is watched from now on."""
-        if any(self.view.members[a].worker_id == info.worker_id for a in self.clients):
+        members = (self._joining.get(a) or self.view.members[a] for a in self.clients)
+        if any(member.worker_id == info.worker_id for member in members):
             await client.close()  # known by another of its addresses
             return
         member = _member(address, info)
         reason = self._refusal(info)
         if reason:
             await client.close()
-            before = self.view.members.get(address)
-            if before is None or before.reason != reason:
-                log.warning("worker refused", extra={"address": address, "reason": reason})
-            self._happened(Refused(member, reason))
+            self._refuse(member, reason)
             return
         self.clients[address] = client
+        self._joining[address] = member
         client.watch(
             self.options.failure_timeout,
             lambda pulse: self._pulse(address, pulse),
             lambda error: self._lost(address, error),
         )
-        log.info("worker joined", extra={"address": address, "worker": member.name})
-        self._happened(Seen(member))
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        before = self.view.members.get(member.address)
+        if before is None or before.reason != reason:
+            log.warning("worker refused", extra={"address": member.address, "reason": reason})
+        self._happened(Refused(member, reason))
 
     def _refusal(self, info: pb.WorkerInfo) -> str:
         """Why a worker cannot serve us, empty when it can."""
         if info.HasField("claimed_by") and info.claimed_by.id != self.options.me.id:
             return f"serves coordinator {info.claimed_by.name}"
-        if info.fingerprint != self.model.ref.fingerprint:
+        if info.model and info.fingerprint != self.model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
-            return f"has another checkpoint ({info.model or 'no model'}, fingerprint {theirs})"
+            return f"has another checkpoint ({info.model}, fingerprint {theirs})"
+        if not info.fingerprint and not self.model.provider.able:
+            return "has no copy of the model: give it one, or serve with --share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
             return "is leaving"
         return ""
 
     def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
-        limit_ms = self.options.failure_timeout * 1000
-        member = self.view.members.get(address)
-        if pulse.state == pb.WORKER_STATE_DRAINING:
-            if address not in self.view.serving:
-                self._spawn(self._farewell(address))
-            elif member is not None and member.state.value != "draining":
-                self._happened(Draining(address))
-        if pulse.engine_stall_ms > limit_ms:
+        if pulse.engine_stall_ms > self.options.failure_timeout * 1000:
             stall = pulse.engine_stall_ms / 1000
-            self._lost(address, WorkerLostError(f"its engine has done nothing for {stall:.1f} s"))
-        elif pulse.HasField("fault") and pulse.epoch == self.view.epoch and self.pipeline:
-            self.failed(self.pipeline, WorkerLostError(pulse.fault.message))
+            self._lost(address, WorkerLostError(f"its engine has been stuck for {stall:.1f} s"))
+            return
+        if (joining := self._joining.pop(address, None)) is not None:
+            log.info("worker joined", extra={"address": address, "worker": joining.name})
+            self._happened(Seen(joining))
+        if pulse.state == pb.WORKER_STATE_DRAINING:
+            self._leaves(address)
+        if isinstance(self.pipeline, RemotePipeline) and pulse.epoch == self.pipeline.epoch:
+            if pulse.HasField("fault"):
+                suspect = self._to_blame(address, pulse.fault)
+                self._broke(self.pipeline, pulse.fault.message, suspect)
+            else:
+                self.pipeline.heard(address, pulse)
+
+    def _to_blame(self, address: str, fault: pb.Fault) -> str:
+        """For a hop its far end, else the worker that reports the fault."""
+        peers = (
+            a for a, m in self.view.members.items() if fault.peer and m.worker_id == fault.peer
+        )
+        return next(peers, address)
+
+    def _leaves(self, address: str) -> None:
+        member = self.view.members.get(address)
+        if address not in self.view.serving:
+            self._spawn(self._farewell(address))
+        elif member is not None and member.state is not MemberState.DRAINING:
+            self._happened(Draining(address))
 
     async def _farewell(self, address: str) -> None:
         """A worker that no plan uses may leave."""
@@ -382,8 +431,11 @@ class ClusterManager:
         client = self.clients.pop(address, None)
         if client is None:
             return
-        log.warning("worker lost", extra={"address": address, "error": str(error)})
         self._spawn(client.close())
+        if (joining := self._joining.pop(address, None)) is not None:
+            self._refuse(joining, str(error))
+            return
+        log.warning("worker lost", extra={"address": address, "error": str(error)})
         self._happened(Lost(address, str(error)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -412,4 +464,5 @@ def _member(address: str, info: pb.WorkerInfo) -> Member:
         speed=info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0,
         chip=info.hardware.chip,
         pinned=pinned,
+        whole=bool(info.fingerprint),
     )

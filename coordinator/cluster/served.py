@@ -10,6 +10,7 @@ from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, rese
 from coordinator.cluster.view import Member
 from coordinator.model_costs import model_costs
 from coordinator.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from coordinator.weights import WeightProvider
 from mtp.checkpoint.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 
@@ -29,6 +30,12 @@ class ServedModel:
     draft_depth: int
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
+    share_weights: bool = False
+
+    @cached_property
+    def provider(self) -> WeightProvider:
+        """For workers that lack the checkpoint's files."""
+        return WeightProvider(self.checkpoint, self.ref, self.share_weights)
 
     @cached_property
     def costs(self) -> ModelCosts:

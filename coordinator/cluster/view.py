@@ -47,6 +47,8 @@ class Member:
     speed: float = 1.0
     chip: str = ""
     pinned: Span | None = None
+    whole: bool = True
+    """Whether it has the checkpoint's files; one that has not is given its span before it loads."""
     state: MemberState = MemberState.READY
     reason: str = ""
     losses: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -18,6 +19,8 @@ from mtp.checkpoint.checkpoint import INDEX, weight_map_of
 from proto.errors import CheckpointError
 
 BUILTIN = "builtin"
+
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """What a checkpoint and its tokenizer are made of; a repo's other formats are not fetched."""
@@ -48,6 +51,12 @@ def find_model(name: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     return found if _is_whole(found) else None
+
+
+def snapshot_of(path: Path) -> tuple[str, str] | None:
+    """Repo and commit of a directory of the standard cache; None for any other."""
+    found = _SNAPSHOT.fullmatch("/".join(path.absolute().parts[-3:]))
+    return (f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
 def _is_whole(snapshot: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +25,7 @@ HIDDEN, VOCAB = 64, 512
 GRPC_BYTES = 5 + 9
 """gRPC's prefix of a message and HTTP/2's of a frame."""
 
+LOAD = "/mtpcluster.v1.Worker/Load"
 SIGNALS = "/mtpcluster.v1.Worker/Signals"
 DECODE_HEADER_BYTES = 256
 """Most that a decode step of one sequence takes besides its hidden states: tokens, drafts, a commit, times."""
@@ -76,7 +77,19 @@ def wire(pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Wir
         reply = httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
         usage = reply.json()["usage"]["completion_tokens_details"]
         _hear_pulses(messages)
-        return Wire(messages[:before], messages[before:], usage["rejected_prediction_tokens"])
+        numbered = _by_stage(messages)
+        return Wire(numbered[:before], numbered[before:], usage["rejected_prediction_tokens"])
+
+
+def _by_stage(messages: list[Message]) -> list[Message]:
+    """With workers numbered in the order of their layers, as they were told in Load."""
+    starts = {
+        m.worker: pb.LoadRequest.FromString(m.data).span.start
+        for m in messages
+        if m.inward and m.method == LOAD
+    }
+    order = sorted(starts, key=lambda worker: starts[worker])
+    return [replace(m, worker=order.index(m.worker)) for m in messages]
 
 
 def _pulses(messages: list[Message], worker: int) -> list[pb.WorkerPulse]:

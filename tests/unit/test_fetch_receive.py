@@ -79,11 +79,14 @@ class Coordinator:
         return fill(offer, pull, tell, stop or threading.Event())
 
     def offer(self, span: Span) -> pb.WeightsOffer:
-        me = pb.Coordinator(id="c", name="c")
-        last = self.provider.checkpoint.config.num_layers
-        return self.provider.offer(
-            me, span, first=span.start == 0, last=span.end == last, with_head=True
+        request = pb.LoadRequest(
+            coordinator=pb.Coordinator(id="c", name="c"),
+            span=pb.Span(start=span.start, end=span.end),
+            first=span.start == 0,
+            last=span.end == self.provider.checkpoint.config.num_layers,
+            mtp=True,
         )
+        return self.provider.offer(request)
 
     @property
     def fingerprint(self) -> str:

@@ -7,9 +7,11 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 from proto import cluster_pb2 as pb
-from proto.errors import DeadlineError, ProtocolError
+from proto.errors import ClusterError, DeadlineError, ProtocolError
+from proto.grpc_errors import to_status
 from proto.size import format_size
 from worker.fetch.receive import fill
 
@@ -18,14 +20,16 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 60.0
 """Longest wait for the coordinator's next message: it reads a tensor from its disk, or hashes one."""
 
+DRAIN_SECONDS = 10.0
+"""How long a coordinator may go on sending what is not wanted any more."""
+
 
 async def provide(
     requests: AsyncIterator[pb.Weights], hold: Callable[[pb.Coordinator, int], object]
 ) -> AsyncGenerator[pb.WeightsReply, None]:
-    """Answer one call. `hold` claims this worker for the coordinator that offers, or raises.
+    """Answer one call. `hold` claims this worker for the coordinator that offers, or raises what the call ends with.
 
-    Raises what `fill` raises, ProtocolError for a call that does not begin with an offer, DeadlineError when the
-    coordinator falls silent.
+    Whatever else goes wrong is the last reply.
     """
     offer = (await _next(requests)).offer
     hold(offer.coordinator, offer.lease_ms)
@@ -66,8 +70,24 @@ async def provide(
         received = await filled
         log.info("weights are here", extra={"received": format_size(received)})
         yield pb.WeightsReply(kept=pb.WeightsKept(received=received))
+    except ClusterError as error:
+        log.warning("weights refused", extra={"error": str(error)})
+        yield _refusal(error)
+        # Until the coordinator has read it: a call that ends while it writes loses its status.
+        with suppress(TimeoutError, ClusterError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while True:
+                    await _next(requests)
     finally:
         stop.set()
+
+
+def _refusal(error: ClusterError) -> pb.WeightsReply:
+    status = to_status(error)
+    refused = pb.WeightsRefused(code=status.code, details=status.details)
+    for key, value in status.metadata:
+        refused.metadata[key] = value.encode() if isinstance(value, str) else value
+    return pb.WeightsReply(refused=refused)
 
 
 async def _next(requests: AsyncIterator[pb.Weights]) -> pb.Weights:

@@ -1,0 +1,51 @@
+"""`mtp-worker`, whose engine does what a file says: run as a program of its own, in place of `worker.cli`.
+
+`MTP_TEST_FAULT` names the file. Its text is read before every frame and every load: `stuck` blocks the engine thread
+for good, `slow 1.5` makes a frame take so many seconds more, `raise` fails it, `hang` blocks the next load.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from proto.frame import Frame
+from worker import cli
+from worker.engine import StageEngine
+from worker.model.loader import load_stage
+
+FAULT = "MTP_TEST_FAULT"
+FOR_GOOD = 3600.0
+
+
+def fault() -> list[str]:
+    file = Path(os.environ[FAULT])
+    return file.read_text().split() if file.exists() else []
+
+
+def main() -> None:
+    process = StageEngine.process
+
+    def faulty_process(self: StageEngine, frame: Frame) -> Frame:
+        match fault():
+            case ["stuck"]:
+                time.sleep(FOR_GOOD)
+            case ["slow", seconds]:
+                time.sleep(float(seconds))
+            case ["raise"]:
+                raise RuntimeError("a test wants this engine to fail")
+        return process(self, frame)
+
+    def faulty_load(*args: Any, **options: Any) -> Any:
+        if fault() == ["hang"]:
+            time.sleep(FOR_GOOD)
+        return load_stage(*args, **options)
+
+    with (
+        patch.object(StageEngine, "process", faulty_process),
+        patch("worker.node.load_stage", faulty_load),
+    ):
+        cli.main()

@@ -1,0 +1,155 @@
+"""A coordinator in the test's own process: the real loop, scheduler and cluster manager over real workers.
+
+What a client is told token by token, what the view says, and what workers hold are at hand; HTTP is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import Phase, Settings, View
+from coordinator.cluster_status import LiveStatus
+from coordinator.generation import GenerationLoop
+from coordinator.pipeline import Pipeline
+from coordinator.request import Finished, GenerationRequest, TokenChunk
+from coordinator.scheduler import Limits, Scheduler
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.controller import Controller, MtpMode
+from proto import cluster_pb2 as pb
+from proto.errors import MemoryLimitError
+from proto.params import SamplingParams
+
+TIMEOUT = 2.0
+"""Failure timeout in tests: shorter than the default, longer than a busy machine's hiccups."""
+
+DEADLINE = 60.0
+"""Longest wait for anything in a test."""
+
+
+@dataclass
+class Told:
+    """What one client was told, and when."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    end: Finished | None = None
+
+    @property
+    def reason(self) -> str:
+        assert self.end is not None, "the answer has not ended"
+        return self.end.reason
+
+    @property
+    def longest_pause(self) -> float:
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((after - before for before, after in pairs), default=0.0)
+
+
+class Head:
+    """A coordinator. `answers` are asked for as a client would."""
+
+    def __init__(self, manager: ClusterManager, loop: GenerationLoop) -> None:
+        self.manager = manager
+        self.loop = loop
+        self.status = LiveStatus(loop, manager, "toy")
+
+    @property
+    def view(self) -> View:
+        return self.manager.view
+
+    async def answer(self, request: GenerationRequest, told: Told | None = None) -> Told:
+        """One answer to its end."""
+        told = Told() if told is None else told
+        async with asyncio.timeout(DEADLINE):
+            async for event in self.loop.generate(request):
+                self.loop.scheduler.check()
+                if isinstance(event, TokenChunk):
+                    told.tokens += event.tokens
+                    told.times.append(time.monotonic())
+                elif isinstance(event, Finished):
+                    told.end = event
+        return told
+
+    async def answers(self, requests: Sequence[GenerationRequest]) -> list[Told]:
+        """All at once."""
+        return list(await asyncio.gather(*map(self.answer, requests)))
+
+    async def until(self, condition: str, timeout: float = DEADLINE) -> None:
+        """Wait until a Python expression over `self` holds. Raises AssertionError, with the view, when it does not."""
+        deadline = time.monotonic() + timeout
+        while not eval(condition, {"Phase": Phase}, {"self": self, "view": self.view}):
+            assert time.monotonic() < deadline, f"{condition} never came: {self.view}"
+            await asyncio.sleep(0.02)
+
+    async def holdings(self) -> dict[str, pb.HoldingsReply]:
+        """What every worker that is watched keeps of requests, by address."""
+        return {a: await client.holdings() for a, client in self.manager.clients.items()}
+
+    async def check_nothing_left(self) -> None:
+        """No worker holds a sequence once all answers have ended."""
+        deadline = time.monotonic() + DEADLINE
+        while any(reply.sequences for reply in (await self.holdings()).values()):
+            assert time.monotonic() < deadline, await self.holdings()
+            await asyncio.sleep(0.05)
+
+
+async def _cannot(epoch: int) -> Pipeline:
+    raise MemoryLimitError("this machine serves nothing alone in this test")
+
+
+@asynccontextmanager
+async def running_head(
+    model: Path,
+    addresses: Sequence[str],
+    *,
+    name: str = "head",
+    settings: Settings | None = None,
+    timeout: float = TIMEOUT,
+    mtp: str = "1",
+) -> AsyncIterator[Head]:
+    """A coordinator over the workers at these addresses, serving. It does not serve alone."""
+    checkpoint = Checkpoint.open(model)
+    reference = pb.ModelRef(
+        name="toy", path=str(model), fingerprint=await asyncio.to_thread(checkpoint.fingerprint)
+    )
+    served = ServedModel(checkpoint, reference, "float32", 0, with_head=True, draft_depth=1)
+    settings = settings or Settings(
+        nodes=len(addresses), wait=10.0, recovery_wait=20.0, local=False
+    )
+    options = ManagerOptions(
+        pb.Coordinator(id=f"{name}-{time.monotonic_ns()}", name=name),
+        settings,
+        tuple(addresses),
+        failure_timeout=timeout,
+    )
+    manager = ClusterManager(served, options, _cannot)
+    scheduler = Scheduler(Limits(4096, prefill_chunk=16), Controller(MtpMode.parse(mtp)))
+    loop = GenerationLoop(manager, scheduler)
+    manager.start()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await loop.start()
+        yield Head(manager, loop)
+    finally:
+        await loop.close()
+        await manager.close()
+
+
+def requests(count: int = 4, tokens: int = 60) -> list[GenerationRequest]:
+    """Greedy and sampled, several lengths."""
+    return [
+        GenerationRequest(
+            tuple(range(5 + i, 20 + 9 * i)),
+            tokens + 7 * i,
+            SamplingParams(temperature=0.9 * (i % 2), seed=i),
+            request_id=f"r{i}",
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,265 @@
+"""Workers without the model's files: real processes that get their span, and no more, from the coordinator or a hub."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import Settings
+from coordinator.generation import GenerationLoop
+from coordinator.pipeline import Pipeline
+from coordinator.request import Finished, GenerationRequest, TokenChunk
+from coordinator.scheduler import Limits, Scheduler
+from coordinator.session import local_generator
+from coordinator.weights import WeightProvider
+from coordinator.worker_client import WorkerClient
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.controller import Controller, MtpMode
+from proto import cluster_pb2 as pb
+from proto.errors import CheckpointError, ClusterError, NotReadyError, WorkerLostError
+from proto.params import SamplingParams
+from proto.span import Span
+from tests.checkpoints import write_checkpoint
+from tests.cluster.processes import Worker, as_worker, ending, launch_worker
+from tests.hub import Hub
+
+REPO = "someone/some-model"
+REQUEST = GenerationRequest(tuple(range(40)), 24, SamplingParams())
+ME = pb.Coordinator(id="test", name="test")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", shards=3, hidden=128)
+
+
+@pytest.fixture(scope="module")
+def hub(source: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.add(REPO, source)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("homes")
+
+
+@pytest.fixture(scope="module")
+def workers(homes: Path, hub: Hub) -> Iterator[list[Worker]]:
+    """Two, each with a cache of its own and no model."""
+    with ExitStack() as stack:
+        launched = [
+            launch_worker(homes, name, env=hub.environment(homes / name)) for name in ("a", "b")
+        ]
+        for process in launched:
+            stack.enter_context(ending(process))
+        yield [as_worker(process) for process in launched]
+
+
+def served(checkpoint: Checkpoint, *, share: bool, hub: Hub | None = None) -> ServedModel:
+    """As `mtp-coord serve` serves it, but without telling where on this machine it lies."""
+    ref = pb.ModelRef(name="model", fingerprint=checkpoint.fingerprint())
+    if hub is not None:
+        ref.repo, ref.revision = REPO, hub.repos[REPO].commit
+    return ServedModel(checkpoint, ref, None, 0, True, 1, share_weights=share)
+
+
+async def answer(loop: GenerationLoop) -> list[int]:
+    tokens: list[int] = []
+    async for event in loop.generate(REQUEST):
+        if isinstance(event, TokenChunk):
+            tokens.extend(event.tokens)
+        elif isinstance(event, Finished):
+            assert event.reason == "length"
+    return tokens
+
+
+async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 20.0) -> list[int]:
+    """One answer of a cluster over these workers; an error when it cannot be had."""
+
+    async def alone(epoch: int) -> Pipeline:
+        raise NotReadyError("this test serves from workers alone")
+
+    settings = Settings(nodes=len(workers), wait=wait, recovery_wait=5.0, local=False)
+    options = ManagerOptions(ME, settings, tuple(worker.address for worker in workers))
+    manager = ClusterManager(model, options, alone)
+    loop = GenerationLoop(manager, Scheduler(Limits(1024, 256), Controller(MtpMode(2))))
+    try:
+        manager.start()
+        await asyncio.wait_for(loop.start(), 60)
+        return await asyncio.wait_for(answer(loop), 60)
+    finally:
+        await loop.close()
+        await manager.close()
+
+
+def kept(home: Path) -> dict[str, int]:
+    """Parts a worker has on its disk, and their sizes."""
+    return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
+
+
+# ---- a whole cluster
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["from the coordinator", "from a hub"])
+async def test_a_cluster_of_workers_without_files(
+    source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
+) -> None:
+    """They answer what one process with the files does; each keeps its span alone, and asks for it once."""
+    checkpoint = Checkpoint.open(source)
+    async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
+        expected = await answer(local)
+    for worker in workers:
+        for file in (homes / worker.name).rglob("parts/*"):
+            file.unlink()
+    hub.sent.clear()
+    model = served(checkpoint, share=share, hub=hub)
+    assert await answer_from(model, workers) == expected
+    first, second = kept(homes / "a"), kept(homes / "b")
+    assert first.keys() & second.keys() == {"embed"}
+    assert first.keys() | second.keys() == {
+        *(part for part, size in checkpoint.part_bytes().items() if size)
+    }
+    sizes = checkpoint.part_bytes()
+    needed = sum(sizes[part] for part in (*first, *second))
+    assert sum(hub.sent.values()) == (0 if share else needed)
+    hub.sent.clear()
+    for worker in workers:
+        assert len(worker.records("weights are here")) > 0
+    assert await answer_from(model, workers) == expected
+    assert hub.sent.total() == 0
+    assert [w.records("weights are here")[-1]["received"] for w in workers] == ["0 B", "0 B"]
+
+
+async def test_without_files_hub_or_sharing_a_worker_is_refused(
+    source: Path, workers: list[Worker]
+) -> None:
+    """The reason names what would help."""
+    with pytest.raises(ClusterError, match=r"(?s)--share-weights|no worker"):
+        await answer_from(served(Checkpoint.open(source), share=False), workers[:1], wait=1.0)
+
+
+# ---- one worker, and what happens to it
+
+
+def silent(done: int, total: int) -> None:
+    """Progress nobody looks at."""
+
+
+class Counting(WeightProvider):
+    """Counts the bytes it sends, and takes `pause` seconds a message."""
+
+    sent = 0
+    pause = 0.0
+
+    async def answer(
+        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
+    ) -> AsyncIterator[pb.Weights]:
+        async for message in super().answer(offer, wanted):
+            self.sent += len(message.piece)
+            await asyncio.sleep(self.pause)
+            yield message
+
+
+class Spoiling(WeightProvider):
+    """Sends zeros."""
+
+    async def answer(
+        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
+    ) -> AsyncIterator[pb.Weights]:
+        async for message in super().answer(offer, wanted):
+            yield pb.Weights(piece=bytes(len(message.piece))) if message.piece else message
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def stage_bytes(checkpoint: Checkpoint, request: pb.LoadRequest) -> int:
+    span = Span(request.span.start, request.span.end)
+    parts = checkpoint.stage_parts(span, first=request.first, last=request.last)
+    return sum(checkpoint.part_bytes()[part] for part in parts)
+
+
+def stage_of(checkpoint: Checkpoint, span: Span, provider: WeightProvider) -> pb.LoadRequest:
+    return pb.LoadRequest(
+        coordinator=ME,
+        epoch=1,
+        model=provider.ref,
+        span=pb.Span(start=span.start, end=span.end),
+        first=span.start == 0,
+        last=span.end == checkpoint.config.num_layers,
+        mtp=True,
+        lease_ms=20_000,
+    )
+
+
+async def test_a_kill_costs_what_was_under_way(
+    source: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed amid two calls and started again, a worker reads of the hub at most 1.1 times a quarter of the layers in
+    all, and of the coordinator what was in the pipes a second time."""
+    checkpoint = Checkpoint.open(source)
+    from_hub = served(checkpoint, share=False, hub=hub).provider
+    shared = Counting(checkpoint, served(checkpoint, share=True).ref, True)
+    quarter = stage_of(checkpoint, Span(4, 6), from_hub)
+    begin = stage_of(checkpoint, Span(0, 3), shared)
+    sizes = [stage_bytes(checkpoint, request) for request in (quarter, begin)]
+    monkeypatch.setattr("coordinator.weights.PIECE_BYTES", 20_000)
+    hub.sent.clear()
+    hub.faults.pause, shared.pause = 0.02, 0.005
+    home = tmp_path / "home"
+    with ending(launch_worker(tmp_path, "killed", env=hub.environment(home))) as process:
+        client = WorkerClient(as_worker(process).address, ME)
+        calls = [
+            asyncio.create_task(from_hub.give(client, quarter, silent)),
+            asyncio.create_task(shared.give(client, begin, silent)),
+        ]
+        await asyncio.to_thread(
+            wait_until,
+            lambda: hub.weights_sent > sizes[0] / 2 and shared.sent > sizes[1] / 2,
+        )
+        assert not all(call.done() for call in calls)
+        process.kill()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert any(isinstance(end, WorkerLostError) for end in ends)
+        assert all(end is None or isinstance(end, WorkerLostError) for end in ends)
+        await client.close()
+    assert list(home.rglob("*.part"))
+    hub.faults.pause = shared.pause = 0.0
+    with ending(launch_worker(tmp_path, "again", env=hub.environment(home))) as process:
+        client = WorkerClient(as_worker(process).address, ME)
+        for provider, request, size in ((from_hub, quarter, sizes[0]), (shared, begin, sizes[1])):
+            await provider.give(client, request, silent)
+            assert (await client.load(request, silent)).weight_bytes == size
+        await client.close()
+    assert sizes[0] <= hub.weights_sent <= 1.1 * sizes[0]
+    assert sizes[1] <= shared.sent <= 1.3 * sizes[1]
+
+
+async def test_damage_on_the_wire_is_one_clear_error(
+    source: Path, workers: list[Worker], homes: Path
+) -> None:
+    """The worker says which tensor, and keeps nothing of it under its name."""
+    checkpoint = Checkpoint.open(source)
+    provider = Spoiling(checkpoint, served(checkpoint, share=True).ref, True)
+    for file in (homes / "a").rglob("parts/*"):
+        file.unlink()
+    client = WorkerClient(workers[0].address, ME)
+    for _ in range(10):
+        with pytest.raises(CheckpointError, match=r"tensor model\..*damaged on its way"):
+            await provider.give(client, stage_of(checkpoint, Span(4, 6), provider), silent)
+    await client.unload(1)
+    await client.close()
+    assert kept(homes / "a") == {}
