@@ -23,12 +23,14 @@ from coordinator.request import (
     GenerationEvent,
     GenerationRequest,
     PrefillProgress,
+    TokenChunk,
 )
 from coordinator.sequence import Sequence
-from mtp.controller import Controller
+from mtp.controller import MAX_DEPTH, Controller
+from mtp.estimates import StepCost
+from mtp.shape import Shape
 from proto.errors import CapacityError, ProtocolError, RequestError
 from proto.frame import (
-    Commit,
     DropPrefix,
     Evict,
     Frame,
@@ -72,7 +74,7 @@ class Settlement:
     rejections: list[Rejection] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class InFlight:
     """A frame that has not returned: when it left, and how much of which work it carries."""
 
@@ -80,6 +82,14 @@ class InFlight:
     alone: bool
     """Nothing else was under way when it left."""
     decode_rows: int = 0
+    lanes: int = 1
+    """How many there were when it left."""
+    fill: int = 1
+    """How many windows a sequence could have in flight then."""
+    live: int = 0
+    """Rows that have not turned out to be in vain."""
+    follows: Sequence | None = None
+    """Whose window it carries ahead: one before it was in flight."""
 
 
 class Scheduler:
@@ -100,6 +110,9 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self.next_number = 0
         self._next_seq = 0
+        self._lanes = self._fill = 1
+        self._wires = 0.0
+        """Seconds that a pass spends outside the stages."""
 
     def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> Settlement:
         """A new plan serves: what was in flight is void, and every live sequence is fed again from its tokens.
@@ -112,6 +125,7 @@ class Scheduler:
         self.ops.clear()
         self.prefixes.reset(capacity)
         self.controller.forget_costs()
+        self._wires = 0.0
         live = list(self.running.values())
         self.running.clear()
         for sequence in live:
@@ -190,12 +204,19 @@ class Scheduler:
         """The next frame to send, or None while there is nothing to do or the pipeline is full."""
         self._admit_waiting()
         segments = self._next_lane()
-        record = InFlight(now, not self.in_flight, len(segments))
+        record = self._record(segments, now)
         if not segments:
             segments = self._next_chunks()
         if not segments and not self.ops:
             return None
         return self._frame(tuple(segments), record)
+
+    def _record(self, lane: list[Segment], now: float) -> InFlight:
+        record = InFlight(now, not self.in_flight, len(lane), self._lanes, self._fill, len(lane))
+        if lane and self._fill > 1:
+            sequence = self.running[lane[0].seq_id]
+            record.follows = sequence if len(sequence.flight) > 1 else None
+        return record
 
     def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
         for segment in segments:
@@ -216,30 +237,57 @@ class Scheduler:
 
     def _next_lane(self) -> list[Segment]:
         """Windows of the lane that has waited longest, if the pipeline has room for another."""
-        decoding = [s for s in self.running.values() if s.admitted and not s.prefilling]
-        ready = [s for s in decoding if s.ready]
-        lanes = sum(1 for record in self.in_flight if record.decode_rows)
-        if not ready or lanes >= self.stages:
+        decoding = [s for s in self.running.values() if s.decoding]
+        lanes = sum(1 for record in self.in_flight if record.live)
+        if not decoding or lanes >= self.stages:
+            return []
+        self._lanes = min(len(decoding), self.stages)
+        self._fill = self._windows_each(len(decoding))
+        if self._fill > 1:
+            return self._next_in_line(decoding)
+        ready = [s for s in decoding if not s.flight]
+        if not ready:
             return []
         rows = ready[: -(-len(decoding) // self.stages)]
-        depth = self.controller.choose(len(rows))
-        for sequence in rows:  # to the back: the next lane takes the others first
-            self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
-        return [self._window(sequence, depth) for sequence in rows]
+        shape = self.controller.choose(len(rows))
+        return [self._window(sequence, shape) for sequence in rows]
 
-    def _window(self, sequence: Sequence, depth: int) -> Segment:
-        """`[last token, drafts …]`, asking for `depth` drafts to follow; never past the request's limit."""
+    def _windows_each(self, decoding: int) -> int:
+        """How many windows of one sequence may be in flight: as many as leave no stage idle.
+
+        One where prompts keep the stages busy. Never more windows than the plan has memory for: it reckons with one
+        open window for each sequence it admits.
+        """
+        if self.stages < 2 * decoding or decoding < len(self.running):
+            return 1
+        room = 2 * self.capacity.sequences // decoding - 1
+        return max(1, min(self.stages // decoding, room, MAX_DEPTH + 1))
+
+    def _next_in_line(self, decoding: list[Sequence]) -> list[Segment]:
+        """A window of the first sequence that may send one: to follow another in flight, or the first."""
+        for sequence in decoding:
+            if sequence.shape is None:
+                fill = 1 if sequence.request.params.ratio else self._fill
+                sequence.shape = self.controller.choose(1, fill)
+            if sequence.may_send(sequence.shape):
+                return [self._window(sequence, sequence.shape)]
+        return []
+
+    def _window(self, sequence: Sequence, shape: Shape) -> Segment:
+        """The next window, asking for the drafts that are to follow; never past the request's limit."""
         self._commit(sequence)
-        drafts = sequence.drafts[: sequence.remaining - 1]
-        sequence.window_drafts, sequence.drafts = drafts, ()
+        position = len(sequence.tokens) - 1 + sequence.ahead
+        window = sequence.next_window(shape, self.next_number)
+        # To the back: the next lane takes the others first.
+        self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
         return Segment(
             sequence.seq_id,
-            sequence.take_window_number(),
-            position=len(sequence.tokens) - 1,
-            tokens=(sequence.tokens[-1], *drafts),
+            window.number,
+            position=position,
+            tokens=window.tokens,
             open=True,
             sample=True,
-            drafts=min(depth, max(0, sequence.remaining - 2)),
+            drafts=min(shape.depth, max(0, sequence.remaining - window.first - 2)),
         )
 
     def _next_chunks(self) -> list[Segment]:
@@ -271,7 +319,9 @@ class Scheduler:
             position=start,
             tokens=tuple(sequence.tokens[start : sequence.fed]),
             sample=last,
-            drafts=min(self.controller.choose(), max(0, sequence.remaining - 2)) if last else 0,
+            drafts=min(self.controller.choose().depth, max(0, sequence.remaining - 2))
+            if last
+            else 0,
         )
 
     def _admit(self, sequence: Sequence) -> None:
@@ -316,52 +366,84 @@ class Scheduler:
         return settlement
 
     def _observe(self, frame: Frame, record: InFlight, now: float) -> None:
-        """Tell the controller what a lane's step cost and kept.
+        """Tell the controller what a lane's step cost.
 
-        A step that had the pipeline to itself held its sequences up from sending to return; one among others
-        holds up the whole pipeline for as long as its slowest stage takes.
+        While there are fewer lanes than stages each holds up its sequences for a pass; a full pipeline holds them
+        up for as long as its slowest stage takes.
         """
-        if not record.decode_rows:
-            return
-        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
-            if not outcome.cancelled:
-                self.controller.observe_window(segment.width, outcome.kept)
+        seconds = sum(frame.stage_us) / 1e6
+        if record.alone and not self.in_flight and record.decode_rows:
+            wires = now - record.sent - seconds
+            self._wires += (wires - self._wires) / (4 if self._wires else 1)
         widths = {(s.width, s.drafts) for s in frame.segments}
-        if len(widths) == 1:
-            ((width, drafted),) = widths
-            alone = record.alone and not self.in_flight
-            seconds = now - record.sent if alone else max(frame.stage_us) / 1e6
-            self.controller.observe_step(record.decode_rows, width, drafted, seconds)
+        if not record.live or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
+            return
+        ((width, drafted),) = widths
+        interval = record.lanes * max(frame.stage_us) / 1e6
+        full = record.lanes == self.stages > 1
+        cost = StepCost(interval if full else seconds + self._wires, interval)
+        if record.follows is not None:
+            cost = StepCost(cost.seconds, now - record.follows.returned, ahead=True)
+        self.controller.observe_step(record.decode_rows, width, drafted, cost, record.fill)
 
     def _settle_segment(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
     ) -> None:
+        if segment.open:
+            in_vain = not sequence.flight or sequence.flight[0].number != segment.window
+            if not in_vain and not outcome.cancelled:
+                self._settle_window(sequence, segment, outcome, now, to)
+            return
         if outcome.cancelled:
             return
-        if segment.open:
-            sequence.windows += 1
-            sequence.commit = Commit(sequence.seq_id, segment.window, outcome.kept)
-            if outcome.kept < segment.width:
-                trim = segment.width - outcome.kept
-                to.rejections.append(Rejection(sequence.seq_id, segment.window, outcome.kept, trim))
-        else:
-            sequence.passed = segment.position + segment.width
-            progress = PrefillProgress(sequence.passed, sequence.goal, sequence.cached)
-            to.events.append((sequence.seq_id, progress))
-        if outcome.token is None:
-            return
-        sequence.prefilled = sequence.prefilled or now
-        chunk = sequence.emit(outcome)
-        sequence.drafts = outcome.drafts
+        sequence.passed = segment.position + segment.width
+        progress = PrefillProgress(sequence.passed, sequence.goal, sequence.cached)
+        to.events.append((sequence.seq_id, progress))
+        if outcome.token is not None:
+            sequence.prefilled = sequence.prefilled or now
+            tokens = sequence.first_token(outcome)
+            self._emit(sequence, TokenChunk(tokens, outcome.logprobs[: len(tokens)]), to)
+            self._end(sequence, segment, outcome, now, to)
+
+    def _settle_window(
+        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
+    ) -> None:
+        sequence.windows += 1
+        sequence.returned = now
+        landing = sequence.land(outcome)
+        self.controller.observe_drafts(landing.judged)
+        for window in landing.void:
+            self.in_flight[window.frame - self.next_number].live -= 1
+        if landing.trim:
+            commit = sequence.commit
+            assert commit is not None
+            to.rejections.append(
+                Rejection(sequence.seq_id, commit.window, commit.kept, landing.trim)
+            )
+        chunk = TokenChunk(
+            landing.tokens,
+            outcome.logprobs[: len(landing.tokens)],
+            len(landing.judged),
+            landing.accepted,
+        )
+        self._emit(sequence, chunk, to)
+        self._end(sequence, segment, outcome, now, to)
+
+    def _emit(self, sequence: Sequence, chunk: TokenChunk, to: Settlement) -> None:
         if chunk.tokens:
             to.events.append((sequence.seq_id, chunk))
-        if sequence.finished is not None:
-            ended = Finished(sequence.finished, sequence.stats(now))
-            to.events.append((sequence.seq_id, ended))
-            self._commit(sequence)
-            held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.kept])
-            self._save(sequence, held)
-            self._leave(sequence)
+
+    def _end(
+        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
+    ) -> None:
+        """If its text has ended: tell the client, keep what the stages hold as a prefix, and let them forget it."""
+        if sequence.finished is None:
+            return
+        held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.kept])
+        to.events.append((sequence.seq_id, Finished(sequence.finished, sequence.stats(now))))
+        self._commit(sequence)
+        self._save(sequence, held)
+        self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
@@ -375,4 +457,4 @@ class Scheduler:
         for sequence in self.running.values():
             assert 0 <= sequence.fed <= sequence.goal <= len(sequence.tokens), sequence
             assert sequence.remaining > 0 and sequence.in_flight >= 0, sequence
-            assert sequence.prefilling or sequence.in_flight <= self.stages + 2, sequence
+            assert sequence.prefilling or len(sequence.flight) <= self.stages, sequence

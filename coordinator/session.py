@@ -90,12 +90,12 @@ def even_spans(checkpoint: Checkpoint, stages: int) -> tuple[Span, ...]:
 def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
     """What of `--mtp` this checkpoint can do: `auto` goes on without a head, and the log says so.
 
-    Raises UsageError when drafts were asked for by number.
+    Raises UsageError when drafts were asked for.
     """
     if asked.depth == 0 or checkpoint.mtp.complete:
         return asked
     missing = _few(checkpoint.mtp.missing)
-    if asked.depth is None:
+    if asked == AUTO:
         log.warning(
             "decoding without drafts: this checkpoint has no whole MTP head",
             extra={"missing": missing},

@@ -19,9 +19,18 @@ No clock is read and no random number drawn: what is observed decides. Tokens do
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mtp.estimates import FIRST_SAMPLES, AcceptanceEstimate, StepCosts, expected_kept
+from mtp.estimates import (
+    FIRST_SAMPLES,
+    AcceptanceEstimate,
+    StepCost,
+    StepCosts,
+    expected_kept,
+    expected_run,
+)
+from mtp.shape import Shape
 from proto.errors import UsageError
 
 MAX_DEPTH = 8
@@ -33,25 +42,28 @@ AUTO_DEPTH = 4
 
 @dataclass(frozen=True)
 class MtpMode:
-    """What `--mtp` says: a fixed depth, 0 for `off`, or None for `auto`."""
+    """What `--mtp` says: a fixed depth, 0 for `off`, `filled`, or neither for `auto`."""
 
     depth: int | None = None
+    filled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> MtpMode:
-        """Raises UsageError for anything but `auto`, `off` or a depth up to MAX_DEPTH."""
+        """Raises UsageError for anything but `auto`, `off`, `filled` or a depth up to MAX_DEPTH."""
         word = text.strip().lower()
+        if word == "filled":
+            return cls(filled=True)
         if word in ("auto", "off"):
             return cls(None if word == "auto" else 0)
         if word.isascii() and word.isdigit() and int(word) <= MAX_DEPTH:
             return cls(int(word))
         raise UsageError(
-            f"--mtp {text!r}: write auto, off, or a number of drafts, 1 to {MAX_DEPTH}"
+            f"--mtp {text!r}: write auto, off, filled, or a number of drafts, 1 to {MAX_DEPTH}"
         )
 
     def __str__(self) -> str:
         if self.depth is None:
-            return "auto"
+            return "filled" if self.filled else "auto"
         return str(self.depth) if self.depth else "off"
 
 
@@ -66,6 +78,13 @@ HOPED_ACCEPTANCE = 0.9
 
 COST_DOUBT = math.log(1.1)
 """How much cheaper than its estimate a depth out of use is supposed to be then."""
+
+FILLED_WIDTHS = (1, 2)
+"""Of windows in a filled pipeline. A window is verified no sooner for being wide there: width pays only where a
+stage takes hardly longer for it."""
+
+SHARE_STEPS = 8
+"""Time constant of the slowest stage's share of a pass."""
 
 FIRST_INTERVAL = 96
 LAST_INTERVAL = 512
@@ -86,46 +105,60 @@ class Controller:
         self.mode = mode
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()
-        self._searches: dict[int, _DepthSearch] = {}
+        self._searches: dict[tuple[int, int], _Search] = {}
 
-    def choose(self, sequences: int = 1) -> int:
-        """How many tokens to draft in the next step of so many sequences. Call once a step."""
+    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """The shape of the next window of so many sequences that step together, each of which may have up to `fill`
+        windows in flight. Call once a step."""
         if self.mode.depth is not None:
-            return self.mode.depth
-        return self._search(sequences).choose()
+            return Shape(self.mode.depth + 1)
+        if self.mode.filled:
+            return Shape(1, fill)
+        return self._search(sequences, fill).choose()
 
-    def observe_window(self, width: int, kept: int) -> None:
-        """`kept` of a window's `width` tokens were right. Not for windows that were cancelled."""
-        self.acceptance.observe(width, kept)
+    def observe_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
+        """What became of a window's drafts: number in their chain, from 1, and whether each was right. Not for
+        windows that were cancelled."""
+        self.acceptance.observe(drafts)
 
-    def observe_step(self, sequences: int, width: int, drafted: int, seconds: float) -> None:
+    def observe_step(
+        self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
+    ) -> None:
         """A step verified windows of `width` and drafted `drafted` more tokens for each.
 
-        `seconds` is how long it held up its sequences. Not for steps that carried prompt tokens or windows of
-        unlike widths. A step between two depths, which verified for one and drafted for the other, is passed over.
+        Not for steps that carried prompt tokens or windows of unlike widths. A step between two shapes, which
+        verified for one and drafted for the other, is passed over.
         """
-        if self.mode.depth is None and drafted == width - 1:
-            self._search(sequences).costs.observe(width, seconds)
+        if self.mode.depth is None and not self.mode.filled:
+            self._search(sequences, fill).observe(width, drafted, cost)
 
     def forget_costs(self) -> None:
         """Other machines, or other cuts, serve from now on: steps cost something else. Acceptance stays."""
         self._searches.clear()
 
-    def _search(self, sequences: int) -> _DepthSearch:
-        size = (sequences - 1).bit_length()
-        if size not in self._searches:
-            self._searches[size] = _DepthSearch(self.max_depth, self.acceptance)
-        return self._searches[size]
+    def _search(self, sequences: int, fill: int) -> _Search:
+        key = ((sequences - 1).bit_length(), fill)
+        if key not in self._searches:
+            self._searches[key] = _Search(self.max_depth, self.acceptance, fill)
+        return self._searches[key]
 
 
-class _DepthSearch:
-    """The search for the best depth at one number of sequences."""
+class _Search:
+    """The search for the best shape at one number of sequences: the best depth of a block, and, where the pipeline
+    has room for `fill` windows of a sequence, whether filling it is better."""
 
-    def __init__(self, max_depth: int, acceptance: AcceptanceEstimate) -> None:
+    def __init__(self, max_depth: int, acceptance: AcceptanceEstimate, fill: int) -> None:
         self.max_depth = max_depth
         self.acceptance = acceptance
         self.costs = StepCosts()
         self.depth = 0
+        self.filled: Shape | None = None
+        """The filled pipeline in use."""
+        shapes = [Shape(width, fill) for width in FILLED_WIDTHS if fill > 1]
+        self._fillings = [shape for shape in shapes if shape.depth <= MAX_DEPTH]
+        self._shares: dict[bool, float] = {}
+        """How much of a pass goes by between two windows of a sequence: as the slowest stage allows, and as seen."""
+        self._returned = 0
         self._step = 0
         self._probe: int | None = None
         self._probe_ends = 0
@@ -134,13 +167,32 @@ class _DepthSearch:
         self._next_probe = FIRST_INTERVAL
         self._start_probe(0)
 
-    def choose(self) -> int:
+    def observe(self, width: int, drafted: int, cost: StepCost) -> None:
+        for shape in (Shape(width), *self._fillings):
+            if (shape.width, shape.depth) == (width, drafted):
+                self.costs.observe(shape, cost.seconds)
+        share = cost.interval / cost.seconds
+        before = self._shares.setdefault(cost.ahead, share)
+        self._shares[cost.ahead] = before + (share - before) / SHARE_STEPS
+
+    def choose(self) -> Shape:
+        if self.filled is not None and self._probe is None:
+            self._returned += 1
+            if self._returned % self.filled.fill:
+                return self.filled  # a step, to the search below, is a pass through all stages
+        depth = self._choose_depth()
+        if self._probe is not None or self.filled is None:
+            return Shape(depth + 1)
+        return self.filled
+
+    def _choose_depth(self) -> int:
         self._step += 1
         if self._probe is not None:
             if self._step <= self._probe_ends and self._undecided(self._probe):
                 return self._probe
             self._probe = None
         self._settle()
+        self._settle_filled()
         candidate = self._worth_probing()
         if candidate is None:
             return self.depth
@@ -151,19 +203,47 @@ class _DepthSearch:
         """Logarithm of tokens a second, up to a constant."""
         if chances is None:
             chances = self.acceptance.by_position(depth)
-        return math.log(expected_kept(chances[:depth])) - self.costs.relative(depth + 1)
+        return math.log(expected_kept(chances[:depth])) - self.costs.relative(Shape(depth + 1))
+
+    def _value_filled(self, shape: Shape) -> float:
+        """The same of a filled pipeline, over a run from one failed hope to the next: a pass until the first window
+        is back, then one window an interval."""
+        run = expected_run(self.acceptance.by_position(shape.depth), shape.width)
+        share = self._shares.get(True, self._shares.get(False, 1.0))
+        interval = max(1 / shape.fill, share)
+        passes = 1 + (run.windows - 1) * interval
+        return math.log(run.tokens / passes) - self.costs.relative(shape)
+
+    @property
+    def _present(self) -> float:
+        """The value of what is in use."""
+        block = self._value(self.depth)
+        return block if self.filled is None else max(block, self._value_filled(self.filled))
+
+    def _settle_filled(self) -> None:
+        """Fill the pipeline, fill it otherwise, or leave that, if it is better by enough."""
+        if not self._fillings or (self.filled is not None and self.costs.measuring(self.filled)):
+            return
+        best = max(self._fillings, key=self._value_filled)
+        if best != self.filled and self._value_filled(best) > self._present + SWITCH_GAIN:
+            self.costs.start(best)
+            self.filled = best
+        elif self.filled is not None:
+            filled = self._value_filled(self.filled)
+            if self._value(self.depth) > filled + SWITCH_GAIN:
+                self.filled = None
 
     def _undecided(self, probe: int) -> bool:
         """Whether more steps at the probed depth could show it to be the best."""
-        if self.costs.measuring(probe + 1):
+        if self.costs.measuring(Shape(probe + 1)):
             return True
-        goal = self._value(self.depth) + SWITCH_GAIN
+        goal = self._present + SWITCH_GAIN
         hoped = self.acceptance.by_position(probe, OPTIMISM)
         return self._value(probe) <= goal < self._value(probe, hoped)
 
     def _settle(self) -> None:
         """Change to the best measured depth if it is better by enough."""
-        measured = [d for d in range(self.max_depth + 1) if self.costs.measured(d + 1)]
+        measured = [d for d in range(self.max_depth + 1) if self.costs.measured(Shape(d + 1))]
         best = max(measured, key=self._value, default=self.depth)
         if self._value(best) > self._value(self.depth) + SWITCH_GAIN:
             self.depth = best
@@ -172,7 +252,9 @@ class _DepthSearch:
 
     def _worth_probing(self) -> int | None:
         """The depth to probe now, if any: the next one never tried, or, when the time has come, one out of use."""
-        goal = self._value(self.depth) + SWITCH_GAIN
+        if self.filled is not None and self.costs.measuring(self.filled):
+            return None
+        goal = self._present + SWITCH_GAIN
         untried = max(self._last_probed) + 1
         hoped = self.acceptance.by_position(self.max_depth, OPTIMISM)
         if untried <= self.max_depth and self._value(untried, hoped) > goal:
@@ -200,9 +282,9 @@ class _DepthSearch:
         return depths
 
     def _start_probe(self, depth: int) -> None:
-        if depth > self.depth:
+        if depth > self.depth and self.filled is None:
             self.acceptance.fade(first=self.depth)
-        self.costs.start(depth + 1)
+        self.costs.start(Shape(depth + 1))
         self._probe = depth
         self._probe_ends = self._step + LONGEST_PROBE
         self._last_probed[depth] = self._step

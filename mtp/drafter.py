@@ -99,7 +99,7 @@ class DraftJob:
     @property
     def ratio(self) -> bool:
         """Whether drafts are drawn with noise of their own, and their scores kept for the ratio rule."""
-        return self.params.acceptance == "ratio" and not self.params.greedy
+        return self.params.ratio
 
 
 @dataclass(frozen=True)

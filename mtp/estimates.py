@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
+
+from mtp.shape import Shape
 
 MEMORY_WINDOWS = 48
 """Time constant of the acceptance estimate: noise of about 1/sqrt(96), and a change is seen in some 50 windows."""
@@ -30,18 +33,18 @@ class AcceptanceEstimate:
         self._kept: list[float] = []
         self._seen: list[float] = []
 
-    def observe(self, width: int, kept: int) -> None:
-        """A window of `width` tokens of which `kept` were right. Drafts after the first wrong one say nothing."""
-        if not 1 <= kept <= width:
-            raise ValueError(f"{kept} of {width} tokens kept")
+    def observe(self, drafts: Iterable[tuple[int, bool]]) -> None:
+        """Drafts that followed each other: number in their chain, from 1, and whether it was right. Those after the
+        first wrong one say nothing."""
         forget = 1 - 1 / MEMORY_WINDOWS
-        for position in range(min(kept, width - 1)):
-            if position == len(self._seen):
-                self._kept.append(0.0)
-                self._seen.append(0.0)
-            right = position + 1 < kept
-            self._kept[position] = self._kept[position] * forget + right
-            self._seen[position] = self._seen[position] * forget + 1
+        for number, right in drafts:
+            missing = number - len(self._seen)
+            self._kept.extend([0.0] * missing)
+            self._seen.extend([0.0] * missing)
+            self._kept[number - 1] = self._kept[number - 1] * forget + right
+            self._seen[number - 1] = self._seen[number - 1] * forget + 1
+            if not right:
+                return
 
     def by_position(self, depth: int, optimism: float = 0.0) -> list[float]:
         """The estimate for each of the first `depth` drafts, given that those before it were kept.
@@ -77,6 +80,46 @@ def expected_kept(chances: Sequence[float]) -> float:
     return total
 
 
+LIKELIEST_HOPE = 0.98
+"""No chain of hopes is supposed to be longer than this lets it: fifty tokens."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a filled pipeline brings from one failed hope to the next: tokens, and windows that return."""
+
+    tokens: float
+    windows: float
+
+
+def expected_run(chances: Sequence[float], width: int) -> Run:
+    """Mean of a run whose drafts are each right with `chances`, given those before them; the last chance goes on.
+
+    tokens = 1 + a_1 + a_1 a_2 + …      windows of w = 1 + a_1…a_w + a_1…a_2w + …
+    """
+    tokens = windows = reach = 1.0
+    for number, chance in enumerate(chances, start=1):
+        reach *= min(chance, LIKELIEST_HOPE)
+        tokens += reach
+        windows += reach if number % width == 0 else 0.0
+    onward = min(chances[-1], LIKELIEST_HOPE)
+    tokens += reach * onward / (1 - onward)
+    behind = len(chances) % width
+    following = reach * onward ** (width - behind)
+    windows += following / (1 - onward**width)
+    return Run(tokens, windows)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a lane's step: until its sequences have its tokens, and between its return and that of their window
+    before it. `ahead`: it was sent before that returned; else the interval is what the slowest stage would allow."""
+
+    seconds: float
+    interval: float
+    ahead: bool = False
+
+
 FIRST_SAMPLES = 3
 """Steps timed before a width has a cost: their median survives one outlier, such as a kernel's first use."""
 
@@ -92,73 +135,76 @@ LARGEST_SURPRISE = 0.25
 
 
 class StepCosts:
-    """Cost of a step by width, as a logarithm, over a level that all widths share.
+    """Cost of a step by shape, as a logarithm, over a level that all shapes share.
 
-        log seconds = level + relative[width] + noise
+        log seconds = level + relative[shape] + noise
 
-    The level follows whatever slows every step alike (other programs, heat, a longer context), so a width that
+    The level follows whatever slows every step alike (other programs, heat, a longer context), so a shape that
     was timed in quiet and one timed under load can still be compared.
     """
 
     def __init__(self) -> None:
-        self._relative: dict[int, float] = {}
-        self._samples: dict[int, int] = {}
-        self._fresh: dict[int, list[float]] = {}
+        self._relative: dict[Shape, float] = {}
+        self._samples: dict[Shape, int] = {}
+        self._fresh: dict[Shape, list[float]] = {}
         self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
 
-    def start(self, width: int) -> None:
-        """Measure `width`, for the first time or anew: its next FIRST_SAMPLES samples say what it costs."""
-        self._fresh[width] = []
+    def start(self, shape: Shape) -> None:
+        """Measure `shape`, for the first time or anew: its next FIRST_SAMPLES samples say what it costs."""
+        self._fresh[shape] = []
 
-    def measuring(self, width: int) -> bool:
+    def measuring(self, shape: Shape) -> bool:
         """Whether a start has not come to its end yet."""
-        return width in self._fresh
+        return shape in self._fresh
 
-    def measured(self, width: int) -> bool:
-        return width in self._relative
+    def measured(self, shape: Shape) -> bool:
+        return shape in self._relative
 
-    def observe(self, width: int, seconds: float) -> None:
-        """One step of `width` took so long. A width that was never started is ignored."""
+    def observe(self, shape: Shape, seconds: float) -> None:
+        """One step of `shape` took so long. A shape that was never started is ignored."""
         logarithm = math.log(max(seconds, 1e-9))
-        if width in self._fresh:
-            self._fresh[width].append(logarithm - self._level())
-            if len(self._fresh[width]) == FIRST_SAMPLES:
-                self._renew(width, self._fresh.pop(width))
-        elif width in self._relative:
-            if self._samples[width] < SETTLED_SAMPLES:
-                self._refine(width, logarithm)
-            self._recent.append(logarithm - self._relative[width])
+        if shape in self._fresh:
+            self._fresh[shape].append(logarithm - self._level())
+            if len(self._fresh[shape]) == FIRST_SAMPLES:
+                self._renew(shape, self._fresh.pop(shape))
+        elif shape in self._relative:
+            if self._samples[shape] < SETTLED_SAMPLES:
+                self._refine(shape, logarithm)
+            self._recent.append(logarithm - self._relative[shape])
 
-    def relative(self, width: int) -> float:
+    def relative(self, shape: Shape) -> float:
         """Logarithm of the cost over the level.
 
-        Of a width not measured, the least it is supposed to be: every further token costs at least half of what
-        the last measured one did.
+        Of a shape not measured, the least it is supposed to be: of a block, that every further token costs at least
+        half of what the last measured one did; of a filled pipeline, that drafts are free.
         """
-        if width in self._relative:
-            return self._relative[width]
-        known = [math.exp(self._relative[w]) for w in range(1, width) if w in self._relative]
+        if shape in self._relative:
+            return self._relative[shape]
+        if shape.fill > 1:
+            return self.relative(Shape(shape.width))
+        blocks = (Shape(width) for width in range(1, shape.width))
+        known = [math.exp(self._relative[s]) for s in blocks if s in self._relative]
         if len(known) < 2:
             return math.log(known[-1]) if known else 0.0
         return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
 
-    def _renew(self, width: int, samples: list[float]) -> None:
+    def _renew(self, shape: Shape, samples: list[float]) -> None:
         """Take the median of fresh samples, halfway to the old estimate where there is one."""
-        if not self._relative:  # the first width defines the level
+        if not self._relative:  # the first shape defines the level
             self._recent.extend(samples)
-            self._relative[width] = 0.0
-        elif width in self._relative:
-            self._relative[width] = (self._relative[width] + median(samples)) / 2
+            self._relative[shape] = 0.0
+        elif shape in self._relative:
+            self._relative[shape] = (self._relative[shape] + median(samples)) / 2
         else:
-            self._relative[width] = median(samples)
-        self._samples[width] = FIRST_SAMPLES
+            self._relative[shape] = median(samples)
+        self._samples[shape] = FIRST_SAMPLES
 
-    def _refine(self, width: int, logarithm: float) -> None:
+    def _refine(self, shape: Shape, logarithm: float) -> None:
         """Improve a new estimate by one more sample."""
-        surprise = logarithm - self._level() - self._relative[width]
+        surprise = logarithm - self._level() - self._relative[shape]
         surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
-        self._samples[width] += 1
-        self._relative[width] += surprise / self._samples[width]
+        self._samples[shape] += 1
+        self._relative[shape] += surprise / self._samples[shape]
 
     def _level(self) -> float:
         return median(self._recent) if self._recent else 0.0

@@ -73,6 +73,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def ratio(self) -> bool:
+        """Whether the ratio rule decides, under which the tokens depend on the drafts."""
+        return self.acceptance == "ratio" and not self.greedy
+
+    @property
     def penalized(self) -> bool:
         """Whether the history of the sequence changes its logits."""
         return (

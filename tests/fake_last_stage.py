@@ -83,6 +83,11 @@ class FakeLastStage:
     def in_flight(self) -> int:
         return len(self.under_way)
 
+    @property
+    def newest(self) -> Frame:
+        """The frame sent last, with what became of it."""
+        return self.under_way[-1]
+
     def come_back(self) -> Frame:
         return self.under_way.popleft()
 
@@ -95,7 +100,8 @@ class FakeLastStage:
                 held = self.sequences[op.seq_id]
                 held.stack.commit(op.window, op.kept, in_header=True)
                 held.upstream.commit(op.window, op.kept, in_header=True)
-                assert len(held.tokens) == held.stack.length == held.upstream.length
+                assert len(held.tokens) == held.stack.length
+                assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
                 del self.sequences[op.seq_id]
             case SavePrefix():
@@ -114,9 +120,11 @@ class FakeLastStage:
 
     def _run(self, segment: Segment) -> Outcome:
         held = self.sequences[segment.seq_id]
-        assert not held.stack.stale
-        for stack in (held.stack, held.upstream):
-            stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
+        where = segment.window, segment.position, segment.width
+        held.upstream.extend(*where, stays_open=segment.open)
+        if held.stack.stale:
+            return Outcome(segment.seq_id, segment.window, 0, cancelled=True)
+        held.stack.extend(*where, stays_open=segment.open)
         held.tokens += segment.tokens
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:
@@ -125,6 +133,8 @@ class FakeLastStage:
         del held.tokens[segment.position + kept :]
         if segment.open:
             held.stack.commit(segment.window, kept, in_header=False)
+        if not kept:
+            return Outcome(segment.seq_id, segment.window, 0)
         token = target(held.tokens, held.admitted.params.seed)
         return Outcome(
             segment.seq_id,
@@ -138,7 +148,7 @@ class FakeLastStage:
     def _kept(self, held: FakeSequence, segment: Segment) -> int:
         if not segment.open:
             return segment.width
-        kept = 1
+        kept = 0
         while kept < segment.width:
             before = held.tokens[: segment.position + kept]
             if segment.tokens[kept] != target(before, held.admitted.params.seed):

@@ -32,8 +32,11 @@ class Drive:
         limits: Limits = LIMITS,
         room: Capacity = ROOM,
         stage: FakeLastStage | None = None,
+        *,
+        mtp: str | None = None,
     ) -> None:
-        self.scheduler = Scheduler(limits, Controller(MtpMode(depth)))
+        mode = MtpMode(depth) if mtp is None else MtpMode.parse(mtp)
+        self.scheduler = Scheduler(limits, Controller(mode))
         self.now = 0.0
         self.events: dict[int, list[GenerationEvent]] = defaultdict(list)
         self.rejections: list[Rejection] = []

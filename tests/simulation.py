@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -24,6 +25,9 @@ from proto.frame import Frame, decode, encode
 from tests.fake_last_stage import FakeLastStage
 
 T = TypeVar("T")
+
+SKIP_SECONDS = 1e-5
+"""What a stage takes to pass on a frame that it need not run."""
 
 ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
 
@@ -60,12 +64,22 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: `stage` of each stage a frame, `hop` between neighbours. A frame costs a stage the same whatever it
-    carries, as where reading the weights is what takes time."""
+    """Seconds: `stage` of each stage a frame, `hop` between neighbours, `row` for each further row of windows, `draft`
+    for each draft in the last stage. By default a frame costs a stage the same whatever it carries, as where reading
+    the weights is what takes time."""
 
     stages: int
     stage: float = 0.010
     hop: float = 0.001
+    row: float = 0.0
+    draft: float = 0.0
+
+    def of(self, frame: Frame, stage: int) -> float:
+        """Seconds of a frame in a stage."""
+        windows = [s for s in frame.segments if s.open]
+        further = max(0, sum(s.width for s in windows) - 1)
+        drafts = max((s.drafts for s in windows), default=0) if stage == self.stages - 1 else 0
+        return self.stage + further * self.row + drafts * self.draft
 
     @property
     def step(self) -> float:
@@ -86,20 +100,28 @@ class SimulatedPipeline:
         self.stages = self.timing.stages
         self._loop = asyncio.get_running_loop()
         self._free_at = [0.0] * self.stages
+        self._hops: list[deque[Frame]] = [deque() for _ in range(self.stages + 1)]
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
 
     def send(self, frame: Frame) -> None:
         self.last.send(decode(encode(frame)))  # judges at once; time passes below
+        self._hops[0].append(self.last.newest)
         self._loop.call_later(self.timing.hop, self._arrive, 0)
 
     def _arrive(self, stage: int) -> None:
+        frame = self._hops[stage].popleft()  # timers that are due together come in any order
         if stage == self.stages:
-            frame = self.last.come_back()
-            stage_us = (int(self.timing.stage * 1e6),) * self.stages
+            assert self.last.come_back() is frame
+            times = [self.timing.of(frame, stage) for stage in range(self.stages)]
+            stage_us = tuple(int(seconds * 1e6) for seconds in times)
             self._results.put_nowait(decode(encode(replace(frame, stage_us=stage_us))))
             return
         start = max(self._loop.time(), self._free_at[stage])
-        self._free_at[stage] = start + self.timing.stage
+        # The last stage knows which windows are in vain, and skips them; the others may not have heard of it.
+        in_vain = frame.segments and all(outcome.cancelled for outcome in frame.outcomes)
+        skipped = in_vain and stage == self.stages - 1
+        self._free_at[stage] = start + (SKIP_SECONDS if skipped else self.timing.of(frame, stage))
+        self._hops[stage + 1].append(frame)
         self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
 
     async def receive(self) -> Frame:

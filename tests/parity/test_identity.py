@@ -83,14 +83,17 @@ def expected() -> list[Answered]:
     return answers(requests(FEW, COUNT), "off", one_by_one=True)
 
 
-@pytest.mark.parametrize(("mtp", "stages"), [("1", 1), ("2", 2), ("3", 4), ("auto", 1), ("off", 4)])
+@pytest.mark.parametrize(
+    ("mtp", "stages"), [("1", 1), ("2", 2), ("3", 4), ("auto", 1), ("off", 4), ("filled", 4)]
+)
 def test_drafts_stages_and_company_change_nothing(
     expected: list[Answered], mtp: str, stages: int
 ) -> None:
-    """Six requests at once, greedy and sampled, say what each says alone and without drafts."""
-    found = answers(requests(FEW, COUNT), mtp, stages)
+    """Six requests at once, greedy and sampled, say what each says alone and without drafts. The last alone, so that
+    there is a pipeline to fill."""
+    found = answers(requests(FEW, COUNT), mtp, stages, one_by_one=mtp == "filled")
     check_same(found, expected)
-    if mtp in ("1", "2", "3"):
+    if mtp in ("1", "2", "3", "filled"):
         assert accepted(found) > 0, "nothing was drafted right, so nothing was tested"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from coordinator.budget import Capacity
 from coordinator.request import Finished, GenerationRequest, PrefillProgress, TokenChunk
 from coordinator.scheduler import Limits, Rejection, Scheduler
 from mtp.controller import Controller, MtpMode
+from mtp.estimates import StepCost
 from proto.frame import Admit, Commit
 from tests.fake_last_stage import VOCAB, FakeLastStage, plain
 from tests.scheduler_drive import LIMITS, ROOM, Drive, chunks_of
@@ -333,14 +335,16 @@ class Listener(Controller):
 
     def __init__(self, depth: int) -> None:
         super().__init__(MtpMode(depth))
-        self.windows: list[tuple[int, int]] = []
+        self.drafts: list[list[tuple[int, bool]]] = []
         self.steps: list[tuple[int, int, int, float]] = []
 
-    def observe_window(self, width: int, kept: int) -> None:
-        self.windows.append((width, kept))
+    def observe_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
+        self.drafts.append(list(drafts))
 
-    def observe_step(self, sequences: int, width: int, drafted: int, seconds: float) -> None:
-        self.steps.append((sequences, width, drafted, seconds))
+    def observe_step(
+        self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
+    ) -> None:
+        self.steps.append((sequences, width, drafted, cost.seconds))
 
 
 def test_the_controller_hears_of_windows_and_steps() -> None:
@@ -351,12 +355,12 @@ def test_the_controller_hears_of_windows_and_steps() -> None:
     drive.submit(range(1, 10), tokens=20)
     drive.run()
     windows = [s for f in drive.stage.seen for s in f.segments if s.open]
-    assert [width for width, _ in listener.windows] == [s.width for s in windows]
+    assert [len(drafts) for drafts in listener.drafts] == [s.width - 1 for s in windows]
     assert listener.steps == [(1, s.width, s.drafts, 1.0) for s in windows]
 
 
 def test_a_step_in_company_costs_its_slowest_stage() -> None:
-    """With several frames under way, a lane is charged what its slowest stage took, not its wait for the others."""
+    """With a lane under way for each stage, a lane is charged the slowest stage's time for all, not its wait."""
     drive = Drive(stages=2, stage=FakeLastStage(stage_us=5000))
     for i in range(4):
         drive.submit((1, 2, i), tokens=30)
@@ -367,7 +371,7 @@ def test_a_step_in_company_costs_its_slowest_stage() -> None:
     for _ in range(10):
         drive.fill()
         drive.back()
-    assert set(listener.steps) == {(2, 1, 0, 0.005)}
+    assert set(listener.steps) == {(2, 1, 0, 0.01)}
 
 
 def test_times_are_those_of_the_clock_given() -> None:
