@@ -59,14 +59,14 @@ class Scheduled:
         s = self.scheduler
         live = tuple(
             tuple(
-                tuple(v) if isinstance(v, list) else v
+                tuple(v) if isinstance(v, (list, deque)) else v
                 for k, v in vars(one).items()
                 if k != "request"
             )
             for one in self._live()
         )
         told = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.told.items())
-        flight = tuple((f.alone, f.decode_rows) for f in s.in_flight)
+        flight = tuple((f.alone, f.decode_rows, f.live) for f in s.in_flight)
         prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
         return (
             (s.epoch, s.stages, s.next_number, tuple(map(op_key, s.ops)), flight, prefixes),

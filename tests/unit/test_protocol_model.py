@@ -31,10 +31,11 @@ def scheduled(
     room: Capacity = ROOM,
     prompt: int = PROMPT,
     chunk: int = 1,
+    mtp: str = "1",
 ) -> Walk:
     """The real scheduler: requests for so many tokens, `leaves` clients that may go away, `crashes` of the plan."""
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
-    scheduler = Scheduler(limits, Controller(MtpMode(1)))
+    scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
     requests = tuple(GenerationRequest(tuple(truth(i, prompt)), n) for i, n in enumerate(lengths))
     coordinator = Scheduled(scheduler, requests, leaves, room)
     return explore(World.start(coordinator, stages, crashes), MOST_STATES)
@@ -58,6 +59,20 @@ def test_the_scheduler_over_stages(
     assert walk.met["submit"] and walk.met["pass"]
     assert stages == 1 or walk.met["News"]
     assert (walk.met["leave"] > 0, walk.met["crash,"] > 0) == (leaves > 0, crashes > 0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths", "leaves", "crashes"),
+    [(2, (5,), 0, 0), (3, (5,), 0, 0), (2, (5,), 1, 0), (2, (5,), 0, 1), (2, (4, 3), 0, 0)],
+)
+def test_the_scheduler_fills_the_stages(
+    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
+) -> None:
+    """The real scheduler with a window of one sequence for every stage, each sent on hope: hopes that fail, texts that
+    end, clients that leave and plans that end while windows are in flight."""
+    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="filled")
+    print(walk)
+    assert walk.met["News"]
 
 
 def test_a_prompt_in_one_chunk() -> None:

@@ -95,7 +95,8 @@ class WindowStack:
             return NOTHING
         index = next((i for i, w in enumerate(self.windows) if w.number == number), None)
         if index is None:
-            if in_header:
+            # One of which nothing is kept was sent on hope. Nobody need have run it: the client may be gone.
+            if in_header and kept:
                 raise ProtocolError(f"commit of window {number}, which is not open here")
             return NOTHING
         window = self.windows[index]
