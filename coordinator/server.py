@@ -18,7 +18,8 @@ import mlx.core as mx
 import uvicorn
 
 from coordinator.api.app import create_app
-from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.cluster_status import LiveStatus

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, Settings, View
 from coordinator.cluster_status import LiveStatus
