@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
@@ -20,7 +21,6 @@ from coordinator.pipeline import Pipeline
 from coordinator.request import Finished, GenerationRequest, TokenChunk
 from coordinator.scheduler import Limits, Scheduler
 from coordinator.session import local_generator
-from coordinator.tokenizer import Tokenizer
 from coordinator.weights import WeightProvider
 from coordinator.worker_client import WorkerClient
 from mtp.checkpoint.checkpoint import Checkpoint
@@ -181,14 +181,20 @@ async def test_the_commands_people_type(
         pytest.skip("hiding a folder from a process takes Linux's mount namespaces")
     forget(homes)
     hub.sent.clear()
-    checkpoint, tokenizer = Checkpoint.open(source), Tokenizer.load(source)
+    checkpoint = Checkpoint.open(source)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
         expected = tokenizer.decode(await answer(local))
     model, flags = (str(source), ("--share-weights",)) if share else (REPO, ())
     addresses = [worker.address for worker in workers]
     env = hub.environment(theirs / "home")
     with serving(theirs, model, addresses, "--mtp", "2", *flags, env=env) as coordinator:
-        asked = {"prompt": list(REQUEST.prompt), "max_tokens": REQUEST.max_tokens, "temperature": 0}
+        asked = {
+            "prompt": list(REQUEST.prompt),
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         async with httpx.AsyncClient(timeout=60) as client:
             said = await client.post(f"{coordinator.url}/v1/completions", json=asked)
     assert said.json()["choices"][0]["text"] == expected
@@ -307,6 +313,30 @@ async def test_a_kill_costs_what_was_under_way(
         await client.close()
     assert sizes[0] <= hub.weights_sent <= 1.1 * sizes[0]
     assert sizes[1] <= shared.sent <= 1.3 * sizes[1]
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["from the coordinator", "from a hub"])
+async def test_a_call_given_up_leaves_nothing_locked(
+    source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
+) -> None:
+    """A new plan ends a call half way and asks for the same layers: they go on at once, where they were."""
+    forget(homes)
+    checkpoint = Checkpoint.open(source)
+    model = served(checkpoint, share=share, hub=hub)
+    provider = Counting(checkpoint, model.ref, share)
+    request = stage_of(checkpoint, Span(4, 6), provider)
+    client = WorkerClient(workers[0].address, ME)
+    provider.pause = hub.faults.pause = 0.02
+    call = asyncio.create_task(provider.give(client, request, silent))
+    await asyncio.to_thread(wait_until, lambda: list(homes.rglob("*.part")) != [])
+    await asyncio.sleep(0.1)
+    call.cancel()
+    assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], BaseException)
+    provider.pause = hub.faults.pause = 0.0
+    async with asyncio.timeout(5.0):
+        await provider.give(client, request, silent)
+    await client.unload(1)
+    await client.close()
 
 
 async def test_damage_on_the_wire_is_one_clear_error(
