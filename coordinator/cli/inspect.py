@@ -17,10 +17,10 @@ from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.report import report
-from mtp.checkpoint.resolve import resolve_model
 from proto.errors import SpanError
 from proto.size import format_size
 from proto.span import Span
+from worker.fetch.remote import open_model
 
 
 def inspect(
@@ -34,9 +34,10 @@ def inspect(
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 
     The last line says whether drafting with the head will work. Where this machine can hold the model, that was
-    tried: it answers a short prompt, and the head's drafts are counted.
+    tried: it answers a short prompt, and the head's drafts are counted. Of a hub repo that is not on this machine
+    only headers are read.
     """
-    checkpoint = Checkpoint.open(resolve_model(model))
+    checkpoint = open_model(model)
     cut = _cut(checkpoint, nodes)
     with byte_bar("loading for a trial") as on_progress:
         checkup = check(checkpoint, trial=not no_trial, on_progress=on_progress)

@@ -128,7 +128,7 @@ def launch(
 
 
 def without_folder(hidden: Path) -> tuple[str, ...]:
-    """For `prefix`: the process finds `hidden` empty, as on a machine that has no such files. () where that cannot be."""
+    """For `prefix`: the process finds `hidden` empty, as on a machine that lacks the files. () where that cannot be."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()

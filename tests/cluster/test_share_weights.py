@@ -130,6 +130,10 @@ def forget(homes: Path) -> None:
         file.unlink()
 
 
+def size_of(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
 def kept(home: Path) -> dict[str, int]:
     """Parts a worker has on its disk, and their sizes."""
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
@@ -176,7 +180,7 @@ async def test_the_commands_people_type(
     elsewhere: tuple[str, ...],
     share: bool,
 ) -> None:
-    """`mtp-coord serve` over workers with an empty disk. Of a hub repo it takes a whole copy itself, each worker its span."""
+    """`mtp-coord serve` over workers with an empty disk. Of a repo it downloads all, each worker its span."""
     if not elsewhere:
         pytest.skip("hiding a folder from a process takes Linux's mount namespaces")
     forget(homes)
@@ -201,8 +205,7 @@ async def test_the_commands_people_type(
     sizes = checkpoint.part_bytes()
     fetched = sum(sizes[part] for worker in workers for part in kept(homes / worker.name))
     assert fetched == sum(sizes.values()) + sizes["embed"]
-    whole = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    assert hub.weights_sent == (0 if share else whole + fetched)
+    assert hub.weights_sent == (0 if share else size_of(source) + fetched)
 
 
 async def test_without_files_hub_or_sharing_a_worker_is_refused(
