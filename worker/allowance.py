@@ -5,7 +5,7 @@ from __future__ import annotations
 from proto.frame import Frame
 
 FIRST_SECONDS = 30.0
-"""For the first frame of all: kernels are compiled, pages are read, and nobody knows how slow this machine is."""
+"""For the first frame of all, and at most for one of a new size: kernels are compiled, pages are read, and nobody knows how slow this machine is."""
 
 NEW_SIZE_SECONDS = 2.0
 """For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
@@ -31,8 +31,9 @@ class Allowance:
         if not self._usual:
             return FIRST_SECONDS
         size = _size(frame)
-        usual = self._usual.get(size)
-        return NEW_SIZE_SECONDS + SLACK * self._expected(size) if usual is None else SLACK * usual
+        if (usual := self._usual.get(size)) is not None:
+            return SLACK * usual
+        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
 
     def _expected(self, size: Size) -> float:
         """Seconds for a size not seen yet. A pass costs no more than rows times positions: grown from those seen."""
