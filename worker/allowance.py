@@ -5,7 +5,8 @@ from __future__ import annotations
 from proto.frame import Frame
 
 FIRST_SECONDS = 30.0
-"""For the first frame of all, and at most for one of a new size: kernels are compiled, pages are read, and nobody knows how slow this machine is."""
+"""For the first frame of all, and at most for one of a new size: kernels are compiled, pages are read, and nobody
+knows how slow this machine is."""
 
 NEW_SIZE_SECONDS = 2.0
 """For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
