@@ -48,7 +48,7 @@ def inspect(
     console = Console()
     console.print(_summary(model, facts))
     console.print(_node_table(facts))
-    console.print(_COLOURS[checkup.works] + escape(checkup.verdict))
+    console.print(_COLOURS[checkup.works] + escape(checkup.verdict), soft_wrap=True)
 
 
 def _health(checkup: Checkup) -> dict[str, Any]:
