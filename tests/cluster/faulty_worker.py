@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from proto.frame import Frame
+from tests.cluster.task_count import answer_for_tasks
 from worker import cli
 from worker.engine import StageEngine
 from worker.model.loader import load_stage
@@ -35,6 +36,7 @@ def wait_while(name: str) -> None:
 
 
 def main() -> None:
+    answer_for_tasks()
     process = StageEngine.process
 
     def faulty_process(self: StageEngine, frame: Frame) -> Frame:

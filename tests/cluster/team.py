@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.cluster.faulty_worker import FAULT
 from tests.cluster.processes import Process, Worker, as_worker, ending, launch
 from tests.cluster.proxy import Proxy, proxies
+from tests.cluster.task_count import TASKS
 
 
 class Team:
@@ -38,7 +39,7 @@ class Team:
             f"{name}.{self.starts}",
             "tests.cluster.faulty_worker",
             arguments,
-            env={FAULT: str(self._file(number))},
+            env={FAULT: str(self._file(number)), TASKS: str(self.folder)},
         )
 
     def _file(self, number: int) -> Path:
