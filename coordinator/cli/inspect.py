@@ -99,7 +99,7 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     )
     table.add_row("quantization", _quantization(facts["quantization"]))
     for part, packed in facts["packed"].items():
-        table.add_row(f"  {part}", ", ".join(f"{n} {what}" for what, n in packed.items()))
+        table.add_row(f"  {part}", ", ".join(_counted(n, what) for what, n in packed.items()))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
@@ -116,6 +116,10 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
             "unknown", f"[red]{len(unknown)} tensors of no part: {escape(unknown[0])}, …[/red]"
         )
     return table
+
+
+def _counted(count: int, packed: str) -> str:
+    return f"{count} {packed}" if packed == "unquantized" else f"{count} at {packed}"
 
 
 _NORMS = {
