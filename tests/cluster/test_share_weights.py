@@ -77,15 +77,17 @@ def elsewhere(theirs: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[Worker]]:
-    """Two, each with a cache of its own and no model."""
+    """Two, each with a cache of its own and no model; the second was told of one it would have to download."""
     with ExitStack() as stack:
         launched = [
-            launch_worker(homes, name, env=hub.environment(homes / name), prefix=elsewhere)
-            for name in ("a", "b")
+            launch_worker(homes, name, *flags, env=hub.environment(homes / name), prefix=elsewhere)
+            for name, flags in (("a", ()), ("b", ("--model", REPO)))
         ]
         for process in launched:
             stack.enter_context(ending(process))
-        yield [as_worker(process) for process in launched]
+        workers = [as_worker(process) for process in launched]
+        assert hub.sent.total() == 0
+        yield workers
 
 
 def served(checkpoint: Checkpoint, *, share: bool, hub: Hub | None = None) -> ServedModel:
