@@ -195,8 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

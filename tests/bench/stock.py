@@ -15,15 +15,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.cluster.processes import WITHOUT_TORCH
-
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
 MODEL = "default_model"
 """What requests call the model that the command line names; other names mlx-lm looks up on the hub."""
 
-_START = f"{WITHOUT_TORCH}; import runpy; runpy.run_module('mlx_lm', run_name='__main__')"
+_START = (sys.executable, "-m", "mlx_lm", "server")
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Stock:
 @contextmanager
 def one_process(folder: Path, model: Path, port: int, core: int) -> Iterator[Stock]:
     """`python -m mlx_lm server`, pinned to a core."""
-    command = [sys.executable, "-c", _START, *_arguments(model, port)]
+    command = [*_START, *_arguments(model, port)]
     with _serving(port, folder / "stock.log", [(command, [core], {})]) as stock:
         yield stock
 
@@ -74,7 +72,7 @@ def launched_pipeline(
     """`mlx.launch -n 2 --backend ring -- python -m mlx_lm server --pipeline`, all of it on these cores."""
     launcher = str(Path(sys.executable).parent / "mlx.launch")
     command = [launcher, "-n", "2", "--backend", "ring", "--starting-port", str(port + 1), "--"]
-    command += [sys.executable, "-c", _START, *_arguments(model, port), "--pipeline"]
+    command += [*_START, *_arguments(model, port), "--pipeline"]
     with _serving(port, folder / "launched.log", [(command, cores, {})]) as stock:
         yield stock
 
@@ -84,7 +82,7 @@ def pipeline(folder: Path, model: Path, port: int, cores: Sequence[int]) -> Iter
     """The same two ranks without mlx.launch, which keeps a core busy with its own waiting; each on a core."""
     hosts = folder / "ring.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port + 1 + rank}"] for rank in range(len(cores))]))
-    command = [sys.executable, "-c", _START, *_arguments(model, port), "--pipeline"]
+    command = [*_START, *_arguments(model, port), "--pipeline"]
     ranks = [
         (command, [core], {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)})
         for rank, core in enumerate(cores)
@@ -94,7 +92,7 @@ def pipeline(folder: Path, model: Path, port: int, cores: Sequence[int]) -> Iter
 
 
 def _arguments(model: Path, port: int) -> list[str]:
-    return ["server", "--model", str(model), "--port", str(port), "--log-level", "WARNING"]
+    return ["--model", str(model), "--port", str(port), "--log-level", "WARNING"]
 
 
 @contextmanager
