@@ -17,6 +17,7 @@ from coordinator.session import local_generator
 from coordinator.tokenizer import Tokenizer
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.health import Norms, head_norms, with_other_norms
+from mtp.checkpoint.resolve import snapshot_of
 from mtp.controller import MtpMode
 from proto.errors import ClusterError
 from proto.params import SamplingParams
@@ -94,6 +95,10 @@ def check(checkpoint: Checkpoint, *, trial: bool, on_progress: Progress) -> Chec
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         remedy = _remedy(checkpoint, replace=True)
         return Checkup(False, f"head incomplete, it lacks {missing[0]}{more}. {remedy}")
+    if not checkpoint.path.is_dir():
+        repo = checkpoint.path
+        verdict = f"head complete. Its norms were not read, nor was it tried: {repo} is not on this machine"
+        return Checkup(None, f"{verdict}; hf download {repo} brings it")
     norms = head_norms(checkpoint)
     reason = _why_not(checkpoint) if trial else "no trial was asked for"
     if reason is None:
@@ -159,5 +164,10 @@ def _looks(norms: Norms) -> str:
 def _remedy(checkpoint: Checkpoint, *, replace: bool) -> str:
     if checkpoint.layout == "raw":
         return "Download the checkpoint again, or take the one Qwen publishes"
+    path, copy = str(checkpoint.path), ""
+    if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
+        # What the hub's cache holds is the hub's: the head goes into a copy.
+        repo, _ = snapshot_of(checkpoint.path) or (path, "")
+        path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "
     flag = " --replace" if replace else ""
-    return f"Run mtp-coord add-mtp{flag} --mlx-path {checkpoint.path} --hf-path RAW-CHECKPOINT"
+    return f"Run {copy}mtp-coord add-mtp{flag} --mlx-path {path} --hf-path RAW-CHECKPOINT"

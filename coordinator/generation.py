@@ -120,8 +120,10 @@ class GenerationLoop:
                 await self._give_up(self.pipeline, ClusterError(f"{type(error).__name__}: {error}"))
                 continue
             self._failures = 0
-            self._deliver(settlement)
+            # The stages first: they idle until they hear, and telling clients costs as much as a hop.
+            self._reject(settlement)
             self._pump()
+            self._deliver(settlement)
 
     async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
         """Leave a pipeline that failed. Requests that no pipeline survives end, lest they kill one after another."""
@@ -157,10 +159,12 @@ class GenerationLoop:
         while (frame := self.scheduler.next_frame(self.clock())) is not None:
             self.pipeline.send(frame)
 
-    def _deliver(self, settlement: Settlement) -> None:
+    def _reject(self, settlement: Settlement) -> None:
         assert self.pipeline is not None
         for r in settlement.rejections:
             self.pipeline.rollback(r.seq_id, r.window, r.kept, r.trim)
+
+    def _deliver(self, settlement: Settlement) -> None:
         for seq_id, event in settlement.events:
             if seq_id in self._listeners:
                 self._listeners[seq_id].put_nowait(event)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
-import uvicorn
 
 from coordinator.api.app import create_app
-from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.api.http import HttpServer
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.cluster_status import LiveStatus
@@ -40,9 +41,6 @@ from proto.size import format_size
 from proto.span import Span
 
 log = logging.getLogger(__name__)
-
-SHUTDOWN_SECONDS = 5
-"""How long open answers may go on after SIGTERM."""
 
 USUAL_DEPTH = 1
 """Drafts a step the planner charges the last stage for, where `--mtp auto` will decide."""
@@ -74,7 +72,10 @@ class ServeOptions:
 
 
 async def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ClusterError when no first plan can be had, or the port cannot."""
+    """Serve until SIGTERM or Ctrl-C; raises KeyboardInterrupt for the latter, once all is closed.
+
+    Raises ClusterError when no first plan can be had, or the port cannot.
+    """
     listener = _listen(options.host, options.port)
     checkpoint = Checkpoint.open(resolve_model(options.model))
     mode = mtp_in_force(checkpoint, options.mtp)
@@ -103,18 +104,14 @@ async def serve(options: ServeOptions) -> None:
         )
         status = LiveStatus(loop, manager, model.id)
         app = create_app(loop, tokenizer, model, status, replan=manager.replan if manager else None)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            lifespan="off",
-        )
-        await _run(uvicorn.Server(config), listener, loop, options)
+        server = HttpServer(app, loop.close)
+        await _run(server, listener, loop, options)
+    if server.interrupted:
+        raise KeyboardInterrupt
 
 
 async def _run(
-    server: uvicorn.Server, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
+    server: HttpServer, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
 ) -> None:
     """Answer HTTP from the start, so that /health and /ready tell of a plan that is on its way."""
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")

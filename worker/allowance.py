@@ -5,7 +5,11 @@ from __future__ import annotations
 from proto.frame import Frame
 
 FIRST_SECONDS = 30.0
-"""For the first frame of its size: kernels are compiled, pages are read, and nobody knows how slow this machine is."""
+"""For the first frame of all, and at most for one of a new size: kernels are compiled, pages are read, and nobody
+knows how slow this machine is."""
+
+NEW_SIZE_SECONDS = 2.0
+"""For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
 
 SLACK = 4.0
 """Times what frames of the size usually take: other programs, swapping, a hot machine."""
@@ -25,8 +29,20 @@ class Allowance:
 
     def seconds(self, frame: Frame) -> float:
         """How long this frame may take."""
-        usual = self._usual.get(_size(frame))
-        return FIRST_SECONDS if usual is None else SLACK * usual
+        if not self._usual:
+            return FIRST_SECONDS
+        size = _size(frame)
+        if (usual := self._usual.get(size)) is not None:
+            return SLACK * usual
+        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
+
+    def _expected(self, size: Size) -> float:
+        """Seconds for a size not seen yet. A pass costs no more than rows times positions: grown from those seen."""
+        rows, end = size
+        return min(
+            usual * 2.0 ** (max(0, rows - seen_rows) + max(0, end - seen_end))
+            for (seen_rows, seen_end), usual in self._usual.items()
+        )
 
     def observe(self, frame: Frame, seconds: float) -> None:
         """A frame took so long."""

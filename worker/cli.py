@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,8 @@ from proto.logs import LogFormat, LogLevel, configure
 from proto.size import parse_size
 from proto.span import Span
 from worker.options import DEFAULT_PORT, WorkerOptions
+
+log = logging.getLogger(__name__)
 
 PROGRAM = "mtp-worker"
 
@@ -45,7 +48,7 @@ def worker(
         str | None,
         typer.Option(
             help="Checkpoint on this machine: a directory, a hub repo, or 'builtin'. Without it the "
-            "coordinator's path or repo is looked up here."
+            "coordinator's path or repo is looked up here, and what is missing of the layers is fetched."
         ),
     ] = None,
     listen: Annotated[
@@ -92,16 +95,22 @@ def worker(
     host, port = parse_address("--listen", listen, DEFAULT_PORT)
     check_exposure("--listen", host, insecure=insecure)
     # What follows imports MLX, which --help and a wrong flag need not wait for.
-    from mtp.checkpoint.resolve import resolve_model
+    from mtp.checkpoint.resolve import find_model
     from worker.hardware import default_memory_limit
     from worker.run import run
 
+    own = find_model(model) if model is not None else None
+    if model is not None and own is None:
+        log.info(
+            "the model is not on this machine: a coordinator that serves it has its layers fetched",
+            extra={"model": model},
+        )
     options = WorkerOptions(
         host=host,
         port=port,
         name=name or socket.gethostname().partition(".")[0],
         layers=span,
-        model=resolve_model(model) if model is not None else None,
+        model=own,
         memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),
         mdns=not no_mdns,
         state_dir=state_dir,

@@ -98,6 +98,8 @@ class Link:
         finally:
             writer.cancel()
             status.cancel()
+            # A write to a stream that is over raises too, maybe later; the status has said why.
+            await asyncio.gather(writer, status, return_exceptions=True)
 
     async def _write(self) -> None:
         while True:

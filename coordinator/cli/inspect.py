@@ -17,10 +17,10 @@ from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.report import report
-from mtp.checkpoint.resolve import resolve_model
 from proto.errors import SpanError
 from proto.size import format_size
 from proto.span import Span
+from worker.fetch.remote import open_model
 
 
 def inspect(
@@ -34,9 +34,10 @@ def inspect(
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 
     The last line says whether drafting with the head will work. Where this machine can hold the model, that was
-    tried: it answers a short prompt, and the head's drafts are counted.
+    tried: it answers a short prompt, and the head's drafts are counted. Of a hub repo that is not on this machine
+    only headers are read.
     """
-    checkpoint = Checkpoint.open(resolve_model(model))
+    checkpoint = open_model(model)
     cut = _cut(checkpoint, nodes)
     with byte_bar("loading for a trial") as on_progress:
         checkup = check(checkpoint, trial=not no_trial, on_progress=on_progress)
@@ -47,7 +48,7 @@ def inspect(
     console = Console()
     console.print(_summary(model, facts))
     console.print(_node_table(facts))
-    console.print(_COLOURS[checkup.works] + escape(checkup.verdict))
+    console.print(_COLOURS[checkup.works] + escape(checkup.verdict), soft_wrap=True)
 
 
 def _health(checkup: Checkup) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     )
     table.add_row("quantization", _quantization(facts["quantization"]))
     for part, packed in facts["packed"].items():
-        table.add_row(f"  {part}", ", ".join(f"{n} {what}" for what, n in packed.items()))
+        table.add_row(f"  {part}", ", ".join(_counted(n, what) for what, n in packed.items()))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
@@ -115,6 +116,10 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
             "unknown", f"[red]{len(unknown)} tensors of no part: {escape(unknown[0])}, …[/red]"
         )
     return table
+
+
+def _counted(count: int, packed: str) -> str:
+    return f"{count} {packed}" if packed == "unquantized" else f"{count} at {packed}"
 
 
 _NORMS = {

@@ -23,6 +23,7 @@ from mtp.checkpoint.resolve import resolve_model
 from proto.errors import NotReadyError, UsageError
 from proto.size import format_size, parse_size
 from proto.span import Span
+from worker.fetch.remote import open_model
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ def plan(
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
     question = Question(objective, spare, mtp, sequences, context, dtype, kv_bits)
     specs = given_nodes(node or [], nodes, memory)
-    checkpoint = Checkpoint.open(resolve_model(model))
+    # Workers are asked for a fingerprint, which is of weights; to cut the layers headers are enough.
+    whole = discover or bool(worker)
+    checkpoint = Checkpoint.open(resolve_model(model)) if whole else open_model(model)
     refused: dict[str, str] = {}
     if discover or worker:
         asked, refused = asyncio.run(_ask(checkpoint, worker or [], wait if discover else None))

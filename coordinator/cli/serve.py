@@ -60,7 +60,7 @@ def serve(
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, max=8192, help="Tokens of a prompt that travel together.")
+        int, typer.Option(min=1, max=8192, help="Most tokens of a prompt that travel together.")
     ] = 512,
     max_step_tokens: Annotated[
         int,

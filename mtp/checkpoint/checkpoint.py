@@ -69,7 +69,7 @@ class Checkpoint:
         """
         config = ModelConfig.load(path)
         headers = _read_headers(path)
-        return cls.assemble(path, config, layout_of(path, headers), _merge(headers))
+        return cls.assemble(path, config, layout_of(path, headers), merge_headers(headers))
 
     @classmethod
     def assemble(
@@ -196,7 +196,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
             raise CheckpointError(f"{path / name}: has no tensor {tensor}, though {INDEX} says so")
-    _drop_replaced(headers, weight_map)
+    drop_replaced(headers, weight_map)
     if not any(is_head(name) for header in headers.values() for name in header.tensors):
         for file in found:
             if file not in headers:
@@ -206,7 +206,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     return headers
 
 
-def _drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> None:
+def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> None:
     """A tensor counts where the index says it is, and a head it names is the only one.
 
     So one that was replaced may stay in its file: nobody rewrites gigabytes to be rid of it.
@@ -233,7 +233,8 @@ def weight_map_of(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _merge(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
+def merge_headers(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
+    """All files' tensors by name. Raises CheckpointError for one that is in two of them."""
     tensors: dict[str, TensorInfo] = {}
     for header in headers.values():
         for name, info in header.tensors.items():

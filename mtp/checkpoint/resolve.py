@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -17,6 +18,8 @@ from huggingface_hub.errors import (
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.checkpoint import INDEX, weight_map_of
 from proto.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 BUILTIN = "builtin"
 
@@ -75,6 +78,9 @@ def _unknown(name: str) -> CheckpointError:
 
 
 def _download(repo: str) -> Path:
+    log.info(
+        "downloading all of the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE}
+    )
     try:
         return Path(snapshot_download(repo, allow_patterns=FILES))
     except GatedRepoError as error:
@@ -92,4 +98,6 @@ def _download(repo: str) -> Path:
             f"online once, copy the checkpoint and give its directory, or use {BUILTIN}"
         ) from error
     except Exception as error:  # an HTTP client's errors are not all the hub library's own
-        raise CheckpointError(f"model {repo}: the download failed: {error}") from error
+        raise CheckpointError(
+            f"model {repo}: the download to {constants.HF_HUB_CACHE} failed: {error}"
+        ) from error

@@ -80,10 +80,11 @@ class ShardWriter:
         self._file = -1
 
     def is_finished(self) -> bool:
-        """Whether `path` is there, with just these tensors."""
-        if not self.path.is_file():
+        """Whether `path` is there, with just these tensors, and not damaged as far as its size tells."""
+        try:
+            return self.path.is_file() and read_header(self.path).tensors == self.tensors()
+        except CheckpointError:
             return False
-        return read_header(self.path).tensors == self.tensors()
 
     def missing_bytes(self) -> int:
         """About how much is still to be written, by the part file there is."""

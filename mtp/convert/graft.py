@@ -102,6 +102,7 @@ class Graft:
         """The head's tensors as they are written; without `weights` their names and shapes only."""
         model = nn.Module()
         model.mtp = MTPHead(self.target.config.text_args())
+        model.set_dtype(self.dtype)
         packed = weights is not None and any(name.endswith(".scales") for name in weights)
         if weights is not None and not packed:
             _load(model, weights, self.source)

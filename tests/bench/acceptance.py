@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from mtp.builtin import checkpoint_dir
 from proto.params import Acceptance, SamplingParams
 from tests.bench.coupling import DISTANCES, Floats, Rates, of_model, rates, simulated
 from tests.bench.machine import about
+from tests.bench.report import lines, publish
 from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
 from tests.local_run import Answered, run
 
@@ -44,8 +45,9 @@ def tokens_per_window(found: Sequence[Answered]) -> float:
     return sum(len(a.tokens) - 1 for a in found) / sum(a.stats.windows for a in found)
 
 
-def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> None:
-    """Print one row a temperature and rule; greedy is the same under both."""
+def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dict[str, list[float]]:
+    """Print one row a temperature and rule; greedy is the same under both. Returns the shares by position of each."""
+    kept: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else RULES[:1]:
             params = SamplingParams(temperature=temperature, acceptance=rule)
@@ -54,14 +56,16 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> Non
                 for seed, prompt in enumerate(prompts)
             ]
             found = run(path, asked, mtp=str(DEPTH), dtype=mx.float32)
-            shares = " | ".join(f"{share:.1%}" for share in by_position(found))
             label = f"T = {temperature}" if temperature else "greedy"
             mean = tokens_per_window(found)
             shown = rule if temperature else "both"
+            kept[f"{name}, {label}, {shown}"] = by_position(found)
+            shares = " | ".join(f"{share:.1%}" for share in by_position(found))
             print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
+    return kept
 
 
-def coupling_rows(path: Path, prompts: Prompts, windows: int) -> list[str]:
+def coupling_rows(path: Path, prompts: Prompts, windows: int) -> dict[str, Rates]:
     """Simulated pairs, then the model's own by draft position at temperature 1."""
     found = [(f"simulated at {d}", rates(*simulated(d))) for d in DISTANCES]
     params = SamplingParams(temperature=1.0)
@@ -73,7 +77,7 @@ def coupling_rows(path: Path, prompts: Prompts, windows: int) -> list[str]:
     for position, of_prompts in enumerate(pairs):
         p, q = (np.concatenate(list(side)) for side in zip(*of_prompts, strict=True))
         found.append((f"draft {position + 1}, {len(p)} windows", rates(p, q)))
-    return [_coupling_row(name, rate) for name, rate in found]
+    return dict(found)
 
 
 def _coupling_row(name: str, rate: Rates) -> str:
@@ -94,11 +98,22 @@ def main() -> None:
     positions = " | ".join(f"{i + 1}" for i in range(DEPTH))
     print(f"| text | temperature | rule | {positions} | tokens a window |")
     print("| --- " * (DEPTH + 4) + "|")
-    acceptance_rows(options.model, "held out", held_out, options.tokens)
-    acceptance_rows(options.model, "seen", seen_prompts(tokenizer, options.prompts), options.tokens)
+    kept = acceptance_rows(options.model, "held out", held_out, options.tokens)
+    seen = seen_prompts(tokenizer, options.prompts)
+    kept |= acceptance_rows(options.model, "seen", seen, options.tokens)
     print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
     print("| --- " * 5 + "|")
-    print("\n".join(coupling_rows(options.model, held_out[:8], options.windows)))
+    coupled = coupling_rows(options.model, held_out[:8], options.windows)
+    print("\n".join(_coupling_row(name, rate) for name, rate in coupled.items()))
+    publish(
+        "acceptance",
+        {
+            "options": {**vars(options), "model": options.model.name},
+            "kept by position": kept,
+            "coupling": {name: asdict(rate) for name, rate in coupled.items()},
+        },
+        {"drafts kept": lines(range(1, DEPTH + 1), kept, "position", "share of windows")},
+    )
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

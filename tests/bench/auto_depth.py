@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,6 +33,7 @@ from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.controller import Controller, MtpMode
 from proto.params import SamplingParams
 from tests.bench.machine import about
+from tests.bench.report import bars, publish
 from tests.bench.texts import held_out_prompts
 from tests.local_run import answer
 
@@ -132,6 +133,17 @@ def main() -> None:
     dtype = getattr(mx, options.dtype)
     rounds = asyncio.run(measure(options.model, dtype, prompts, options.tokens, params))
     print(f"{about()}\n{options}\n\n{table(rounds)}")
+    medians = {
+        mode: statistics.median(one.speed for one in timed) for mode, timed in rounds.items()
+    }
+    publish(
+        "auto_depth",
+        {
+            "options": {**vars(options), "model": options.model.name},
+            "rounds": {mode: [asdict(one) for one in timed] for mode, timed in rounds.items()},
+        },
+        {"decode": bars(medians, "tokens/s")},
+    )
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

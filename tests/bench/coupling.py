@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,6 +27,8 @@ import numpy.typing as npt
 from coordinator.tokenizer import Tokenizer
 from mtp.filters import filtered
 from proto.params import SamplingParams
+from tests.bench.machine import about
+from tests.bench.report import bars, publish
 from tests.chain import Chain, Script
 
 Floats = npt.NDArray[np.float64]
@@ -150,7 +152,17 @@ def main() -> None:
         params = SamplingParams(temperature=options.temp)
         found = of_model(options.model, prompt, params, options.depth, options.windows)
         pairs += [(f"model, draft {i + 1}", pair) for i, pair in enumerate(found)]
-    print(table([(name, len(p), rates(p, q)) for name, (p, q) in pairs]))
+    rows = [(name, len(p), rates(p, q)) for name, (p, q) in pairs]
+    print(f"{about()}\n\n{table(rows)}")
+    publish(
+        "coupling",
+        {name: {"pairs": count, **asdict(rate)} for name, count, rate in rows},
+        {
+            "shared noise": bars({name: rate.shared for name, _, rate in rows}, "kept"),
+            "best coupling": bars({name: rate.best for name, _, rate in rows}, "kept"),
+            "greedy draft": bars({name: rate.greedy_draft for name, _, rate in rows}, "kept"),
+        },
+    )
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -24,6 +24,7 @@ from coordinator.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import SamplingParams
 from tests.bench.machine import about
+from tests.bench.report import bars, publish
 from tests.bench.texts import held_out_prompts
 from tests.checkpoints import convert_checkpoint
 from tests.local_run import run
@@ -69,13 +70,17 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def told(found: Answers, expected: Answers) -> str:
-    """`7 of 40, after 12 / 55 tokens`: how many differ, and after how many tokens at the earliest and in the median."""
+def differences(found: Answers, expected: Answers) -> list[int]:
+    """Of the answers that part, after how many tokens they do, the earliest first."""
     places = [first_difference(a, b) for a, b in zip(found, expected, strict=True)]
-    apart = sorted(place for place in places if place is not None)
-    if not apart:
-        return f"0 of {len(places)}"
-    return f"{len(apart)} of {len(places)}, after {apart[0]} / {statistics.median(apart):.0f}"
+    return sorted(place for place in places if place is not None)
+
+
+def told(places: Sequence[int], answers: int) -> str:
+    """`7 of 40, after 12 / 55`: how many differ, and after how many tokens at the earliest and in the median."""
+    if not places:
+        return f"0 of {answers}"
+    return f"{len(places)} of {answers}, after {places[0]} / {statistics.median(places):.0f}"
 
 
 def answers(
@@ -108,16 +113,25 @@ def main() -> None:
     columns = [*(f"depth {depth}" for depth in DEPTHS), TOGETHER, "the precision itself"]
     print(f"| | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
     exact: Answers | None = None
+    found: dict[str, dict[str, list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for precision in precisions(Path(folder)):
             if exact is not None and options.only not in precision.name:
                 continue
             plain = answers(precision, asked, "off")
             exact = exact or plain
-            cells = [told(answers(precision, asked, depth), plain) for depth in DEPTHS]
-            cells.append(told(answers(precision, asked, "off", one_by_one=False), plain))
-            cells.append(told(plain, exact))
+            others = [(answers(precision, asked, depth), plain) for depth in DEPTHS]
+            others.append((answers(precision, asked, "off", one_by_one=False), plain))
+            others.append((plain, exact))
+            places = [differences(*pair) for pair in others]
+            found[precision.name] = dict(zip(columns, places, strict=True))
+            cells = [told(each, len(asked)) for each in places]
             print(f"| {precision.name} | {' | '.join(cells)} |", flush=True)
+    shares = {
+        column: bars({name: len(each[column]) for name, each in found.items()}, "answers that part")
+        for column in columns
+    }
+    publish("rounding", {"options": vars(options), "places": found}, shares)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

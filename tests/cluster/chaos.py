@@ -1,256 +1,202 @@
-"""Faults at random under load: what comes of the answers when workers are killed, stopped, drained and restarted.
+"""Faults at random under load: what comes of the answers when workers are killed, stopped, cut off and stuck.
 
 A run first asks every question undisturbed, then asks them over and over while faults come in a seeded order, and
-compares. Run a long one with `python -m tests.cluster.chaos --faults 200`.
+compares. Run a long one with `python -m tests.cluster.chaos --faults 200 --seed 1 --out chaos.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
+import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from tests.cluster.processes import (
-    Coordinator,
-    Process,
-    Worker,
-    as_coordinator,
-    as_worker,
-    ending,
-    launch_coordinator,
-    launch_worker,
-)
+from tests.cluster.chaos_faults import KINDS, SURVIVOR, Faults, wait_until
+from tests.cluster.chaos_load import QUESTIONS, Clients, Outcome, ask, clients
+from tests.cluster.chaos_pauses import PARTS, Episode, Injected, episodes, spread
+from tests.cluster.processes import Coordinator, as_coordinator, ending, launch
+from tests.cluster.task_count import TASKS
+from tests.cluster.team import Team, running_team
+from tests.cluster.vitals import Vitals, vitals
 
-READ_SECONDS = 120.0
-"""Longest silence a client bears; a client that waits longer counts as hung."""
+FAILURE_TIMEOUT = 1.5
+WORKERS = 4
+"""Three and a spare."""
 
-PROMPT = "def read(path):\n    "
-KINDS = ("kill", "stop", "drain")
+CLIENTS = 3
+FAULT_SECONDS = (FAILURE_TIMEOUT + 0.5, FAILURE_TIMEOUT + 2.0)
+"""How long a worker stays hurt: past the timeout."""
 
+STUCK_SECONDS = 5.0
+"""Longest wait, over that, for a stuck engine to be noticed; one that no plan uses is not."""
 
-@dataclass(frozen=True)
-class Question:
-    """One request. The same question has one answer."""
+BACK_SECONDS = 40.0
+"""Longest wait for a worker to be back among those that may serve."""
 
-    prompt: str
-    tokens: int
-    temperature: float
-    seed: int
-
-    def body(self, model: str) -> dict[str, Any]:
-        return {
-            "model": model,
-            "prompt": self.prompt,
-            "max_tokens": self.tokens,
-            "temperature": self.temperature,
-            "top_p": 0.95,
-            "seed": self.seed,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
-
-QUESTIONS = tuple(
-    Question(PROMPT * (1 + i % 4), 24 + 12 * (i % 5), 0.0 if i % 2 else 0.8, i) for i in range(12)
-)
+SAMPLES = 10
+"""Looks at what processes hold, over a run."""
 
 
 @dataclass
 class Report:
-    """What a run found. Times in seconds; `pauses` are the longest silences within each stream."""
+    """What a run found. `vitals` are those of the coordinator and of a worker that was never ended, over the run."""
 
+    seed: int
+    seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    finished: int = 0
-    failed: list[str] = field(default_factory=list)
-    differing: int = 0
-    short: int = 0
-    long: int = 0
-    hung: int = 0
-    pauses: list[float] = field(default_factory=list)
-    descriptors: tuple[int, int] = (0, 0)
-    threads: tuple[int, int] = (0, 0)
-    memory_mb: tuple[float, float] = (0.0, 0.0)
+    not_back: list[str] = field(default_factory=list)
+    """Faults after which a worker was not seen again in time."""
+    outcome: Outcome = field(default_factory=Outcome)
+    episodes: list[Episode] = field(default_factory=list)
+    vitals: dict[str, list[Vitals]] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        o = self.outcome
+        yield "faults injected", ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()))
+        yield "of them ended a plan", str(len(self.episodes))
+        yield "workers not back in time", ", ".join(self.not_back) or "0"
+        yield "streams finished", str(o.finished)
+        yield "streams ended with an error or cut", str(len(o.wrong) - o.differing)
+        yield "tokens lost / duplicated", f"{o.lost} / {o.duplicated}"
+        yield "answers differing", str(o.differing)
+        yield "clients hung", str(o.hung)
+        yield "", f"{'median':>8}{'95 %':>8}{'max':>8}"
+        for name in (*PARTS, "pause", "bound"):
+            values = [getattr(e, name) for e in self.episodes]
+            yield f"{name}, s", "".join(f"{v:8.2f}" for v in spread(values))
+        for kind in KINDS:
+            values = [e.detection for e in self.episodes if e.kind == kind]
+            yield f"detection of {kind}, s", "".join(f"{v:8.2f}" for v in spread(values))
+        over = sum(e.pause > e.bound + 0.1 for e in self.episodes)
+        yield "pauses over detection + plan + load + prefill", str(over)
+        for name, samples in self.vitals.items():
+            for what in ("descriptors", "threads", "tasks", "memory"):
+                yield f"{name}: {what}", " ".join(f"{getattr(s, what):g}" for s in samples)
 
     def __str__(self) -> str:
-        worst = sorted(self.pauses)[-5:][::-1]
-        rows = [
-            ("faults injected", ", ".join(f"{n} {kind}" for kind, n in self.faults.items())),
-            ("streams finished", self.finished),
-            ("streams ended with an error", len(self.failed)),
-            ("answers with tokens lost", self.short),
-            ("answers with tokens too many", self.long),
-            ("answers differing", self.differing),
-            ("clients hung", self.hung),
-            ("longest pauses, s", " ".join(f"{p:.1f}" for p in worst)),
-            ("coordinator's file descriptors", "{} -> {}".format(*self.descriptors)),
-            ("coordinator's threads", "{} -> {}".format(*self.threads)),
-            ("coordinator's memory, MB", "{:.0f} -> {:.0f}".format(*self.memory_mb)),
-        ]
-        return "\n".join(f"{name:32} {value}" for name, value in rows)
+        return "\n".join(f"{name:46} {value}" for name, value in self.rows())
 
-
-def ask(url: str, model: str, question: Question) -> tuple[str, int, float]:
-    """Text, completion tokens and the longest silence of one streamed answer.
-
-    Raises httpx.ReadTimeout for a stream that hangs, RuntimeError for one that ends with an error.
-    """
-    text, tokens, pause, last = "", 0, 0.0, time.monotonic()
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=question.body(model), timeout=READ_SECONDS
-    ) as reply:
-        if reply.status_code != 200:
-            raise RuntimeError(f"{reply.status_code}: {reply.read().decode()[:200]}")
-        ended = False
-        for line in reply.iter_lines():
-            if line == "data: [DONE]":
-                ended = True
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RuntimeError(event["error"]["message"])
-            pause, last = max(pause, time.monotonic() - last), time.monotonic()
-            text += "".join(choice["text"] for choice in event["choices"])
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    if not ended:
-        raise RuntimeError("the stream was cut")
-    return text, tokens, pause
-
-
-class Workers:
-    """The workers under attack. Each keeps its address over restarts, by its state directory."""
-
-    def __init__(self, folder: Path, model: str, count: int) -> None:
-        self.folder, self.model = folder, model
-        self.starts = 0
-        launched = [self._launch(f"w{i}") for i in range(count)]
-        self.processes: dict[str, Worker] = {
-            p.name.partition(".")[0]: as_worker(p) for p in launched
+    def as_json(self) -> dict[str, Any]:
+        outcome = {k: v for k, v in vars(self.outcome).items() if k != "answers"}
+        return {
+            **vars(self),
+            "faults": dict(self.faults),
+            "outcome": outcome,
+            "episodes": [asdict(episode) for episode in self.episodes],
+            "vitals": {name: [asdict(v) for v in found] for name, found in self.vitals.items()},
+            "pauses": [answer.pause for answer in self.outcome.answers],
         }
 
-    def _launch(self, name: str) -> Process:
-        self.starts += 1
-        state = str(self.folder / "state")
-        arguments = ["--model", self.model, "--state-dir", state, "--name", name]
-        return launch_worker(self.folder, f"{name}.{self.starts}", *arguments)
-
-    @property
-    def addresses(self) -> list[str]:
-        return [worker.address for worker in self.processes.values()]
-
-    def hurt(self, name: str, kind: str, seconds: float) -> None:
-        """Inject one fault, and mend it `seconds` later."""
-        worker = self.processes[name]
-        if kind == "stop":
-            os.kill(worker.pid, signal.SIGSTOP)
-            time.sleep(seconds)
-            os.kill(worker.pid, signal.SIGCONT)
-            return
-        if kind == "kill":
-            worker.kill()
-        else:
-            worker.stop()
-        self.processes[name] = as_worker(self._launch(name))
-
-    def end(self) -> None:
-        for worker in self.processes.values():
-            with ending(worker):
-                pass
-
 
 @contextmanager
-def attacked(folder: Path, model: str, count: int) -> Iterator[Workers]:
-    workers = Workers(folder, model, count)
-    try:
-        yield workers
-    finally:
-        workers.end()
-
-
-@contextmanager
-def coordinating(folder: Path, model: str, workers: Workers) -> Iterator[Coordinator]:
-    flags = [flag for address in workers.addresses for flag in ("--worker", address)]
-    flags += ["--model", model, "--dtype", "float32", "--failure-timeout", "1.5"]
-    with ending(launch_coordinator(folder, *flags)) as process:
+def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
+    flags = [flag for address in team.addresses for flag in ("--worker", address)]
+    flags += ["--model", model, "--dtype", "float32", "--port", "0", "--no-mdns"]
+    flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
+    module = "tests.cluster.forgiving_coordinator"
+    env = {TASKS: str(folder)}
+    with ending(launch(folder, "coordinator", module, ["serve", *flags], env=env)) as process:
         yield as_coordinator(process)
 
 
+class Run:
+    """One run: the same seed hurts the same workers in the same order."""
+
+    def __init__(self, folder: Path, model: str, team: Team, coordinator: Coordinator, seed: int):
+        self.folder, self.team, self.coordinator = folder, team, coordinator
+        self.chance = random.Random(seed)
+        self.faults = Faults(team, model, coordinator.pid, self.chance)
+        self.report = Report(seed)
+        self.injected: list[Injected] = []
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=10).json()
+        return found
+
+    def in_use(self) -> list[int]:
+        used = {node["address"] for node in self.status()["nodes"] if node["span"]}
+        return [i for i, address in enumerate(self.team.addresses) if address in used]
+
+    def all_well(self) -> bool:
+        """Every worker may serve, and a plan does."""
+        found = self.status()
+        well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
+        return found["ready"] and len(well) == len(self.team.workers)
+
+    def sample(self) -> None:
+        survivor = self.team.workers[SURVIVOR]
+        for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
+            self.report.vitals.setdefault(name, []).append(vitals(process.pid, self.folder))
+
+    def hurt(self, kind: str, pace: float) -> None:
+        """One fault from its beginning until all are back, and used again."""
+        number = self.faults.choose(kind, self.in_use())
+        epoch = self.status()["epoch"]
+        started = time.time()
+        self.faults.inject(kind, number)
+        time.sleep(self.chance.uniform(*FAULT_SECONDS))
+        if kind == "stuck":  # a frame of a new size may take its time
+            wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
+        self.faults.mend(kind, number)
+        if not wait_until(self.all_well, BACK_SECONDS):
+            self.report.not_back.append(f"w{number} after {kind}")
+        self.injected.append(Injected(kind, started, time.time()))
+        self.report.faults[kind] += 1
+        self.replan()
+        time.sleep(max(0.0, pace - (time.time() - started)))
+
+    def replan(self) -> None:
+        """Have whoever is back used again."""
+        headers = {"Content-Type": "application/json"}
+        httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=10)
+        wait_until(self.all_well, BACK_SECONDS)
+
+    def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
+        # Every kind as often as any other, in a random order.
+        kinds = [KINDS[i % len(KINDS)] for i in range(faults)]
+        self.chance.shuffle(kinds)
+        time.sleep(1.0)  # the clients are under way
+        for i, kind in enumerate(kinds):
+            if i % max(1, faults // SAMPLES) == 0:
+                self.sample()
+            self.hurt(kind, pace)
+            if verbose:
+                outcome = asking.outcome
+                done = f"{i + 1}/{faults} {kind}: {outcome.finished} finished"
+                print(done, f"{len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
+        self.sample()
+
+
 def run(
-    folder: Path, model: str, faults: int, *, seed: int, workers: int = 4, clients: int = 3
+    folder: Path, model: str, faults: int, *, seed: int, pace: float = 0.0, verbose: bool = False
 ) -> Report:
-    """Inject `faults` faults, one at a time, while `clients` clients ask without end."""
-    chance = random.Random(seed)
-    report = Report()
+    """Inject `faults` faults, one at a time and `pace` seconds apart, while clients ask without end."""
+    started = time.monotonic()
     with (
-        attacked(folder, model, workers) as attack,
-        coordinating(folder, model, attack) as coordinator,
+        running_team(folder, model, WORKERS) as team,
+        coordinating(folder, model, team) as coordinator,
     ):
         name = Path(model).name
-        wanted = {q: ask(coordinator.url, name, q)[:2] for q in QUESTIONS}
-        me = psutil.Process(coordinator.pid)
-        before = me.num_fds(), me.num_threads(), me.memory_info().rss / 1e6
-        stop = threading.Event()
-        threads = [
-            threading.Thread(target=_client, args=(coordinator.url, name, wanted, report, stop, i))
-            for i in range(clients)
-        ]
-        for thread in threads:
-            thread.start()
-        for _ in range(faults):
-            time.sleep(chance.uniform(0.3, 1.5))
-            kind, victim = chance.choice(KINDS), chance.choice(list(attack.processes))
-            attack.hurt(victim, kind, chance.uniform(0.5, 3.0))
-            report.faults[kind] += 1
-        time.sleep(1.0)
-        stop.set()
-        for thread in threads:
-            thread.join(2 * READ_SECONDS)
-            report.hung += thread.is_alive()
-        after = me.num_fds(), me.num_threads(), me.memory_info().rss / 1e6
-        report.descriptors = before[0], after[0]
-        report.threads = before[1], after[1]
-        report.memory_mb = before[2], after[2]
+        wanted = {q: ask(coordinator.url, name, q) for q in QUESTIONS}
+        doing = Run(folder, model, team, coordinator, seed)
+        with clients(coordinator.url, name, wanted, CLIENTS) as asking:
+            doing.go(faults, pace, asking, verbose=verbose)
+        report = doing.report
+        report.outcome = asking.outcome
+        records = coordinator.records()
+        report.episodes = episodes(doing.injected, records, asking.outcome.answers)
+    report.seconds = time.monotonic() - started
     return report
-
-
-def _client(
-    url: str,
-    model: str,
-    wanted: dict[Question, tuple[str, int]],
-    report: Report,
-    stop: threading.Event,
-    number: int,
-) -> None:
-    chance = random.Random(number)
-    while not stop.is_set():
-        question = chance.choice(QUESTIONS)
-        try:
-            text, tokens, pause = ask(url, model, question)
-        except httpx.ReadTimeout:
-            report.hung += 1
-        except (RuntimeError, httpx.HTTPError) as error:
-            report.failed.append(f"{type(error).__name__}: {error}")
-        else:
-            report.finished += 1
-            report.pauses.append(pause)
-            report.short += tokens < wanted[question][1]
-            report.long += tokens > wanted[question][1]
-            report.differing += text != wanted[question][0]
 
 
 def main() -> None:
@@ -258,13 +204,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--out", type=Path, help="write all of it here, as JSON")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = run(Path(folder), given.model, given.faults, seed=given.seed)
+        report = run(
+            Path(folder),
+            given.model,
+            given.faults,
+            seed=given.seed,
+            pace=given.pace,
+            verbose=True,
+        )
     print(report)
-    for line in report.failed[:5]:
-        print("  error:", line)
+    print(f"{given.faults} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes")
+    for line in report.outcome.wrong[:5]:
+        print("  wrong:", line)
+    if given.out:
+        given.out.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

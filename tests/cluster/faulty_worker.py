@@ -1,7 +1,8 @@
 """`mtp-worker`, whose engine does what a file says: run as a program of its own, in place of `worker.cli`.
 
-`MTP_TEST_FAULT` names the file. Its text is read before every frame and every load: `stuck` blocks the engine thread
-for good, `slow 1.5` makes a frame take so many seconds more, `raise` fails it, `hang` blocks the next load.
+`MTP_TEST_FAULT` names the file. Its text is read before every frame and every load: `stuck` blocks the engine thread,
+`hang` the next load, both for as long as the file says so; `slow 1.5` makes a frame take so many seconds more,
+`raise` fails it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 from unittest.mock import patch
 
 from proto.frame import Frame
+from tests.cluster.task_count import answer_for_tasks
 from worker import cli
 from worker.engine import StageEngine
 from worker.model.loader import load_stage
 
 FAULT = "MTP_TEST_FAULT"
-FOR_GOOD = 3600.0
+
+PART_SECONDS = 1.0
+"""What one part of a load may take here, where the checkpoints are small."""
 
 
 def fault() -> list[str]:
@@ -26,13 +30,18 @@ def fault() -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
+def wait_while(name: str) -> None:
+    while fault() == [name]:
+        time.sleep(0.02)
+
+
 def main() -> None:
+    answer_for_tasks()
     process = StageEngine.process
 
     def faulty_process(self: StageEngine, frame: Frame) -> Frame:
+        wait_while("stuck")
         match fault():
-            case ["stuck"]:
-                time.sleep(FOR_GOOD)
             case ["slow", seconds]:
                 time.sleep(float(seconds))
             case ["raise"]:
@@ -40,12 +49,12 @@ def main() -> None:
         return process(self, frame)
 
     def faulty_load(*args: Any, **options: Any) -> Any:
-        if fault() == ["hang"]:
-            time.sleep(FOR_GOOD)
+        wait_while("hang")
         return load_stage(*args, **options)
 
     with (
         patch.object(StageEngine, "process", faulty_process),
         patch("worker.node.load_stage", faulty_load),
+        patch("worker.node.PART_SECONDS", PART_SECONDS),
     ):
         cli.main()

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import Phase, Settings, View
+from coordinator.cluster.view import MemberState, Phase, Settings, View
 from coordinator.cluster_status import LiveStatus
 from coordinator.generation import GenerationLoop
 from coordinator.pipeline import Pipeline
@@ -81,12 +82,26 @@ class Head:
         """All at once."""
         return list(await asyncio.gather(*map(self.answer, requests)))
 
-    async def until(self, condition: str, timeout: float = DEADLINE) -> None:
-        """Wait until a Python expression over `self` holds. Raises AssertionError, with the view, when it does not."""
-        deadline = time.monotonic() + timeout
-        while not eval(condition, {"Phase": Phase}, {"self": self, "view": self.view}):
-            assert time.monotonic() < deadline, f"{condition} never came: {self.view}"
-            await asyncio.sleep(0.02)
+    async def until(
+        self, condition: Callable[[], bool], what: str, timeout: float = DEADLINE
+    ) -> float:
+        """Wait until something holds, and say how long that took. Raises AssertionError when it never does."""
+        started = time.monotonic()
+        while not condition():
+            assert time.monotonic() < started + timeout, f"{what}: never. {self.view}"
+            await asyncio.sleep(0.01)
+        return time.monotonic() - started
+
+    async def served_by(self, *addresses: str) -> None:
+        """Wait until these workers serve, and no other."""
+        await self.until(
+            lambda: self.view.phase is Phase.SERVING and set(self.view.serving) == set(addresses),
+            f"served by {addresses}",
+        )
+
+    def state(self, address: str) -> MemberState | None:
+        member = self.view.members.get(address)
+        return member.state if member else None
 
     async def holdings(self) -> dict[str, pb.HoldingsReply]:
         """What every worker that is watched keeps of requests, by address."""
@@ -117,7 +132,9 @@ async def running_head(
     """A coordinator over the workers at these addresses, serving. It does not serve alone."""
     checkpoint = Checkpoint.open(model)
     reference = pb.ModelRef(
-        name="toy", path=str(model), fingerprint=await asyncio.to_thread(checkpoint.fingerprint)
+        # No path: workers have the checkpoint under --model, as on a machine of their own.
+        name="toy",
+        fingerprint=await asyncio.to_thread(checkpoint.fingerprint),
     )
     served = ServedModel(checkpoint, reference, "float32", 0, with_head=True, draft_depth=1)
     settings = settings or Settings(
@@ -142,7 +159,7 @@ async def running_head(
         await manager.close()
 
 
-def requests(count: int = 4, tokens: int = 60) -> list[GenerationRequest]:
+def requests(count: int = 3, tokens: int = 80) -> list[GenerationRequest]:
     """Greedy and sampled, several lengths."""
     return [
         GenerationRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -103,14 +104,16 @@ def launch(
     arguments: Sequence[str],
     env: Mapping[str, str] | None = None,
     cores: Sequence[int] = (),
+    prefix: Sequence[str] = (),
 ) -> Process:
     """Start `module`'s `main` with these arguments. The caller stops it.
 
-    `env` is added to this process's. `cores` pins it to these CPUs, where the system can.
+    `env` is added to this process's. `cores` pins it to these CPUs, where the system can. `prefix` is a command that
+    becomes the one after it, as `without_folder` makes one.
     """
     log = folder / f"{name}.log"
     start = f"{WITHOUT_TORCH}; from {module} import main; main()"
-    command = [sys.executable, "-c", start, *arguments, *LOG_FORMAT]
+    command = [*prefix, sys.executable, "-c", start, *arguments, *LOG_FORMAT]
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]
     with log.open("wb") as stream:
@@ -122,6 +125,17 @@ def launch(
             env={**os.environ, **(env or {})},
         )
     return Process(name, popen, log)
+
+
+def without_folder(hidden: Path) -> tuple[str, ...]:
+    """For `prefix`: the process finds `hidden` empty, as on a machine that lacks the files. () where that cannot be."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return ()
+    mount = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+    prefix = (unshare, "--map-root-user", "--mount", "sh", "-c", mount, str(hidden))
+    tried = subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=10)
+    return () if tried.returncode else prefix
 
 
 def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Process:

@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
+from tokenizers import Tokenizer
 
-from coordinator.cluster.manager import ClusterManager, ManagerOptions
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.generation import GenerationLoop
@@ -27,8 +30,16 @@ from proto.errors import CheckpointError, ClusterError, NotReadyError, WorkerLos
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.checkpoints import write_checkpoint
-from tests.cluster.processes import Worker, as_worker, ending, launch_worker
+from tests.cluster.processes import (
+    Worker,
+    as_worker,
+    ending,
+    launch_worker,
+    serving,
+    without_folder,
+)
 from tests.hub import Hub
+from tests.tiny_tokenizer import write_tokenizer
 
 REPO = "someone/some-model"
 REQUEST = GenerationRequest(tuple(range(40)), 24, SamplingParams())
@@ -36,8 +47,15 @@ ME = pb.Coordinator(id="test", name="test")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", shards=3, hidden=128)
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What lies on the coordinator's machine, and no worker sees."""
+    return tmp_path_factory.mktemp("coordinator")
+
+
+@pytest.fixture(scope="module")
+def source(theirs: Path) -> Path:
+    model = write_checkpoint(theirs / "model", shards=3, hidden=128, vocab=512)
+    return write_tokenizer(model)
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +71,23 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(homes: Path, hub: Hub) -> Iterator[list[Worker]]:
-    """Two, each with a cache of its own and no model."""
+def elsewhere(theirs: Path) -> tuple[str, ...]:
+    return without_folder(theirs)
+
+
+@pytest.fixture(scope="module")
+def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[Worker]]:
+    """Two, each with a cache of its own and no model; the second was told of one it would have to download."""
     with ExitStack() as stack:
         launched = [
-            launch_worker(homes, name, env=hub.environment(homes / name)) for name in ("a", "b")
+            launch_worker(homes, name, *flags, env=hub.environment(homes / name), prefix=elsewhere)
+            for name, flags in (("a", ()), ("b", ("--model", REPO)))
         ]
         for process in launched:
             stack.enter_context(ending(process))
-        yield [as_worker(process) for process in launched]
+        workers = [as_worker(process) for process in launched]
+        assert hub.sent.total() == 0
+        yield workers
 
 
 def served(checkpoint: Checkpoint, *, share: bool, hub: Hub | None = None) -> ServedModel:
@@ -101,6 +127,15 @@ async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 2
         await manager.close()
 
 
+def forget(homes: Path) -> None:
+    for file in homes.rglob("parts/*"):
+        file.unlink()
+
+
+def size_of(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
 def kept(home: Path) -> dict[str, int]:
     """Parts a worker has on its disk, and their sizes."""
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
@@ -117,9 +152,7 @@ async def test_a_cluster_of_workers_without_files(
     checkpoint = Checkpoint.open(source)
     async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
         expected = await answer(local)
-    for worker in workers:
-        for file in (homes / worker.name).rglob("parts/*"):
-            file.unlink()
+    forget(homes)
     hub.sent.clear()
     model = served(checkpoint, share=share, hub=hub)
     assert await answer_from(model, workers) == expected
@@ -137,6 +170,44 @@ async def test_a_cluster_of_workers_without_files(
     assert await answer_from(model, workers) == expected
     assert hub.sent.total() == 0
     assert [w.records("weights are here")[-1]["received"] for w in workers] == ["0 B", "0 B"]
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["--share-weights", "--model REPO"])
+async def test_the_commands_people_type(
+    source: Path,
+    workers: list[Worker],
+    homes: Path,
+    theirs: Path,
+    hub: Hub,
+    elsewhere: tuple[str, ...],
+    share: bool,
+) -> None:
+    """`mtp-coord serve` over workers with an empty disk. Of a repo it downloads all, each worker its span."""
+    if not elsewhere:
+        pytest.skip("hiding a folder from a process takes Linux's mount namespaces")
+    forget(homes)
+    hub.sent.clear()
+    checkpoint = Checkpoint.open(source)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
+        expected = tokenizer.decode(await answer(local))
+    model, flags = (str(source), ("--share-weights",)) if share else (REPO, ())
+    addresses = [worker.address for worker in workers]
+    env = hub.environment(theirs / "home")
+    with serving(theirs, model, addresses, "--mtp", "2", *flags, env=env) as coordinator:
+        asked = {
+            "prompt": list(REQUEST.prompt),
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        async with httpx.AsyncClient(timeout=60) as client:
+            said = await client.post(f"{coordinator.url}/v1/completions", json=asked)
+    assert said.json()["choices"][0]["text"] == expected
+    sizes = checkpoint.part_bytes()
+    fetched = sum(sizes[part] for worker in workers for part in kept(homes / worker.name))
+    assert fetched == sum(sizes.values()) + sizes["embed"]
+    assert hub.weights_sent == (0 if share else size_of(source) + fetched)
 
 
 async def test_without_files_hub_or_sharing_a_worker_is_refused(
@@ -243,9 +314,34 @@ async def test_a_kill_costs_what_was_under_way(
         for provider, request, size in ((from_hub, quarter, sizes[0]), (shared, begin, sizes[1])):
             await provider.give(client, request, silent)
             assert (await client.load(request, silent)).weight_bytes == size
+        await client.unload(1)  # or it would wait for our lease to end before it leaves
         await client.close()
     assert sizes[0] <= hub.weights_sent <= 1.1 * sizes[0]
     assert sizes[1] <= shared.sent <= 1.3 * sizes[1]
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["from the coordinator", "from a hub"])
+async def test_a_call_given_up_leaves_nothing_locked(
+    source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
+) -> None:
+    """A new plan ends a call half way and asks for the same layers: they go on at once, where they were."""
+    forget(homes)
+    checkpoint = Checkpoint.open(source)
+    model = served(checkpoint, share=share, hub=hub)
+    provider = Counting(checkpoint, model.ref, share)
+    request = stage_of(checkpoint, Span(4, 6), provider)
+    client = WorkerClient(workers[0].address, ME)
+    provider.pause = hub.faults.pause = 0.02
+    call = asyncio.create_task(provider.give(client, request, silent))
+    await asyncio.to_thread(wait_until, lambda: list(homes.rglob("*.part")) != [])
+    await asyncio.sleep(0.1)
+    call.cancel()
+    assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], BaseException)
+    provider.pause = hub.faults.pause = 0.0
+    async with asyncio.timeout(5.0):
+        await provider.give(client, request, silent)
+    await client.unload(1)
+    await client.close()
 
 
 async def test_damage_on_the_wire_is_one_clear_error(
@@ -254,8 +350,7 @@ async def test_damage_on_the_wire_is_one_clear_error(
     """The worker says which tensor, and keeps nothing of it under its name."""
     checkpoint = Checkpoint.open(source)
     provider = Spoiling(checkpoint, served(checkpoint, share=True).ref, True)
-    for file in (homes / "a").rglob("parts/*"):
-        file.unlink()
+    forget(homes)
     client = WorkerClient(workers[0].address, ME)
     for _ in range(10):
         with pytest.raises(CheckpointError, match=r"tensor model\..*damaged on its way"):

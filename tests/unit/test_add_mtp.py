@@ -19,6 +19,7 @@ from mtp.checkpoint.weights import read_part
 from mtp.convert.convert import convert
 from mtp.convert.settings import Quantization, Settings
 from proto.errors import CheckpointError, UsageError
+from proto.size import format_size
 from proto.span import Span
 from tests.checkpoints import Weights, read_tensors, write_checkpoint
 from tests.conftest import Checkpoints
@@ -167,13 +168,16 @@ def test_dry_run_touches_nothing(
 ) -> None:
     """It says what would be written, to the byte, and refuses what the real one would."""
     source = checkpoints()
-    target = stripped(source, tmp_path / "target", Settings(Quantization(4, 64)))
+    settings = Settings(Quantization(4, 64), dtype="float16")
+    target = stripped(source, tmp_path / "target", settings)
     before = content(target)
     add(target, source, "--dry-run")
     assert content(target) == before
     would = capsys.readouterr().out.splitlines()[0].replace("would be ", "")
     add(target, source)
     assert capsys.readouterr().out.splitlines()[0] == would
+    written = Checkpoint.open(target).part_bytes()["mtp"]
+    assert would == f"{target / 'mtp.safetensors'}: {format_size(written)}, 4 bits"
     with pytest.raises(UsageError, match="has an MTP head already"):
         add(target, source, "--dry-run")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtp.builtin import checkpoint_dir
-from mtp.checkpoint.resolve import resolve_model
+from mtp.checkpoint.resolve import find_model, resolve_model
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 
@@ -33,12 +33,29 @@ def test_a_cached_repo_is_found_without_the_network(
     offline: Path, checkpoints: Checkpoints
 ) -> None:
     """The standard cache's layout is read, and nothing is asked of the hub."""
+    put_in_cache(offline, checkpoints())
+    assert (resolve_model("someone/some-model") / "config.json").is_file()
+
+
+@pytest.mark.parametrize("left", [["config.json"], ["config.json", "*1-of*", "*index*"]], ids=str)
+def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
+    offline: Path, checkpoints: Checkpoints, left: list[str]
+) -> None:
+    """One file that another program wanted, or a shard less than the index names: it is to be downloaded."""
+    snapshot = put_in_cache(offline, checkpoints(shards=2))
+    for file in snapshot.iterdir():
+        if not any(file.match(pattern) for pattern in left):
+            file.unlink()
+    assert find_model("someone/some-model") is None
+
+
+def put_in_cache(cache: Path, model: Path) -> Path:
+    """As any version of the hub's library lays it out. Returns where the files are."""
     commit = "0" * 40
-    repo = offline / "models--someone--some-model"
+    repo = cache / "models--someone--some-model"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(commit)
-    shutil.copytree(checkpoints(), repo / "snapshots" / commit)
-    assert (resolve_model("someone/some-model") / "config.json").is_file()
+    return Path(shutil.copytree(model, repo / "snapshots" / commit))
 
 
 def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:

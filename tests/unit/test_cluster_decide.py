@@ -114,10 +114,10 @@ def _check_holds(step: Step) -> None:
 def test_every_order_of_events(settings: Settings, fewest: int) -> None:
     """From the first worker on: where one worker is enough and where both are needed, with and without this machine."""
     planner = planner_for(fewest)
-    steps, views = walk(View(settings), planner, "ab", 4, check)
+    steps, views = walk(View(settings), planner, "ab", 3, check)
     deeper, more = walk(View(settings), planner, "a", 5, check)
     print(f"{steps + deeper:,} steps from {views + more:,} views")
-    assert steps > 5_000
+    assert steps + deeper > 2_500
 
 
 @pytest.mark.parametrize("settings", [PATIENT, REMOTE])
@@ -125,20 +125,22 @@ def test_every_order_of_events(settings: Settings, fewest: int) -> None:
 def test_every_order_of_events_while_serving(settings: Settings, fewest: int) -> None:
     """From a cluster that serves."""
     planner = planner_for(fewest)
-    steps, views = walk(
-        serving("a", "b", planner=planner, settings=settings), planner, "ab", 4, check
-    )
+    start = serving("a", "b", planner=planner, settings=settings)
+    steps, views = walk(start, planner, "ab", 3, check)
     print(f"{steps:,} steps from {views:,} views")
-    assert steps > 5_000
+    assert steps > 4_000
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE])
 @pytest.mark.parametrize("fewest", [1, 2])
-def test_every_order_of_events_at_length(fewest: int) -> None:
-    """Six events."""
+def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> None:
+    """Five events from either beginning."""
     planner = planner_for(fewest)
-    start = serving("a", "b", planner=planner)
-    print("{:,} steps from {:,} views".format(*walk(start, planner, "ab", 6, check)))
+    start = serving("a", "b", planner=planner, settings=settings)
+    print("{:,} steps from {:,} views".format(*walk(start, planner, "ab", 5, check)))
+    print("{:,} steps from {:,} views".format(*walk(View(settings), planner, "ab", 5, check)))
 
 
 # ---- single decisions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,25 @@ def test_a_flag_without_effect_is_refused(
     """mlx-lm would write an unquantized model and say nothing."""
     with pytest.raises(UsageError, match=f"{flag[0]} needs --quantize"):
         command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", *flag)
+
+
+def test_progress_reaches_the_end(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the bar is told: bytes, never backwards, all of them at last."""
+    told: list[tuple[int, int]] = []
+
+    @contextmanager
+    def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr("coordinator.cli.convert.byte_bar", bar)
+    command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", "-q")
+    assert told == sorted(told)
+    assert len(told) > 20
+    assert {total for _, total in told} == {told[-1][0]}
+    written = Checkpoint.open(tmp_path / "out").tensors.values()
+    assert told[-1][0] == sum(info.nbytes for info in written)
 
 
 def test_an_unknown_source(tmp_path: Path) -> None:

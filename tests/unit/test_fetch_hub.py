@@ -5,16 +5,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coordinator.checkup import check
+from coordinator.cli import load_command
+from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.header import read_header
 from mtp.checkpoint.resolve import find_model, resolve_model
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 from tests.hub import TOKEN, Hub
+from tests.small_disk import small_disk
 from worker.fetch.hub import ATTEMPTS, HubRepo
 from worker.fetch.ranges import joined, read_tensors
+from worker.fetch.remote import open_model
 
 FILE = "model-00002-of-00003.safetensors"
 REPO = "someone/some-model"
@@ -175,6 +181,73 @@ def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
     assert resolve_model(REPO) == whole
     assert (whole / FILE).is_file()
     assert set(hub.sent) <= {FILE}
+
+
+@pytest.mark.parametrize(
+    ("gate", "name", "message"),
+    [
+        ("GatedRepo", REPO, "accept terms first.*HF_TOKEN"),
+        ("RepoNotFound", REPO, "may read.*HF_TOKEN if it is private"),
+        (None, "no/such-repo", "may read; check the spelling"),
+    ],
+)
+def test_a_whole_repo_without_access(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, gate: str | None, name: str, message: str
+) -> None:
+    """What convert and serve download whole is refused in the same words, and comes once there is a token."""
+    hub.repos[REPO].gate = gate
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(name)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert find_model(REPO) is None
+    assert resolve_model(REPO).is_dir()
+
+
+def test_a_whole_repo_and_a_full_disk(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Told where, and not taken for a model."""
+    with small_disk(tmp_path / "disk") as disk:
+        hub.install(monkeypatch, disk)
+        with pytest.raises(CheckpointError, match=f"download to {disk}.* failed: .* space"):
+            resolve_model(REPO)
+        assert find_model(REPO) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shards": 3},
+        {"moe": True, "fused_experts": False, "shards": 2},
+        {"layout": "mlx", "quantize": 4, "mtp": False},
+    ],
+    ids=repr,
+)
+def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str, Any]) -> None:
+    """What the whole would say is known from less than a tenth of it; what is on this machine is opened here."""
+    source = checkpoints(**options)
+    hub.add(REPO, source)
+    here, there = Checkpoint.open(source), open_model(REPO)
+    assert there.plans == here.plans
+    assert there.mtp == here.mtp
+    assert (there.layout, there.part_bytes()) == (here.layout, here.part_bytes())
+    assert hub.weights_sent < sum(info.nbytes for info in here.tensors.values()) / 10
+    assert there.mtp.complete or "head missing. Run hf download" in verdict(there)
+    assert not there.mtp.complete or f"{REPO} is not on this machine" in verdict(there)
+    hub.sent.clear()
+    assert open_model(str(source)).path == source
+    assert hub.sent.total() == 0
+
+
+def verdict(checkpoint: Checkpoint) -> str:
+    return check(checkpoint, trial=True, on_progress=lambda done, total: None).verdict
+
+
+def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
+    """`mtp-coord convert --hf-path REPO`: downloaded to the standard cache, and converted from there."""
+    args = ["--hf-path", REPO, "--mlx-path", str(tmp_path / "out"), "-q"]
+    load_command("convert").main(args, standalone_mode=False)
+    assert Checkpoint.open(tmp_path / "out").mtp.complete
 
 
 def test_tensors_that_touch_are_one_request(hub: Hub, repo: HubRepo, source: Path) -> None:

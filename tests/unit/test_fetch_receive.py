@@ -332,6 +332,16 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     assert_loads(coordinator, Span(2, 4))
 
 
+def test_a_damaged_part_is_fetched_again(checkpoints: Checkpoints) -> None:
+    """A file that bears a part's name and is too short, as a disk's repair leaves it: no dead end."""
+    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
+    coordinator.give(Span(2, 4))
+    file = copies_dir() / coordinator.fingerprint / "parts" / "layers.3.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert coordinator.give(Span(2, 4)) == coordinator.provider.checkpoint.part_bytes()["layers.3"]
+    assert_loads(coordinator, Span(2, 4))
+
+
 def test_a_full_disk(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,11 @@ COMPOSITION_ROOTS = {"coordinator.local"}
 BORROWED = {
     "coordinator.remote": "worker.link",
     "coordinator.cli.add_mtp": "worker.fetch.head",
+    "coordinator.cli.inspect": "worker.fetch.remote",
+    "coordinator.cli.plan": "worker.fetch.remote",
 }
-"""The coordinator sends on hop 0 with the workers' own link, and reads a head from a hub as they read a span: each
-with that module and nothing else of theirs."""
+"""The coordinator sends on hop 0 with the workers' own link, and reads heads and headers from a hub as they read a
+span: each with that module and nothing else of theirs."""
 
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "requests", "socket", "ssl", "starlette"}
 WIRES |= {"urllib", "uvicorn", "zeroconf"}

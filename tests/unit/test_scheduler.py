@@ -120,6 +120,19 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     assert drive.stage.prefixes == {number: entry.tokens for number, entry in entries.items()}
 
 
+@pytest.mark.parametrize(
+    ("prompt", "widths"),
+    [(100, [100]), (300, [128, 128, 44]), (1000, [128] * 7 + [104]), (6000, [512] * 11 + [368])],
+)
+def test_a_short_prompt_is_cut_into_a_convoy_too(prompt: int, widths: list[int]) -> None:
+    """Eight chunks where that leaves them 128 tokens or more, at most 512 tokens each; whatever the stages."""
+    for stages in (1, 4):
+        drive = Drive(stages, limits=Limits(context=10_000), room=replace(ROOM, token_bytes=1))
+        drive.submit([i % 50 for i in range(prompt)], 1)
+        drive.run()
+        assert [chunk.width for chunk in chunks_of(drive.stage.seen)] == widths
+
+
 def test_a_prompt_again_is_not_run_again() -> None:
     """The second time all but the last tokens of a prompt come from the stages' prefix entry, and stats say so."""
     limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from mtp.checkpoint.checkpoint import INDEX, Checkpoint, layout_of
-from mtp.checkpoint.config import ModelConfig
-from mtp.checkpoint.header import Header
+from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.names import is_head
 from mtp.checkpoint.shard import Entry, ShardWriter
 from proto.errors import CheckpointError
 from worker.fetch.hub import HubRepo
 from worker.fetch.ranges import read_tensors
-
-_CONVOLUTION = "linear_attn.conv1d.weight"
-_ONLY_FILE = "model.safetensors"
+from worker.fetch.remote import open_remote
 
 
 class RemoteHead:
@@ -33,7 +27,7 @@ class RemoteHead:
 
     def __enter__(self) -> RemoteHead:
         try:
-            self.checkpoint = self._open()
+            self.checkpoint = open_remote(self._hub, is_head)
         except BaseException:
             self._hub.close()
             raise
@@ -73,42 +67,3 @@ class RemoteHead:
                     on_progress(writer.written, writer.nbytes)
                 writer.finish()
         return Checkpoint.assemble(directory, remote.config, remote.layout, writer.tensors())
-
-    def _open(self) -> Checkpoint:
-        name = Path(self._hub.repo)
-        config = ModelConfig.parse(name / "config.json", _read_object(self._hub, "config.json"))
-        headers = _headers(self._hub)
-        tensors = {
-            stored: info
-            for header in headers.values()
-            for stored, info in header.tensors.items()
-            if is_head(stored)
-        }
-        return Checkpoint.assemble(name, config, layout_of(name, headers), tensors)
-
-
-def _headers(hub: HubRepo) -> dict[Path, Header]:
-    """Of the files with the head, and of one whose convolution tells the layout."""
-    if hub.size(INDEX) is None:
-        return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
-    weight_map = _read_object(hub, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{hub.repo}: {INDEX} has no weight_map")
-    files = {file for name, file in weight_map.items() if is_head(name)}
-    telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
-    if files.isdisjoint(telling):
-        files.update(telling[:1])
-    return {Path(file): hub.read_header(file) for file in sorted(files)}
-
-
-def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
-    content = hub.read(file)
-    if content is None:
-        raise CheckpointError(f"{hub.repo}: has no {file}; is it a checkpoint?")
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{hub.repo}: {file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{hub.repo}: {file} is not an object")
-    return found

@@ -25,8 +25,9 @@ from mtp.checkpoint.header import LENGTH_BYTES, Header, header_bytes, parse_head
 from proto.errors import CheckpointError
 
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 30.0
-"""Of silence in the middle of an answer; then what is left is asked for again."""
+READ_SECONDS = 20.0
+"""Of silence in the middle of an answer; then what is left is asked for again. All attempts together take less than the
+two minutes after which a coordinator gives a silent worker up: it should hear why."""
 
 ATTEMPTS = 5
 """Failures in a row, with nothing received between them, after which a read is given up."""
@@ -35,7 +36,6 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt; twice as many before each further one."""
 
 PIECE_BYTES = 1024 * 1024
-_TRANSIENT = {408, 429, 500, 502, 503, 504}
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -138,7 +138,7 @@ class HubRepo:
         status, code = response.status_code, response.headers.get("X-Error-Code", "")
         if status == 206:
             return
-        if status in _TRANSIENT:
+        if status in (408, 429) or status >= 500:
             raise TransientError(f"the hub answers {status}")
         if code == "GatedRepo":
             raise CheckpointError(

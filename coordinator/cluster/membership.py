@@ -1,0 +1,235 @@
+"""The workers there are: found, asked who they are, watched, refused, lost, dismissed.
+
+What happens to them becomes events for the view; what a watched worker says of itself goes to `on_pulse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from coordinator.cluster.background import Background
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import (
+    Draining,
+    Event,
+    Left,
+    Lost,
+    Member,
+    MemberState,
+    Refused,
+    Seen,
+    Tick,
+    View,
+)
+from coordinator.discovery import Candidate, Discovery
+from coordinator.model_costs import REFERENCE_BANDWIDTH
+from coordinator.worker_client import DESCRIBE_SECONDS, WorkerClient
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, WorkerLostError
+from proto.span import Span
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+POLL_SECONDS = 1.0
+"""How often an address that is not a ready worker is asked again."""
+
+PROBE_SECONDS = 1.0
+"""How long a worker may take to show that it lives, after a plan failed and nobody knows whose fault it is."""
+
+
+class Membership:
+    """Watches workers. `view` gives what is known, `happened` hears what is new, on the event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        options: ManagerOptions,
+        view: Callable[[], View],
+        happened: Callable[[Event], None],
+        on_pulse: Callable[[str, pb.WorkerPulse], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.clients: dict[str, WorkerClient] = {}
+        """Workers that are watched, by address."""
+        self._view = view
+        self._happened = happened
+        self._on_pulse = on_pulse
+        self._clock = clock
+        self._joining: dict[str, Member] = {}
+        """Workers that are watched and have not shown yet that they compute."""
+        self._asked: dict[str, float] = {}
+        """When each candidate was last asked who it is."""
+        self._discovery = Discovery(options.addresses, mdns=options.mdns)
+        self._background = Background()
+
+    # ---- life
+
+    def start(self) -> None:
+        """Begin to look for workers."""
+        self._background.spawn(self._ticks())
+
+    async def close(self) -> None:
+        """Let all workers go: what they hold of our requests is of no use to anyone."""
+        await self._background.close()
+        await asyncio.gather(*(self._dismiss(a) for a in self.clients), return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    async def _dismiss(self, address: str) -> None:
+        with contextlib.suppress(ClusterError):
+            await asyncio.wait_for(self.clients[address].unload(self._view().epoch), PROBE_SECONDS)
+
+    async def probe(self, address: str) -> None:
+        """Ask a worker whether it lives; one that does not answer is lost."""
+        try:
+            if address in self.clients:
+                timeout = min(PROBE_SECONDS, self.options.failure_timeout)
+                await self.clients[address].describe(timeout=timeout)
+        except ClusterError as error:
+            self._lost(address, error)
+
+    # ---- finding
+
+    async def _ticks(self) -> None:
+        async with self._discovery as discovery:
+            while True:
+                for candidate in discovery.candidates():
+                    self._ask(candidate)
+                self._happened(Tick())
+                await asyncio.sleep(TICK_SECONDS)
+
+    def _ask(self, candidate: Candidate) -> None:
+        """Ask a candidate who it is, unless it is known or was asked just now."""
+        known = any(address in self.clients for address in candidate.addresses)
+        asked = self._asked.get(candidate.id, -POLL_SECONDS)
+        if not known and self._clock() - asked >= POLL_SECONDS:
+            self._asked[candidate.id] = self._clock() + DESCRIBE_SECONDS  # until it has answered
+            self._background.spawn(self._meet(candidate))
+
+    async def _meet(self, candidate: Candidate) -> None:
+        """Believe the first of a candidate's addresses where the worker it names answers."""
+        for address in candidate.addresses:
+            client = WorkerClient(address, self.options.me)
+            try:
+                info = await client.describe(self.model.ref)
+            except ClusterError as error:
+                log.debug("no worker", extra={"address": address, "error": str(error)})
+                await client.close()
+                self._forget_refused(address)
+                continue
+            said = candidate.announcement
+            if said is None or said.worker_id == info.worker_id:
+                await self._welcome(address, client, info)
+                break
+            await client.close()
+        self._asked[candidate.id] = self._clock()
+
+    def _forget_refused(self, address: str) -> None:
+        """Whoever was turned away and does not answer any more is gone, unless it is remembered for its losses."""
+        member = self._view().members.get(address)
+        if member is not None and member.state is MemberState.REFUSED and not member.losses:
+            self._happened(Left(address))
+
+    async def _welcome(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
+        """A worker that can serve us is watched from now on."""
+        known = self._view().members
+        members = (self._joining.get(a) or known[a] for a in self.clients)
+        if any(member.worker_id == info.worker_id for member in members):
+            await client.close()  # known by another of its addresses
+            return
+        member = _member(address, info)
+        reason = self._refusal(info)
+        if reason:
+            await client.close()
+            self._refuse(member, reason)
+            return
+        self.clients[address] = client
+        self._joining[address] = member
+        client.watch(
+            self.options.failure_timeout,
+            lambda pulse: self._pulse(address, pulse),
+            lambda error: self._lost(address, error),
+        )
+
+    def _refusal(self, info: pb.WorkerInfo) -> str:
+        """Why a worker cannot serve us, empty when it can."""
+        if info.HasField("claimed_by") and info.claimed_by.id != self.options.me.id:
+            return f"serves coordinator {info.claimed_by.name}"
+        if info.model and info.fingerprint != self.model.ref.fingerprint:
+            theirs = info.fingerprint[:12] or "none"
+            return f"has another checkpoint ({info.model}, fingerprint {theirs})"
+        if not info.fingerprint and not self.model.provider.able:
+            return "has no copy of the model: give it one, or serve with --share-weights"
+        if info.state == pb.WORKER_STATE_DRAINING:
+            return "is leaving"
+        return ""
+
+    def _refuse(self, member: Member, reason: str) -> None:
+        before = self._view().members.get(member.address)
+        if before is None or before.reason != reason:
+            log.warning("worker refused", extra={"address": member.address, "reason": reason})
+        self._happened(Refused(member, reason))
+
+    # ---- watching
+
+    def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
+        if pulse.engine_stall_ms > self.options.failure_timeout * 1000:
+            stall = pulse.engine_stall_ms / 1000
+            self._lost(address, WorkerLostError(f"its engine has been stuck for {stall:.1f} s"))
+            return
+        if (joining := self._joining.pop(address, None)) is not None:
+            log.info("worker joined", extra={"address": address, "worker": joining.name})
+            self._happened(Seen(joining))
+        if pulse.state == pb.WORKER_STATE_DRAINING:
+            self._leaves(address)
+        self._on_pulse(address, pulse)
+
+    def _leaves(self, address: str) -> None:
+        member = self._view().members.get(address)
+        if member is not None and member.state is not MemberState.DRAINING:
+            self._happened(Draining(address))
+        if address not in self._view().serving:
+            self._background.spawn(self._farewell(address))
+
+    async def _farewell(self, address: str) -> None:
+        """A worker that no plan uses may leave."""
+        client = self.clients.pop(address, None)
+        if client is None:
+            return
+        with contextlib.suppress(ClusterError):
+            await client.unload(self._view().epoch)
+        await client.close()
+        log.info("worker left", extra={"address": address})
+        self._happened(Left(address))
+
+    def _lost(self, address: str, error: ClusterError) -> None:
+        client = self.clients.pop(address, None)
+        if client is None:
+            return
+        self._background.spawn(client.close())
+        if (joining := self._joining.pop(address, None)) is not None:
+            self._refuse(joining, str(error))
+            return
+        log.warning("worker lost", extra={"address": address, "error": str(error)})
+        self._happened(Lost(address, str(error)))
+
+
+def _member(address: str, info: pb.WorkerInfo) -> Member:
+    pinned = Span(info.pinned.start, info.pinned.end) if info.HasField("pinned") else None
+    return Member(
+        address,
+        info.worker_id,
+        info.name,
+        info.hardware.memory_limit,
+        speed=info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0,
+        chip=info.hardware.chip,
+        pinned=pinned,
+        whole=bool(info.fingerprint),
+    )

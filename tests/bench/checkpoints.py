@@ -1,0 +1,166 @@
+"""What checkpoints cost on their way: bytes from a hub, bytes from the coordinator, memory of a conversion.
+
+    python -m tests.bench.checkpoints
+
+The checkpoint is a random mixture of experts, raw, in 4 files. Hub, coordinator and worker are on this machine, so
+bytes mean something and times little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from coordinator.weights import WeightProvider
+from coordinator.worker_client import WorkerClient
+from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.convert.graft import plan_graft
+from proto import cluster_pb2 as pb
+from proto.size import format_size
+from proto.span import Span
+from tests import converting
+from tests.bench.machine import about
+from tests.checkpoints import write_checkpoint
+from tests.hub import Hub
+from worker.fetch.head import RemoteHead
+from worker.fetch.remote import open_model
+from worker.local_model import LocalModels
+from worker.node import Identity, WorkerNode
+from worker.service import make_server
+
+REPO = "someone/some-model"
+ME = pb.Coordinator(id="bench", name="bench")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`cost` bytes were read, or held in memory, for something of `size` bytes."""
+
+    what: str
+    size: int
+    cost: int
+    seconds: float
+
+    def __str__(self) -> str:
+        cells = (self.what, format_size(self.size), format_size(self.cost))
+        return f"| {' | '.join(cells)} | {self.cost / self.size:.3f} | {self.seconds:.2f} s |"
+
+
+def largest_stack(checkpoint: Checkpoint) -> int:
+    """Bytes of the largest parameter as it is stored: a matrix, or all experts' of one kind."""
+    sources = (source for plan in checkpoint.plans.values() for source in plan.values())
+    return max(sum(checkpoint.tensors[name].nbytes for name in s.stored) for s in sources)
+
+
+def conversions(checkpoint: Checkpoint, folder: Path) -> list[Row]:
+    """Peak memory of conversions, each in a process of its own."""
+    rows = []
+    for what, bits in (("convert, peak memory", 0), ("convert -q, peak memory", 4)):
+        start = time.perf_counter()
+        process = converting.start(checkpoint.path, folder / f"out {bits}", bits=bits)
+        said, error = process.communicate()
+        assert process.returncode == 0, error
+        seconds = time.perf_counter() - start
+        rows.append(Row(what, largest_stack(checkpoint), json.loads(said)["peak"], seconds))
+    return rows
+
+
+def from_hub(checkpoint: Checkpoint, folder: Path, hub: Hub) -> list[Row]:
+    """What the hub sent to have a repo inspected, and to have its head added to a conversion."""
+    whole = sum(info.nbytes for info in checkpoint.tensors.values())
+    start = time.perf_counter()
+    open_model(REPO)
+    rows = [Row("inspect a repo", whole, hub.sent.total(), time.perf_counter() - start)]
+    hub.sent.clear()
+    lost = Checkpoint.open(folder / "out 4")
+    start = time.perf_counter()
+    with RemoteHead(REPO) as remote:
+        graft = plan_graft(lost, remote.checkpoint, replace=True)
+        head = remote.fetch(graft.needed, folder / "head", lambda done, total: None)
+        graft.write(head)
+    seconds = time.perf_counter() - start
+    return [*rows, Row("add-mtp from a repo", graft.source_bytes, hub.sent.total(), seconds)]
+
+
+async def spans(checkpoint: Checkpoint, hub: Hub, patch: pytest.MonkeyPatch) -> list[Row]:
+    """What came to a worker that gets the middle quarter of the layers, from a hub and from the coordinator."""
+    quarter = checkpoint.config.num_layers // 4
+    span = Span(quarter, 2 * quarter)
+    size = sum(checkpoint.part_bytes()[f"layers.{layer}"] for layer in span)
+    request = pb.LoadRequest(
+        coordinator=ME, epoch=1, span=pb.Span(start=span.start, end=span.end), lease_ms=60_000
+    )
+    ref = pb.ModelRef(repo=REPO, revision=hub.repos[REPO].commit)
+    ref.fingerprint = checkpoint.fingerprint()
+    rows = []
+    for what, share in (("a quarter from a repo", False), ("a quarter by --share-weights", True)):
+        patch.setattr("huggingface_hub.constants.HF_HOME", str(checkpoint.path.parent / what))
+        hub.sent.clear()
+        provider = Counting(checkpoint, ref, share)
+        start = time.perf_counter()
+        await give(provider, request)
+        sent = provider.sent + hub.sent.total()
+        rows.append(Row(what, size, sent, time.perf_counter() - start))
+    return rows
+
+
+class Counting(WeightProvider):
+    """Counts the bytes of tensors it sends."""
+
+    sent = 0
+
+    async def answer(
+        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
+    ) -> AsyncIterator[pb.Weights]:
+        async for message in super().answer(offer, wanted):
+            self.sent += len(message.piece)
+            yield message
+
+
+async def give(provider: WeightProvider, request: pb.LoadRequest) -> None:
+    """One Provide call to a worker that has nothing, over gRPC."""
+    node = WorkerNode(Identity("bench", None, 2**40, LocalModels(None)))
+    server = make_server(node)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = WorkerClient(f"127.0.0.1:{port}", ME)
+    try:
+        await provider.give(client, request, lambda done, total: None)
+    finally:
+        await client.close()
+        await server.stop(1.0)
+        await node.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch, Hub() as hub:
+        folder = Path(name)
+        hub.install(patch, folder / "home")
+        source = write_checkpoint(
+            folder / "raw", moe=True, layers=asked.layers, hidden=asked.hidden, shards=4
+        )
+        hub.add(REPO, source)
+        checkpoint = Checkpoint.open(source)
+        size = sum(info.nbytes for info in checkpoint.tensors.values())
+        print(f"{about()}; a checkpoint of {format_size(size)}\n")
+        print("| | size | cost | cost / size | time |\n| --- | --- | --- | --- | --- |")
+        for row in [*conversions(checkpoint, folder), *from_hub(checkpoint, folder, hub)]:
+            print(row)
+        for row in asyncio.run(spans(checkpoint, hub, patch)):
+            print(row)
+
+
+if __name__ == "__main__":
+    main()

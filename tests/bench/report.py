@@ -1,0 +1,69 @@
+"""Where a bench leaves its figures: a JSON file and a chart of them under build/bench, hardware beside both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tests.bench.machine import about
+
+FOLDER = Path(__file__).parents[2] / "build" / "bench"
+
+mpl.use("agg")  # draws into files: there may be no display
+
+Draw = Callable[[Axes], None]
+
+
+def publish(name: str, figures: Mapping[str, Any], charts: Mapping[str, Draw]) -> None:
+    """Write `figures`, plain JSON, and one panel for each of `charts`, by title; say where."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    machine = about()
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    data = {"bench": name, "when": when, "machine": machine, "figures": figures}
+    (FOLDER / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+    figure = Figure(figsize=(4.5 * len(charts), 4.5), layout="constrained")
+    for place, (title, draw) in enumerate(charts.items(), start=1):
+        axes = figure.add_subplot(1, len(charts), place)
+        axes.set_title(title)
+        draw(axes)
+    figure.supxlabel(machine.replace("; ", "\n", 1), fontsize="x-small")
+    figure.savefig(FOLDER / f"{name}.png", dpi=120)
+    print(f"\nfigures and chart: build/bench/{name}.json, build/bench/{name}.png")
+
+
+def bars(heights: Mapping[str, float], unit: str, target: float | None = None) -> Draw:
+    """One bar a name, its height written on it; a dashed line at the target."""
+
+    def draw(axes: Axes) -> None:
+        drawn = axes.bar(list(heights), list(heights.values()), color="tab:blue")
+        axes.bar_label(drawn, fmt="%.3g")
+        axes.tick_params(axis="x", labelrotation=20)
+        axes.set_ylabel(unit)
+        if target is not None:
+            axes.axhline(target, color="tab:red", linestyle="--", label=f"target {target:g}")
+            axes.legend()
+
+    return draw
+
+
+def lines(
+    x: Sequence[float], curves: Mapping[str, Sequence[float]], x_label: str, y_label: str
+) -> Draw:
+    """One curve a name over the same x."""
+
+    def draw(axes: Axes) -> None:
+        for name, y in curves.items():
+            axes.plot(x, y, marker="o", label=name)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+    return draw

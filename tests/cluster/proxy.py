@@ -1,0 +1,178 @@
+"""A TCP proxy whose connections can be cut, or go silent as those of a machine that lost its network do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+START_SECONDS = 10.0
+CHUNK = 2**16
+
+
+@dataclass(eq=False)
+class Connection:
+    """One connection that came in, and the one that goes on to the worker."""
+
+    source_port: int
+    writers: list[asyncio.StreamWriter]
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+class Proxy:
+    """Forwards to `target`, a worker's address. Its methods may be called from any thread.
+
+    Faults take `opener`, the process whose connections they concern; None means all.
+    """
+
+    def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.target = target
+        self.address = ""
+        self._loop = loop
+        self._connections: set[Connection] = set()
+        self._frozen: set[int | None] = set()
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def cut(self, opener: int | None = None) -> None:
+        """End the connections there are."""
+
+        async def work() -> None:
+            for connection in self._of(opener):
+                connection.cut()
+
+        self._do(work())
+
+    def freeze(self, opener: int | None = None) -> None:
+        """Let nothing through, on connections there are and on those to come, and close none."""
+
+        async def work() -> None:
+            self._frozen.add(opener)
+            for connection in self._of(opener):
+                connection.flowing.clear()
+
+        self._do(work())
+
+    def thaw(self) -> None:
+        """Let everything through that was held."""
+
+        async def work() -> None:
+            self._frozen.clear()
+            for connection in self._connections:
+                connection.flowing.set()
+
+        self._do(work())
+
+    def refuse(self, refused: bool = True) -> None:
+        """Cut every new connection at once, or take them again; those there are end with `refused`."""
+
+        async def work() -> None:
+            self._closed = refused
+            for connection in self._connections if refused else ():
+                connection.cut()
+
+        self._do(work())
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
+
+    def _of(self, opener: int | None) -> list[Connection]:
+        if opener is None:
+            return list(self._connections)
+        ports = _ports(opener)
+        return [c for c in self._connections if c.source_port in ports]
+
+    # ---- on the proxies' loop
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+
+    async def stop(self) -> None:
+        self._server.close()
+        for connection in self._connections:
+            connection.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._forward(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(writer.get_extra_info("peername")[1], [writer])
+        if self._closed:
+            connection.cut()
+            return
+        self._connections.add(connection)
+        openers = [o for o in self._frozen if o is None or connection.source_port in _ports(o)]
+        if not openers:
+            connection.flowing.set()
+        try:
+            host, _, port = self.target.rpartition(":")
+            onward, back = await asyncio.open_connection(host, int(port))
+            connection.writers.append(back)
+            there = asyncio.create_task(_copy(reader, back, connection.flowing))
+            here = asyncio.create_task(_copy(onward, writer, connection.flowing))
+            await asyncio.wait({there, here}, return_when=asyncio.FIRST_COMPLETED)
+            there.cancel()
+            here.cancel()
+            await asyncio.gather(there, here, return_exceptions=True)
+        except OSError:
+            pass  # the worker is not there: the connection ends, as one to it would
+        finally:
+            self._connections.discard(connection)
+            connection.cut()
+
+
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event
+) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(CHUNK):
+            await flowing.wait()
+            writer.write(data)
+            await writer.drain()
+
+
+def _ports(pid: int) -> set[int]:
+    """Local ports of a process's TCP connections."""
+    return {c.laddr.port for c in psutil.Process(pid).net_connections("tcp")}
+
+
+@contextmanager
+def proxies(targets: list[str]) -> Iterator[list[Proxy]]:
+    """One before each of these addresses, on an event loop in a thread of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="proxies")
+    thread.start()
+    made = [Proxy(target, loop) for target in targets]
+
+    def do(work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
+
+    try:
+        for proxy in made:
+            do(proxy.start())
+        yield made
+    finally:
+        for proxy in made:
+            do(proxy.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(START_SECONDS)
+        loop.close()

@@ -1,0 +1,388 @@
+"""One fault at a time, on real processes: noticed in time, and no answer is other than it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coordinator.cluster.view import MemberState, Phase, Settings
+from coordinator.request import GenerationRequest
+from proto.errors import NotReadyError
+from tests.checkpoints import write_checkpoint
+from tests.cluster.head import TIMEOUT, Head, Told, requests, running_head
+from tests.cluster.processes import as_worker, serving
+from tests.cluster.team import Team, running_team
+
+pytestmark = pytest.mark.chaos
+
+Wanted = dict[str, list[int]]
+"""Tokens by what was asked."""
+
+SLACK = 1.5
+"""Seconds over the failure timeout that two busy cores may cost."""
+
+AT_ONCE = 1.5
+"""What breaks tells of itself: no timeout has to pass."""
+
+FIRST = repr(requests(1)[0])
+
+LOADED = 5
+"""Tokens every client has when the fault comes."""
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Team]:
+    with running_team(tmp_path_factory.mktemp("team"), toy, 2) as team:
+        yield team
+
+
+@pytest.fixture(autouse=True)
+def healthy(team: Team) -> Iterator[None]:
+    """Every test finds the workers well."""
+    yield
+    team.heal()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Wanted:
+    """What undisturbed answers were."""
+    return {}
+
+
+@dataclass
+class Load:
+    """Clients that have had some tokens each and wait for more."""
+
+    head: Head
+    told: list[Told]
+    answers: asyncio.Future[list[Told]]
+    wanted: list[list[int]]
+
+    async def noticed(self, fault: Callable[[], None]) -> float:
+        """Inject a fault, and say how long it took until the plan was given up."""
+        pipeline = self.head.manager.pipeline
+        fault()
+        return await self.head.until(
+            lambda: self.head.manager.pipeline is not pipeline, "the fault was noticed"
+        )
+
+    async def end_well(self) -> None:
+        """All answers end, and are what they would have been."""
+        await self.answers
+        assert [t.reason for t in self.told] == ["length"] * len(self.told)
+        assert [t.tokens for t in self.told] == self.wanted
+
+
+@asynccontextmanager
+async def load(head: Head, wanted: Wanted, asked: list[GenerationRequest]) -> AsyncIterator[Load]:
+    """Clients under way on a healthy cluster; inside, something happens to it."""
+    for request in asked:
+        if repr(request) not in wanted:
+            wanted[repr(request)] = (await head.answer(request)).tokens
+    await head.answers(asked)  # together: the engines have seen frames of such a size
+    told = [Told() for _ in asked]
+    answers = asyncio.gather(*(head.answer(r, t) for r, t in zip(asked, told, strict=True)))
+    try:
+        await head.until(lambda: all(len(t.tokens) >= LOADED for t in told), "tokens for all")
+        yield Load(head, told, answers, [wanted[repr(request)] for request in asked])
+    finally:
+        answers.cancel()
+        await asyncio.gather(answers, return_exceptions=True)
+
+
+# ---- what is noticed, and when
+
+
+async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) -> None:
+    """It answers heartbeats and computes nothing: lost after the timeout, shown why, used again once it is well."""
+    first, second = team.addresses
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        assert await clients.noticed(lambda: team.tell(1, "stuck")) < TIMEOUT + SLACK
+        await head.served_by(first)
+        await clients.end_well()
+        member = head.view.members[second]
+        assert "stuck" in member.reason
+        team.tell(1)
+        await head.until(lambda: head.state(second) is MemberState.READY, "back again")
+        await head.check_nothing_left()
+
+
+async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -> None:
+    """SIGSTOP: its connections stand and nobody speaks. Continued, it drops what it held and joins again."""
+    first, second = team.addresses
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        assert await clients.noticed(lambda: team.pause(0)) < TIMEOUT + SLACK
+        await head.served_by(second)
+        await clients.end_well()
+        team.resume(0)
+        await head.until(lambda: head.state(first) is MemberState.READY, "back again")
+        await head.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("how", "between"),
+    [
+        ("cut", "workers"),
+        ("freeze", "workers"),
+        ("cut", "coordinator and worker"),
+        pytest.param("freeze", "coordinator and worker", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_connection(
+    how: str,
+    between: str,
+    team: Team,
+    toy: Path,
+    wanted: Wanted,
+) -> None:
+    """Cut, it is noticed at once; gone silent, after the timeout. Between workers, too, where both are well."""
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        before, after = (team.addresses.index(address) for address in head.view.serving)
+        opener = team.workers[before].pid if between == "workers" else None
+        fault = getattr(team.proxies[after], how)
+        limit = AT_ONCE if how == "cut" else TIMEOUT + SLACK
+        assert await clients.noticed(lambda: fault(opener)) < limit
+        await clients.end_well()
+        team.heal()
+        await head.until(
+            lambda: all(head.state(a) is MemberState.READY for a in team.addresses), "both back"
+        )
+
+
+@pytest.mark.slow
+async def test_frames_slower_than_the_timeout_are_no_fault(
+    team: Team, toy: Path, wanted: Wanted
+) -> None:
+    """A slow machine computes: what its frames take is learned from the first, and nobody is lost."""
+    team.restart(1, toy)  # one that has learned nothing
+    (request,) = requests(1, tokens=4)
+    async with running_head(toy, team.addresses, timeout=0.7) as head:
+        wanted[repr(request)] = (await head.answer(request)).tokens
+    team.restart(1, toy)
+    team.tell(1, "slow 1.0")
+    async with running_head(toy, team.addresses, timeout=0.7) as head:
+        assert (await head.answer(request)).tokens == wanted[repr(request)]
+        assert head.loop.recoveries == 0
+        assert head.view.epoch == 1
+
+
+async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
+    """The first plan's load makes no progress on one worker: it is lost, and the others serve."""
+    first, second = team.addresses
+    team.tell(1, "hang")
+    async with running_head(toy, team.addresses, timeout=1.0) as head:
+        assert head.view.serving == (first,)
+        assert "stuck" in head.view.members[second].reason
+        assert (await head.answer(requests(1)[0])).reason == "length"
+
+
+# ---- who may serve
+
+
+async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted: Wanted) -> None:
+    """Used again at once the first time; then held back, longer each time, and shown so."""
+    first, second = team.addresses
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests(2)) as clients,
+    ):
+
+        async def held(losses: int) -> float:
+            await head.until(lambda: head.view.members[second].losses == losses, "blamed")
+            return head.view.members[second].held_until - head.view.now
+
+        team.tell(1, "raise")
+        assert 1.0 < await held(2) <= 2.0
+        (node,) = (n for n in head.status.status().nodes if n.address == second)
+        assert (node.health, node.detail[:9]) == ("idle", "held back")
+        await head.served_by(first)
+        await clients.end_well()
+        await head.until(lambda: head.view.members[second].usable(head.view.now), "released")
+        head.manager.replan()
+        await head.served_by(first, second)
+        again = asyncio.create_task(head.answer(requests(1)[0]))
+        assert 3.0 < await held(3) <= 4.0
+        assert (await again).tokens == wanted[FIRST]
+
+
+async def test_a_second_coordinator(team: Team, toy: Path) -> None:
+    """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
+    impatient = Settings(nodes=2, wait=1.5, recovery_wait=3.0, local=False)
+    async with running_head(toy, team.addresses, name="first") as head:
+        answer = asyncio.create_task(head.answer(requests(1)[0]))
+        with pytest.raises(NotReadyError, match="serves coordinator first"):
+            async with running_head(toy, team.addresses, name="second", settings=impatient):
+                pass
+        assert (await answer).reason == "length"
+        assert head.view.epoch == 1
+    async with running_head(toy, team.addresses, name="second", settings=impatient) as head:
+        assert (await head.answer(requests(1)[0])).reason == "length"
+
+
+async def test_a_worker_back_with_another_checkpoint(
+    team: Team, toy: Path, tmp_path: Path, wanted: Wanted
+) -> None:
+    """Killed, noticed at once, and back with other weights at the same address: refused, and the answers stay."""
+    first, second = team.addresses
+    other = write_checkpoint(tmp_path / "other", seed=9)
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        assert await clients.noticed(team.workers[1].kill) < AT_ONCE
+        launched = team.launch_again(1, other)
+        await head.served_by(first)
+        await clients.end_well()
+        team.workers[1] = await asyncio.to_thread(as_worker, launched)
+        await head.until(lambda: head.state(second) is MemberState.REFUSED, "refused")
+        assert "another checkpoint" in head.view.members[second].reason
+        head.manager.replan()
+        assert (await head.answer(requests(1)[0])).tokens == wanted[FIRST]
+        assert head.view.serving == (first,)
+    await asyncio.to_thread(team.restart, 1, toy)
+
+
+# ---- joining and leaving
+
+
+async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> None:
+    """It disturbs nobody by coming; asked for, the next plan uses it, and the answers go on."""
+    first, second = team.addresses
+    team.proxies[1].refuse()
+    alone = Settings(nodes=1, wait=10.0, recovery_wait=20.0, local=False)
+    async with (
+        running_head(toy, team.addresses, settings=alone) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        assert head.view.serving == (first,)
+        team.proxies[1].refuse(False)
+        await head.until(lambda: head.state(second) is MemberState.READY, "joined")
+        assert (head.view.serving, head.view.epoch) == ((first,), 1)
+        head.manager.replan()
+        await head.served_by(first, second)
+        await clients.end_well()
+
+
+async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> None:
+    """SIGTERM under load: the plan changes, then it goes, with status 0; no request fails, and it is forgotten."""
+    first, second = team.addresses
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        leaving = team.workers[1]
+        leaving.popen.send_signal(signal.SIGTERM)
+        await head.served_by(first)
+        await clients.end_well()
+        assert await asyncio.to_thread(leaving.wait) == 0
+        await head.until(lambda: head.state(second) is None, "forgotten")
+    await asyncio.to_thread(team.restart, 1, toy)
+
+
+# ---- when nothing can serve
+
+
+async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -> None:
+    """All workers are out of reach for a while: what was running goes on, what came meanwhile is answered."""
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+
+        def fault() -> None:
+            for proxy in team.proxies:
+                proxy.refuse()
+
+        assert await clients.noticed(fault) < AT_ONCE
+        late = asyncio.create_task(head.answer(requests(1)[0]))
+        await asyncio.sleep(1.0)
+        assert head.view.phase is Phase.GATHERING
+        assert not late.done()
+        team.heal()
+        await clients.end_well()
+        assert (await late).tokens == wanted[FIRST]
+
+
+async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
+    """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
+    settings = Settings(nodes=2, wait=10.0, recovery_wait=2.0, local=False)
+    async with (
+        running_head(toy, team.addresses, settings=settings) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        for proxy in team.proxies:
+            proxy.refuse()
+        started = time.monotonic()
+        await clients.answers
+        assert time.monotonic() - started < 2.0 + AT_ONCE
+        for told, tokens in zip(clients.told, clients.wanted, strict=True):
+            assert told.end is not None
+            assert told.reason == "error"
+            assert "no plan can serve" in (told.end.error or "")
+            assert told.tokens == tokens[: len(told.tokens)]
+        team.heal()
+        assert (await head.answer(requests(1)[0])).tokens == wanted[FIRST]
+
+
+# ---- a coordinator that ends
+
+
+def stream(url: str, model: str) -> Iterator[str]:
+    """Lines of one long streamed answer."""
+    body = {"model": model, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+        assert reply.status_code == 200
+        yield from reply.iter_lines()
+
+
+def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> None:
+    """SIGTERM under load: open streams go on for a while, then end with an error event; status 0, workers freed."""
+    team.tell(0, "slow 0.1")
+    with serving(tmp_path, toy, team.addresses, "--dtype", "float32") as coordinator:
+        lines = stream(coordinator.url, toy.name)
+        assert "choices" in next(line for line in lines if line.startswith("data: "))
+        coordinator.popen.terminate()
+        told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert coordinator.wait() == 0
+    assert len(told) > 5
+    assert json.loads(told[-1])["error"]["message"] == "the server is shutting down"
+    assert team.workers[0].records("claim lapsed") == []
+
+
+async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wanted: Wanted) -> None:
+    """Its streams are cut, but its workers drop what they held and serve the next one, without being started anew."""
+    team.tell(0, "slow 0.1")
+
+    def killed() -> None:
+        flags = ("--dtype", "float32")
+        with serving(tmp_path, toy, team.addresses, *flags, name="killed") as coordinator:
+            lines = stream(coordinator.url, toy.name)
+            assert "choices" in next(line for line in lines if line.startswith("data: "))
+            coordinator.kill()
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+
+    await asyncio.to_thread(killed)
+    team.heal()
+    async with running_head(toy, team.addresses) as head, load(head, wanted, requests()) as clients:
+        await clients.end_well()
+        assert head.view.epoch == 1
+        await head.check_nothing_left()
