@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
+from coordinator.flight import Settlement
 from coordinator.meter import Meter
 from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest
-from coordinator.scheduler import Scheduler, Settlement
+from coordinator.scheduler import Scheduler
 from coordinator.trace import log_frame
 from proto.errors import ClusterError, NotReadyError
 

@@ -2,8 +2,9 @@
 
 The pipeline of N stages is kept full:
 * Sequences that decode travel in lanes: rows sent together. A lane takes ⌈c/N⌉ of the c sequences that decode,
-  those that waited longest; one whose window is in flight waits for its outcome. No more than N lanes are under
-  way: what gets ready beyond them waits, and so comes together in full lanes whenever it arrived.
+  those that waited longest. No more than N lanes are under way: what gets ready beyond them waits, and so comes
+  together in full lanes whenever it arrived.
+* With c < N, up to ⌊N/c⌋ windows of a sequence are in flight, each built on the hope that those before it stand.
 * Prompts travel as a convoy of up to N + 1 chunks, which need no outcome to follow each other. A lane that is ready
   goes before the next chunk, so running streams wait for one chunk a stage and no more; N lanes leave
   room for a chunk, so a prompt never waits for a stream to end.
@@ -14,13 +15,14 @@ Times are given by the caller, in seconds, and only ever subtracted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from coordinator.admission import check_request
 from coordinator.budget import Capacity
+from coordinator.flight import InFlight, Rejection, Settlement
 from coordinator.prefix_cache import PrefixCache
 from coordinator.request import (
     Finished,
-    GenerationEvent,
     GenerationRequest,
     PrefillProgress,
     TokenChunk,
@@ -29,7 +31,7 @@ from coordinator.sequence import Sequence
 from mtp.controller import MAX_DEPTH, Controller
 from mtp.estimates import StepCost
 from mtp.shape import Shape
-from proto.errors import CapacityError, ProtocolError, RequestError
+from proto.errors import CapacityError, ProtocolError
 from proto.frame import (
     DropPrefix,
     Evict,
@@ -68,42 +70,6 @@ class Limits:
         counts, that number would show in the answer.
         """
         return min(self.prefill_chunk, max(SMALLEST_CHUNK, -(-prompt // CONVOY)))
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A window lost tokens: what the broadcast says. `trim` tokens leave the sequence's end."""
-
-    seq_id: int
-    window: int
-    kept: int
-    trim: int
-
-
-@dataclass
-class Settlement:
-    """What one frame's return means: events for clients, signals for workers."""
-
-    events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
-
-
-@dataclass
-class InFlight:
-    """A frame that has not returned: when it left, and how much of which work it carries."""
-
-    sent: float
-    alone: bool
-    """Nothing else was under way when it left."""
-    decode_rows: int = 0
-    lanes: int = 1
-    """How many there were when it left."""
-    fill: int = 1
-    """How many windows a sequence could have in flight then."""
-    live: int = 0
-    """Rows that have not turned out to be in vain."""
-    follows: Sequence | None = None
-    """Whose window it carries ahead: one before it was in flight."""
 
 
 class Scheduler:
@@ -157,7 +123,7 @@ class Scheduler:
 
     def submit(self, request: GenerationRequest, now: float) -> Sequence:
         """Queue a request. Raises RequestError when it can never be served, CapacityError when the queue is full."""
-        self._check(request)
+        check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
         if len(self.waiting) >= self.limits.queue:
             raise CapacityError(
                 f"{len(self.waiting)} requests are waiting already, the queue takes no more",
@@ -167,31 +133,6 @@ class Scheduler:
         self._next_seq += 1
         self.waiting.append(sequence)
         return sequence
-
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.prompt:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-        if request.max_tokens < 1:
-            raise RequestError("max_tokens is at least 1", param="max_tokens")
-        vocab = self.limits.vocab
-        if not all(0 <= token < vocab for token in request.prompt):
-            raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
-        if any(token >= vocab for token in request.params.logit_bias):
-            raise RequestError(
-                f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
-            )
-        total = len(request.prompt) + request.max_tokens
-        if total > self.limits.context:
-            raise RequestError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens}"
-                f" exceed the context of {self.limits.context} tokens",
-                param="max_tokens",
-            )
-        if total > self.capacity.kv_tokens:
-            raise RequestError(
-                f"{total} tokens exceed the K/V memory of this cluster, {self.capacity.kv_tokens} tokens",
-                param="max_tokens",
-            )
 
     def cancel(self, seq_id: int) -> None:
         """The client is gone. Its stages hear of it by Evict in the next header."""
@@ -417,7 +358,7 @@ class Scheduler:
         if outcome.token is not None:
             sequence.prefilled = sequence.prefilled or now
             tokens = sequence.first_token(outcome)
-            self._emit(sequence, TokenChunk(tokens, outcome.logprobs[: len(tokens)]), to)
+            to.emit(sequence, TokenChunk(tokens, outcome.logprobs[: len(tokens)]))
             self._end(sequence, segment, outcome, now, to)
 
     def _settle_window(
@@ -441,12 +382,8 @@ class Scheduler:
             len(landing.judged),
             landing.accepted,
         )
-        self._emit(sequence, chunk, to)
+        to.emit(sequence, chunk)
         self._end(sequence, segment, outcome, now, to)
-
-    def _emit(self, sequence: Sequence, chunk: TokenChunk, to: Settlement) -> None:
-        if chunk.tokens:
-            to.events.append((sequence.seq_id, chunk))
 
     def _end(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement

@@ -6,6 +6,7 @@ stage would refuse fails the test at once.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -171,3 +172,19 @@ class FakeLastStage:
             return ()
         drafts = segment.tokens[1:kept] if segment.open else ()
         return tuple(TokenLogprob(t, -float(t)) for t in (*drafts, token))
+
+
+class LuckyLastStage(FakeLastStage):
+    """Its drafts are the target's own with a chance of `chance` each, by a draw that the text decides."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def _drafts(self, tokens: list[int], count: int, seed: int) -> tuple[int, ...]:
+        drafts: list[int] = []
+        for _ in range(count):
+            text = [*tokens, *drafts]
+            lucky = random.Random(repr((text, seed))).random() < self.chance
+            drafts.append((target(text, seed) + (not lucky)) % VOCAB)
+        return tuple(drafts)

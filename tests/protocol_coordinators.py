@@ -8,8 +8,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.budget import Capacity
+from coordinator.flight import Settlement
 from coordinator.request import Finished, GenerationRequest, TokenChunk
-from coordinator.scheduler import Scheduler, Settlement
+from coordinator.scheduler import Scheduler
 from coordinator.sequence import Sequence as ScheduledSequence
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from tests.protocol_model import News, op_key

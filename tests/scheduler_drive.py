@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from coordinator.budget import Capacity
+from coordinator.flight import Rejection, Settlement
 from coordinator.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
     TokenChunk,
 )
-from coordinator.scheduler import Limits, Rejection, Scheduler, Settlement
+from coordinator.scheduler import Limits, Scheduler
 from mtp.controller import Controller, MtpMode
 from proto.frame import Frame, Segment
 from proto.params import SamplingParams

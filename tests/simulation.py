@@ -22,7 +22,7 @@ from coordinator.scheduler import Limits, Scheduler
 from mtp.controller import Controller, MtpMode
 from proto.errors import ClusterError
 from proto.frame import Frame, decode, encode
-from tests.fake_last_stage import FakeLastStage
+from tests.fake_last_stage import FakeLastStage, LuckyLastStage
 
 T = TypeVar("T")
 
@@ -160,13 +160,18 @@ class Simulation:
     """A loop over a simulated pipeline, and what its clients measured. Use as an async context manager."""
 
     def __init__(
-        self, timing: Timing, *, chunk: int = 64, mtp: str = "off", right: int = 3
+        self,
+        timing: Timing,
+        *,
+        chunk: int = 64,
+        mtp: str = "off",
+        last: FakeLastStage | None = None,
     ) -> None:
         self.timing = timing
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
         self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-        pipeline = SimulatedPipeline(timing, FakeLastStage(right=right))
+        pipeline = SimulatedPipeline(timing, last or FakeLastStage())
         self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
 
     async def __aenter__(self) -> Simulation:
@@ -215,3 +220,10 @@ async def longest_gap(timing: Timing, chunks: int) -> float:
         times = await open_stream
         gaps = [b - a for a, b in itertools.pairwise(times) if a < ended and b > started]
         return max(gaps)
+
+
+async def stream_seconds(timing: Timing, mtp: str, chance: float, tokens: int) -> float:
+    """From the first token to the last of one stream whose drafts are each right with a chance of `chance`."""
+    async with Simulation(timing, mtp=mtp, last=LuckyLastStage(chance)) as simulation:
+        times = await simulation.stream(7, tokens)
+    return times[-1] - times[0]

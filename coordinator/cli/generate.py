@@ -55,7 +55,12 @@ def generate(
         float, typer.Option(help="Drop tokens less likely than this times the likeliest.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, or a number.")] = "auto",
+    mtp: Annotated[
+        str,
+        typer.Option(
+            help="Drafts a step: auto, off, a number, or filled: one-token windows, one for every stage."
+        ),
+    ] = "auto",
     acceptance: Annotated[
         Acceptance,
         typer.Option(help="How drafts are judged; under 'ratio' the text depends on --mtp."),

@@ -48,7 +48,12 @@ def serve(
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="Compute in this type instead of the stored one."),
     ] = None,
-    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, or a number.")] = "auto",
+    mtp: Annotated[
+        str,
+        typer.Option(
+            help="Drafts a step: auto, off, a number, or filled: one-token windows, one for every stage."
+        ),
+    ] = "auto",
     acceptance: Annotated[
         Acceptance,
         typer.Option(help="How drafts are judged; under 'ratio' the text depends on --mtp."),

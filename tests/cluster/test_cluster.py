@@ -22,10 +22,10 @@ from tests.cluster.processes import WITHOUT_TORCH, serving
 TOKENS = 48
 PROMPT = "class Queue:\n    def __init__(self, size):\n        self.items = []\n\n    def put(self, item):\n"
 SIZES = (2, 3, 8)
-MODES = ("off", "1", "3", "auto")
+MODES = ("off", "1", "3", "auto", "filled")
 
 # Every size and every mode is in the fast half, which `make test` runs.
-FAST = {(2, "off"), (2, "1"), (2, "3"), (2, "auto"), (3, "1"), (8, "3")}
+FAST = {(2, "off"), (2, "1"), (2, "3"), (2, "auto"), (3, "filled"), (8, "3")}
 CASES = [
     pytest.param(n, mode, marks=() if (n, mode) in FAST else pytest.mark.slow)
     for n in SIZES

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.budget import Capacity
+from coordinator.flight import Rejection
 from coordinator.request import Finished, GenerationRequest, PrefillProgress, TokenChunk
-from coordinator.scheduler import Limits, Rejection, Scheduler
+from coordinator.scheduler import Limits, Scheduler
 from mtp.controller import Controller, MtpMode
 from mtp.estimates import StepCost
 from proto.frame import Admit, Commit

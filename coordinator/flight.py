@@ -1,0 +1,48 @@
+"""What is under way in the pipeline, and what a frame's return means. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator.request import GenerationEvent, TokenChunk
+from coordinator.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A window lost tokens: what the broadcast says. `trim` tokens leave the sequence's end."""
+
+    seq_id: int
+    window: int
+    kept: int
+    trim: int
+
+
+@dataclass
+class Settlement:
+    """What one frame's return means: events for clients, signals for workers."""
+
+    events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+
+    def emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
+        if chunk.tokens:
+            self.events.append((sequence.seq_id, chunk))
+
+
+@dataclass
+class InFlight:
+    """A frame that has not returned: when it left, and how much of which work it carries."""
+
+    sent: float
+    alone: bool
+    """Nothing else was under way when it left."""
+    decode_rows: int = 0
+    lanes: int = 1
+    """How many there were when it left."""
+    fill: int = 1
+    """How many windows a sequence could have in flight then."""
+    live: int = 0
+    """Rows that have not turned out to be in vain."""
+    follows: Sequence | None = None
+    """Whose window it carries ahead: one before it was in flight."""
