@@ -25,6 +25,9 @@ from worker.link import Link
 STILL_SHARE = 2 / 3
 """Of the hop timeout: how long frames may stand still. Pulses tell of it half a second late."""
 
+CLOSE_SECONDS = 5.0
+"""Longest wait for what is under way to end; the next plan waits for it."""
+
 
 class RemotePipeline:
     """Implements `coordinator.pipeline.Pipeline` over workers that have loaded their stages.
@@ -166,9 +169,12 @@ class RemotePipeline:
             worker.signal(signal)
 
     async def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-            await self._link.close()
-            await self._channel.close()
+        """See Pipeline. Whoever gave it up and whoever used it may both close it."""
+        if self._reader is None:
+            return
+        self._reader.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await asyncio.wait({self._reader})
+                await self._link.close()
+                await self._channel.close()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -41,6 +44,9 @@ from proto.size import format_size
 from proto.span import Span
 
 log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as proto/console.py has it."""
 
 USUAL_DEPTH = 1
 """Drafts a step the planner charges the last stage for, where `--mtp auto` will decide."""
@@ -72,7 +78,7 @@ class ServeOptions:
 
 
 async def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C; raises KeyboardInterrupt for the latter, once all is closed.
+    """Serve until SIGTERM or Ctrl-C, which end the process once all is closed.
 
     Raises ClusterError when no first plan can be had, or the port cannot.
     """
@@ -106,8 +112,15 @@ async def serve(options: ServeOptions) -> None:
         app = create_app(loop, tokenizer, model, status, replan=manager.replan if manager else None)
         server = HttpServer(app, loop.close)
         await _run(server, listener, loop, options)
-    if server.interrupted:
-        raise KeyboardInterrupt
+    _leave(INTERRUPTED if server.interrupted else 0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process now: freeing what gRPC holds at the interpreter's own end was seen to take for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 async def _run(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -34,6 +33,12 @@ LOAD_SILENCE_SECONDS = 120.0
 
 PULSES_A_TIMEOUT = 6
 """Pulses asked for within one failure timeout: a few may be late without a false alarm."""
+
+CLOSE_SECONDS = 1.0
+"""Longest wait for a stream to end, once it is told to."""
+
+LATE_SECONDS = 0.2
+"""A timer that goes off so late tells of this process, not of the worker it was set for."""
 
 
 class WorkerClient:
@@ -67,7 +72,8 @@ class WorkerClient:
         stream = self._stub.Load(request)
         try:
             while True:
-                message = await asyncio.wait_for(stream.read(), LOAD_SILENCE_SECONDS)
+                async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+                    message = await stream.read()
                 if not isinstance(message, pb.LoadProgress):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} ended the load without a result")
                 if message.WhichOneof("body") == "result":
@@ -122,7 +128,8 @@ class WorkerClient:
         """Read a worker's replies until it has all; raises what it refuses for, and DeadlineError when it is silent."""
         while True:
             try:
-                reply = await asyncio.wait_for(call.read(), LOAD_SILENCE_SECONDS)
+                async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+                    reply = await call.read()
             except TimeoutError:
                 raise DeadlineError(
                     f"{self.address} took no weights for {LOAD_SILENCE_SECONDS:g} s"
@@ -200,7 +207,7 @@ class WorkerClient:
         call = self._stub.Signals(self._outgoing(interval))
         try:
             while True:
-                pulse = await asyncio.wait_for(call.read(), failure_timeout)
+                pulse = await _in_time(call.read(), failure_timeout)
                 if not isinstance(pulse, pb.WorkerPulse):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} closed its signal stream")
                 self.pulse, self.pulse_at = pulse, time.monotonic()
@@ -217,8 +224,8 @@ class WorkerClient:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await self._channel.close()
 
     async def _call(self, call: Awaitable[T]) -> T:
@@ -231,6 +238,24 @@ class WorkerClient:
         return from_status(
             error.code().name, error.details(), error.trailing_metadata(), self.address
         )
+
+
+async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
+    """What a read gives. Raises TimeoutError when nothing came in `seconds` during which this loop would have seen it.
+
+    A loop that was held up itself, by a busy machine, looks once more before it believes that others were silent.
+    """
+    task = asyncio.create_task(reading)
+    try:
+        due = time.monotonic() + seconds
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done and (late := time.monotonic() - due) > LATE_SECONDS:
+            done, _ = await asyncio.wait({task}, timeout=min(seconds, late))
+        if not done:
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:

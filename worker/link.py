@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,9 @@ from proto.grpc_errors import from_status
 
 SLOWEST_LINK = 4e6
 """Bytes a second of a bad wireless link: a prompt's frame of 20 MB gets five seconds more than the timeout."""
+
+CLOSE_SECONDS = 1.0
+"""Longest wait for what a link has under way, once it is told to end."""
 
 
 class Link:
@@ -53,7 +55,8 @@ class Link:
         )
         self._call = method(metadata=self._binding.to_metadata())
         try:
-            await asyncio.wait_for(self._call.initial_metadata(), self.timeout)
+            async with asyncio.timeout(self.timeout):
+                await self._call.initial_metadata()
         except TimeoutError:
             raise DeadlineError(
                 f"{self.address} did not accept the stream in {self.timeout:g} s"
@@ -80,8 +83,7 @@ class Link:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=2 * CLOSE_SECONDS)
         await self._channel.close()
 
     async def _run(self) -> None:
@@ -99,14 +101,18 @@ class Link:
             writer.cancel()
             status.cancel()
             # A write to a stream that is over raises too, maybe later; the status has said why.
-            await asyncio.gather(writer, status, return_exceptions=True)
+            ended, _ = await asyncio.wait({writer, status}, timeout=CLOSE_SECONDS)
+            for task in ended:
+                _ = task.cancelled() or task.exception()
 
     async def _write(self) -> None:
         while True:
             data = await self._queue.get()
             self._writing_since = time.monotonic()
             deadline = self.timeout + len(data) / SLOWEST_LINK
-            await asyncio.wait_for(self._call.write(data), deadline)
+            # Not wait_for: that lets a cancellation pass unheeded when the write ends just then.
+            async with asyncio.timeout(deadline):
+                await self._call.write(data)
             self._writing_since = None
             self.bytes_sent += len(data)
             self.messages_sent += 1

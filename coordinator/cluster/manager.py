@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 LINK_SECONDS = 1e-4
 """A hop, for the planner, until measured: what a gRPC stream on a local network was seen to take."""
 
+CLOSE_SECONDS = 5.0
+"""Longest wait for workers to be let go."""
+
 
 class ClusterManager:
     """Implements `coordinator.pipeline.PipelineSource` over workers, with this process as a last resort.
@@ -86,8 +89,13 @@ class ClusterManager:
         self._happened(ReplanAsked())
 
     async def close(self) -> None:
-        await self._background.close()
-        await self.membership.close()
+        """Let the workers go; a process that must end does not wait for one that does not answer."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._background.close()
+                await self.membership.close()
+        except TimeoutError:
+            log.warning("not all workers could be let go")
 
     @property
     def clients(self) -> dict[str, WorkerClient]:

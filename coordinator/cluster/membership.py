@@ -83,8 +83,9 @@ class Membership:
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
     async def _dismiss(self, address: str) -> None:
-        with contextlib.suppress(ClusterError):
-            await asyncio.wait_for(self.clients[address].unload(self._view().epoch), PROBE_SECONDS)
+        with contextlib.suppress(ClusterError, TimeoutError):
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self.clients[address].unload(self._view().epoch)
 
     async def probe(self, address: str) -> None:
         """Ask a worker whether it lives; one that does not answer is lost."""

@@ -38,17 +38,15 @@ def publish(name: str, figures: Mapping[str, Any], charts: Mapping[str, Draw]) -
     print(f"\nfigures and chart: build/bench/{name}.json, build/bench/{name}.png")
 
 
-def bars(heights: Mapping[str, float], unit: str, target: float | None = None) -> Draw:
-    """One bar a name, its height written on it; a dashed line at the target."""
+def bars(heights: Mapping[str, float], unit: str) -> Draw:
+    """One bar a name, its height written on it."""
 
     def draw(axes: Axes) -> None:
         drawn = axes.bar(list(heights), list(heights.values()), color="tab:blue")
         axes.bar_label(drawn, fmt="%.3g")
+        axes.margins(y=0.1)
         axes.tick_params(axis="x", labelrotation=20)
         axes.set_ylabel(unit)
-        if target is not None:
-            axes.axhline(target, color="tab:red", linestyle="--", label=f"target {target:g}")
-            axes.legend()
 
     return draw
 

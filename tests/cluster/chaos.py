@@ -29,7 +29,7 @@ from tests.cluster.task_count import TASKS
 from tests.cluster.team import Team, running_team
 from tests.cluster.vitals import Vitals, vitals
 
-FAILURE_TIMEOUT = 1.5
+FAILURE_TIMEOUT = 2.0
 WORKERS = 4
 """Three and a spare."""
 

@@ -167,6 +167,18 @@ async def test_a_connection(
         )
 
 
+async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wanted) -> None:
+    """It did not listen for longer than the timeout: that is no reason to take its workers for lost."""
+    async with (
+        running_head(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5 * TIMEOUT)
+        await clients.end_well()
+        await asyncio.sleep(0.5)
+        assert (head.loop.recoveries, head.view.epoch) == (0, 1)
+
+
 @pytest.mark.slow
 async def test_frames_slower_than_the_timeout_are_no_fault(
     team: Team, toy: Path, wanted: Wanted
