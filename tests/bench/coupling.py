@@ -146,6 +146,8 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--windows", type=int, default=200)
     options = parser.parse_args()
+    if (options.model is None) != (options.prompt_file is None):
+        parser.error("--model and --prompt-file go together")
     pairs = [(f"simulated {distance}", simulated(distance)) for distance in DISTANCES]
     if options.model is not None:
         prompt = Tokenizer.load(options.model).encode(options.prompt_file.read_text())
