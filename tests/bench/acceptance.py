@@ -35,8 +35,9 @@ def by_position(found: Sequence[Answered]) -> list[float]:
     """Of the windows with a draft at a position, the share that kept it and so all before it."""
     drafted, accepted = np.zeros(DEPTH), np.zeros(DEPTH)
     for answer in found:
-        drafted += answer.stats.drafted_by_position
-        accepted += answer.stats.accepted_by_position
+        reached = len(answer.stats.drafted_by_position)
+        drafted[:reached] += answer.stats.drafted_by_position
+        accepted[:reached] += answer.stats.accepted_by_position
     return [float(x) for x in accepted / drafted]
 
 
