@@ -90,7 +90,6 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self.next_number = 0
         self._next_seq = 0
-        self._lanes = self._fill = 1
         self._wires = 0.0
         """Seconds that a pass spends outside the stages."""
 
@@ -167,9 +166,12 @@ class Scheduler:
         return self._frame(tuple(segments), record)
 
     def _record(self, lane: list[Segment], now: float) -> InFlight:
-        record = InFlight(now, not self.in_flight, len(lane), self._lanes, self._fill, len(lane))
-        if lane and self._fill > 1:
+        record = InFlight(now, not self.in_flight, len(lane), live=len(lane))
+        if lane:
             sequence = self.running[lane[0].seq_id]
+            decoding = sum(1 for s in self.running.values() if s.decoding)
+            record.lanes = min(decoding, self.stages)
+            record.fill = self._fill_of(sequence, decoding)
             record.follows = sequence if len(sequence.flight) > 1 else None
         return record
 
@@ -196,9 +198,7 @@ class Scheduler:
         lanes = sum(1 for record in self.in_flight if record.live)
         if not decoding or lanes >= self.stages:
             return []
-        self._lanes = min(len(decoding), self.stages)
-        self._fill = self._windows_each(len(decoding))
-        if self._fill > 1:
+        if self._windows_each(len(decoding)) > 1:
             return self._next_in_line(decoding)
         ready = [s for s in decoding if not s.flight]
         if not ready:
@@ -218,12 +218,15 @@ class Scheduler:
         room = 2 * self.capacity.sequences // decoding - 1
         return max(1, min(self.stages // decoding, room, MAX_DEPTH + 1))
 
+    def _fill_of(self, sequence: Sequence, decoding: int) -> int:
+        """The same for this one: the ratio rule knows the scores of the last drafts only, so one."""
+        return 1 if sequence.request.params.ratio else self._windows_each(decoding)
+
     def _next_in_line(self, decoding: list[Sequence]) -> list[Segment]:
         """A window of the first sequence that may send one: to follow another in flight, or the first."""
         for sequence in decoding:
             if sequence.shape is None:
-                fill = 1 if sequence.request.params.ratio else self._fill
-                sequence.shape = self.controller.choose(1, fill)
+                sequence.shape = self.controller.choose(1, self._fill_of(sequence, len(decoding)))
             if sequence.may_send(sequence.shape):
                 return [self._window(sequence, sequence.shape)]
         return []
@@ -275,10 +278,13 @@ class Scheduler:
             position=start,
             tokens=tuple(sequence.tokens[start : sequence.fed]),
             sample=last,
-            drafts=min(self.controller.choose().depth, max(0, sequence.remaining - 2))
-            if last
-            else 0,
+            drafts=min(self._first_depth(sequence), max(0, sequence.remaining - 2)) if last else 0,
         )
+
+    def _first_depth(self, sequence: Sequence) -> int:
+        """Drafts to bring along with the first token, so that its windows follow each other from the start."""
+        decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
+        return self.controller.choose(1, self._fill_of(sequence, decoding)).depth
 
     def _admit(self, sequence: Sequence) -> None:
         """Make a sequence on the stages, from the longest prefix they hold."""
