@@ -169,3 +169,15 @@ def all_expected() -> list[Answered]:
 def test_all_answers_are_one(all_expected: list[Answered], mtp: str, stages: int) -> None:
     """The issue's own measure: MTP off and depths 1 to 3, on 1, 2 and 4 stages, give identical tokens."""
     check_same(answers(requests(PROMPTS, 200), mtp, stages), all_expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_all_answers_are_one_with_every_stage_at_work(
+    all_expected: list[Answered], stages: int
+) -> None:
+    """The same one answer at a time, with a window in flight for every stage."""
+    found = answers(requests(PROMPTS, 200), "filled", stages, one_by_one=True)
+    check_same(found, all_expected)
+    print(accepted(found), "of", sum(answer.stats.drafted for answer in found))
