@@ -78,6 +78,15 @@ def test_a_signal_for_what_never_came_here_is_ignored() -> None:
         stack.commit(7, 1, in_header=True)
 
 
+def test_a_hope_of_which_nothing_is_kept_need_not_have_run() -> None:
+    """Where its client was gone a stage has skipped it; what is told of it then changes nothing."""
+    stack = WindowStack()
+    stack.extend(0, 0, 3, stays_open=False)
+    stack.extend(1, 3, 2, stays_open=True)
+    assert stack.commit(2, 0, in_header=True) is NOTHING
+    assert (stack.length, len(stack.windows), stack.stale) == (5, 1, False)
+
+
 def test_a_cancelled_sequence_stays_stale() -> None:
     """Neither signal nor header brings it back."""
     stack = _open(3)
