@@ -61,7 +61,9 @@ class Server:
 
 
 @contextmanager
-def cluster(folder: Path, model: Path, name: str, *flags: str) -> Iterator[Server]:
+def cluster(
+    folder: Path, model: Path, name: str, *flags: str, mtp: str = "off"
+) -> Iterator[Server]:
     """Two workers, each pinned to a core, and a coordinator that the system may put on either."""
     with ExitStack() as stack:
         launched = [
@@ -69,7 +71,7 @@ def cluster(folder: Path, model: Path, name: str, *flags: str) -> Iterator[Serve
             for core in CORES
         ]
         addresses = [as_worker(process).address for process in launched]
-        serve = serving(folder, model, addresses, "--mtp", "off", "--nodes", "2", *flags, name=name)
+        serve = serving(folder, model, addresses, "--mtp", mtp, "--nodes", "2", *flags, name=name)
         yield Server(stack.enter_context(serve).url, model.name)
 
 

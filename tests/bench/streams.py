@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT = 300.0
@@ -34,8 +35,10 @@ class Streamed:
         return statistics.median(b - a for a, b in zip(self.times, self.times[1:-1], strict=False))
 
 
-async def stream(url: str, model: str, prompt: str, tokens: int) -> Streamed:
-    """A greedy completion of `tokens` tokens. Raises AssertionError when the server does not serve it.
+async def stream(
+    url: str, model: str, prompt: str | Sequence[int], tokens: int, **more: Any
+) -> Streamed:
+    """A greedy completion of `tokens` tokens; `more` goes into the request. Raises AssertionError when the server does not serve it.
 
     Lines are noted as they come and read afterwards: a client that works shares the cores with what it measures.
     """
@@ -46,6 +49,7 @@ async def stream(url: str, model: str, prompt: str, tokens: int) -> Streamed:
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **more,
     }
     started = time.perf_counter()
     async with asyncio.timeout(TIMEOUT):
@@ -90,9 +94,9 @@ async def _post(url: str, body: str) -> AsyncIterator[bytes]:
         writer.close()
 
 
-def ask(url: str, model: str, prompt: str, tokens: int) -> Streamed:
+def ask(url: str, model: str, prompt: str | Sequence[int], tokens: int, **more: Any) -> Streamed:
     """One answer, nothing else under way."""
-    return asyncio.run(stream(url, model, prompt, tokens))
+    return asyncio.run(stream(url, model, prompt, tokens, **more))
 
 
 def throughput(url: str, model: str, prompts: Sequence[str], tokens: int) -> float:
