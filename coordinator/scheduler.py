@@ -176,8 +176,6 @@ class Scheduler:
         return record
 
     def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
-        for segment in segments:
-            self.running[segment.seq_id].in_flight += 1
         frame = Frame(self.epoch, self.next_number, tuple(self.ops), segments)
         self.ops.clear()
         self.next_number += 1
@@ -323,7 +321,6 @@ class Scheduler:
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             sequence = self.running.get(segment.seq_id)
             if sequence is not None:
-                sequence.in_flight -= 1
                 self._settle_segment(sequence, segment, outcome, now, settlement)
         return settlement
 
@@ -414,5 +411,5 @@ class Scheduler:
         assert sum(s.capacity for s in self.running.values()) <= self.capacity.kv_tokens
         for sequence in self.running.values():
             assert 0 <= sequence.fed <= sequence.goal <= len(sequence.tokens), sequence
-            assert sequence.remaining > 0 and sequence.in_flight >= 0, sequence
+            assert sequence.remaining > 0, sequence
             assert sequence.prefilling or len(sequence.flight) <= self.stages, sequence

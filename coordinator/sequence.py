@@ -58,7 +58,6 @@ class Sequence:
     """Prompt tokens that have left the last stage."""
     cached: int = 0
     window_count: int = 0
-    in_flight: int = 0
     admitted: bool = False
     commit: Commit | None = None
     """Of its last window: rides before its next segment."""
@@ -159,14 +158,14 @@ class Sequence:
         for i in range(1, len(judged) + 1):
             landing.count(window.first + i, i < outcome.kept)
         whole = outcome.kept == len(window.tokens)
-        hoped = self.flight[0] if self.flight else None
-        stands = whole and hoped is not None and hoped.tokens[0] == outcome.token
-        if whole and hoped is not None and self.finished is None:
+        hoped = self.flight[0] if whole and self.flight else None
+        stands = hoped is not None and hoped.tokens[0] == outcome.token and self.finished is None
+        if hoped is not None and self.finished is None:
             landing.count(hoped.first, stands)
         self.commit = Commit(self.seq_id, window.number, outcome.kept)
-        if whole and hoped is not None and (not stands or self.finished is not None):
+        if hoped is not None and not stands:
             self.commit = Commit(self.seq_id, hoped.number, 0)
-        if self.flight and not (stands and self.finished is None):
+        if not stands:
             self._flush(landing, counted=whole)
         if not self.flight or self.shape is None or self.shape.fill > 1:
             self.shape = None  # else what is in flight comes home first
@@ -221,7 +220,7 @@ class Sequence:
     def rebuild(self) -> None:
         """Forget all that stages held: the next plan is fed every token again."""
         self.goal = len(self.tokens)
-        self.fed = self.passed = self.window_count = self.in_flight = 0
+        self.fed = self.passed = self.window_count = 0
         self.admitted = False
         self.commit = None
         self.cached = self.saved = 0

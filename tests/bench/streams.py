@@ -38,8 +38,9 @@ class Streamed:
 async def stream(
     url: str, model: str, prompt: str | Sequence[int], tokens: int, **more: Any
 ) -> Streamed:
-    """A greedy completion of `tokens` tokens; `more` goes into the request. Raises AssertionError when the server does not serve it.
+    """A greedy completion of `tokens` tokens; `more` goes into the request.
 
+    Raises AssertionError when the server does not serve it.
     Lines are noted as they come and read afterwards: a client that works shares the cores with what it measures.
     """
     body = {
