@@ -18,7 +18,7 @@ from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.scheduler import Scheduler
 from coordinator.trace import log_frame
-from proto.errors import ClusterError, NotReadyError
+from proto.errors import ClusterError, NotReadyError, StaleEpochError
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ class GenerationLoop:
         log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
-        self._failures += 1
+        # A plan that gave way to another did not fail.
+        self._failures += not isinstance(error, StaleEpochError)
         if self._failures >= MOST_FAILURES:
             self._fail_all(f"{self._failures} plans in a row failed before they gave a token")
             self._failures = 0

@@ -37,7 +37,7 @@ from coordinator.plan import Plan
 from coordinator.remote import RemotePipeline
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, NotReadyError, WorkerLostError
+from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 
 log = logging.getLogger(__name__)
 
@@ -119,15 +119,15 @@ class ClusterManager:
 
     def _broke(self, pipeline: Pipeline, reason: str, suspect: str | None) -> None:
         """The pipeline in force has failed; `suspect` is the worker to leave out next time, if all are alive."""
-        self._drop_pipeline(reason)
+        self._drop_pipeline(WorkerLostError(reason))
         if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
             self._background.spawn(self._find_culprit(pipeline.epoch, reason, suspect))
 
-    def _drop_pipeline(self, reason: str) -> None:
-        """Whoever waits on the pipeline in force hears that it is void; nobody need have taken it to begin with."""
+    def _drop_pipeline(self, error: ClusterError) -> None:
+        """Whoever waits on the pipeline in force hears why it is void; nobody need have taken it to begin with."""
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
-            pipeline.fail(WorkerLostError(reason))
+            pipeline.fail(error)
             self._background.spawn(pipeline.close())
 
     async def _find_culprit(self, epoch: int, reason: str, suspect: str | None) -> None:
@@ -149,17 +149,17 @@ class ClusterManager:
                 extra={"epoch": self.view.epoch, "problem": self.view.problem},
             )
         if before.serving and not self.view.serving:
-            self._stop_plan(self.view.problem)
+            self._stop_plan(WorkerLostError(self.view.problem))
         action = decide(self.view, self._planner)
         if action is not None:
             self._carry_out(action)
 
-    def _stop_plan(self, reason: str) -> None:
+    def _stop_plan(self, error: ClusterError) -> None:
         """The plan in force is void, whether it serves or starts."""
         if self._start is not None:
             self._start.cancel()
         self.plan = None
-        self._drop_pipeline(reason)
+        self._drop_pipeline(error)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -179,7 +179,7 @@ class ClusterManager:
     def _begin(
         self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
     ) -> None:
-        self._stop_plan("the cluster is changing its plan")
+        self._stop_plan(StaleEpochError("the cluster is changing its plan"))
         self._start = self._background.spawn(work)
         self._happened(Starting(epoch, addresses))
 
