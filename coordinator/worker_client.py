@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -187,10 +188,13 @@ class WorkerClient:
     def signal(self, signal: Signal) -> None:
         self._signals.put_nowait(to_message(signal))
 
-    async def _outgoing(self, interval: float) -> AsyncIterator[pb.Signal]:
-        yield to_message(Signal(0, Hello(self.me.id, self.me.name, int(interval * 1000))))
-        while True:
-            yield await self._signals.get()
+    async def _speak(self, call: Any, interval: float) -> None:
+        """Write signals for as long as the call lives; whoever reads it notices its end."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            hello = Hello(self.me.id, self.me.name, int(interval * 1000))
+            await call.write(to_message(Signal(0, hello)))
+            while True:
+                await call.write(await self._signals.get())
 
     async def _beat(self, interval: float) -> None:
         for number in itertools.count(1):
@@ -204,7 +208,8 @@ class WorkerClient:
         on_pulse: Callable[[pb.WorkerPulse], None],
         on_lost: Callable[[ClusterError], None],
     ) -> None:
-        call = self._stub.Signals(self._outgoing(interval))
+        call = self._stub.Signals()
+        speaking = asyncio.create_task(self._speak(call, interval))
         try:
             while True:
                 pulse = await _in_time(call.read(), failure_timeout)
@@ -219,6 +224,7 @@ class WorkerClient:
         except ClusterError as error:
             on_lost(error)
         finally:
+            speaking.cancel()
             call.cancel()
 
     async def close(self) -> None:
