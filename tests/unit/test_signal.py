@@ -245,9 +245,9 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
         [*command, f"--descriptor_set_out={out}", "proto/cluster.proto"], check=True, timeout=60
     )
     (file,) = FileDescriptorSet.FromString(out.read_bytes()).file
-    for message in file.message_type:
-        for field in message.field:
-            field.ClearField("json_name")  # only a descriptor set spells these out
+    messages = [*file.message_type, *(n for m in file.message_type for n in m.nested_type)]
+    for field in (field for message in messages for field in message.field):
+        field.ClearField("json_name")  # only a descriptor set spells these out
     assert file == FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
     methods = {method.name for method in file.service[0].method}
     assert methods <= set(vars(WorkerServicer))
