@@ -21,7 +21,7 @@ MAKE_VENV := $(PYTHON) -m venv --clear
 INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt
 endif
 
-# Tests that start no processes of their own run side by side; the others have the machine to themselves.
+# Tests run side by side; those that start processes by file, as the tests of one share theirs.
 JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
@@ -43,7 +43,7 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 
 test: $(VENV)/.dev ## the tests, without the slow ones
 	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/unit tests/parity
-	$(PYTEST) -m 'not slow' tests/cluster
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster
 
 test-slow: $(VENV)/.dev ## the slow ones
 	$(PYTEST) -m slow

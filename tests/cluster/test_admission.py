@@ -203,7 +203,7 @@ def test_prompts_that_part_inside_a_chunk_at_once(url: str, tokenizer: Tokenizer
     assert min(cached(reply) for reply in replies) >= 128
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_quantized_keys_and_values(
     workers: list[str], tokenizer: Tokenizer, tmp_path: Path, bits: int
 ) -> None:

@@ -25,7 +25,7 @@ SIZES = (2, 3, 8)
 MODES = ("off", "1", "3", "auto", "filled")
 
 # Every size and every mode is in the fast half, which `make test` runs.
-FAST = {(2, "off"), (2, "1"), (2, "3"), (2, "auto"), (3, "filled"), (8, "3")}
+FAST = {(2, "off"), (2, "1"), (2, "auto"), (3, "filled"), (8, "3")}
 CASES = [
     pytest.param(n, mode, marks=() if (n, mode) in FAST else pytest.mark.slow)
     for n in SIZES

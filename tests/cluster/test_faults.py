@@ -139,7 +139,7 @@ async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -
     [
         ("cut", "workers"),
         ("freeze", "workers"),
-        ("cut", "coordinator and worker"),
+        pytest.param("cut", "coordinator and worker", marks=pytest.mark.slow),
         pytest.param("freeze", "coordinator and worker", marks=pytest.mark.slow),
     ],
 )
@@ -167,6 +167,7 @@ async def test_a_connection(
         )
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wanted) -> None:
     """It did not listen for longer than the timeout: that is no reason to take its workers for lost."""
     async with (
@@ -196,6 +197,7 @@ async def test_frames_slower_than_the_timeout_are_no_fault(
         assert head.view.epoch == 1
 
 
+@pytest.mark.slow
 async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
     """The first plan's load makes no progress on one worker: it is lost, and the others serve."""
     first, second = team.addresses
