@@ -89,6 +89,12 @@ def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Path]
 def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
     """One of our programs, its JSON log in a file; stopped by its pid when the block ends."""
     start = f"from {module} import main; main()"
+    noted: list[int] = []
+    # A signal that comes while the process is being made would lose it: nobody could stop it then.
+    handlers = {
+        number: signal.signal(number, lambda n, _: noted.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", start, *arguments, "--log-format", "json"],
@@ -97,6 +103,10 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
             stderr=stream,
         )
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for caught in noted[:1]:
+            signal.raise_signal(caught)
         yield log
     finally:
         process.terminate()
