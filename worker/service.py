@@ -180,8 +180,10 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def _until_news(self, reader: asyncio.Task[None], seconds: float) -> None:
         """Wait for the next pulse's time, for something to tell at once, or for the end of the stream."""
         news = asyncio.create_task(self.node.news.wait())
-        await asyncio.wait({reader, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        news.cancel()
+        try:
+            await asyncio.wait({reader, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the call ends in between: the wait would outlive it
+            news.cancel()
         self.node.news.clear()
 
     def _check_claim(self, claim: Claim) -> None:
