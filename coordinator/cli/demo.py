@@ -39,7 +39,7 @@ REPLY_SECONDS = 300.0
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes to start.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
-    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, or a number.")] = "2",
+    mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, a number, or filled.")] = "2",
     prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = PROMPT,
 ) -> None:
     """Run a whole cluster on this machine with the built-in model, and stream an answer from it.
