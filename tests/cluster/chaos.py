@@ -133,6 +133,12 @@ class Run:
         well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
         return found["ready"] and len(well) == len(self.team.workers)
 
+    def health(self) -> str:
+        """Of every node, with the reason where one is given."""
+        found = self.status()
+        nodes = (f"{n['name']} {n['health']} {n['detail']}".strip() for n in found["nodes"])
+        return f"{'ready' if found['ready'] else 'not ready'}; {'; '.join(nodes)}"
+
     def sample(self) -> None:
         survivor = self.team.workers[SURVIVOR]
         for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
@@ -149,7 +155,7 @@ class Run:
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
         self.faults.mend(kind, number)
         if not wait_until(self.all_well, BACK_SECONDS):
-            self.report.not_back.append(f"w{number} after {kind}")
+            self.report.not_back.append(f"w{number} after {kind}: {self.health()}")
         self.injected.append(Injected(kind, started, time.time()))
         self.report.faults[kind] += 1
         self.replan()
@@ -207,10 +213,11 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--out", type=Path, help="write all of it here, as JSON")
+    parser.add_argument("--logs", type=Path, help="an empty folder that keeps what processes log")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = run(
-            Path(folder),
+            given.logs or Path(folder),
             given.model,
             given.faults,
             seed=given.seed,
