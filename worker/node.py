@@ -1,4 +1,4 @@
-"""One worker process: who holds it, which stage it is, and where its frames come from and go.
+"""One worker process: who holds it, which stage it has loaded, which plan that is bound into.
 
 Plain asyncio, no gRPC messages but the ones it is handed: `service` turns calls into these methods. The stage itself
 lives on the engine thread; here are only the facts about it.
@@ -8,102 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
-from mtp.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.dataplane import StreamBinding
-from proto.errors import (
-    AccessError,
-    BusyError,
-    ClusterError,
-    MemoryLimitError,
-    NotReadyError,
-    ProtocolError,
-    StaleEpochError,
-)
-from proto.frame import Frame, decode, encode
-from proto.signal import Cancel, Rollback, Signal
-from proto.span import Span
-from worker.allowance import Allowance
+from proto.errors import NotReadyError, StaleEpochError
+from proto.signal import Signal
+from worker.binding import Binding, Machinery, Place
+from worker.claim import Claim, claimed
 from worker.engine import Budget, StageEngine
-from worker.link import Link
-from worker.local_model import LocalModels
-from worker.model.loader import DTYPES, load_stage
-from worker.model.stage import Stage
+from worker.identity import Identity
+from worker.loading import LoadedStage, read_stage
 from worker.model.verifier import Verifier
 from worker.stage_key import StageKey
-from worker.thread import EngineThread
 
 log = logging.getLogger(__name__)
-
-PART_SECONDS = 10.0
-SLOWEST_DISK = 50e6
-"""Bytes a second of a slow network disk: with PART_SECONDS for one part of a load; longer without progress is stuck."""
-
-MAX_QUEUED_FRAMES = 256
-"""More frames than this are waiting for the engine only if the sender ignores what is in flight."""
-
-
-@dataclass
-class Claim:
-    """The coordinator this worker serves, until `expires` (monotonic seconds) unless it speaks again."""
-
-    id: str
-    name: str
-    lease: float
-    expires: float = 0.0
-    streams: int = 0
-    """Signals streams open. With the last of them the claim ends; an older one that ends late ends nothing."""
-
-    def renew(self) -> None:
-        self.expires = time.monotonic() + self.lease
-
-
-@dataclass(frozen=True)
-class Binding:
-    """The loaded stage's place in a plan."""
-
-    epoch: int
-    stage: int
-    num_stages: int
-    token: bytes
-
-    @property
-    def last(self) -> bool:
-        return self.stage == self.num_stages - 1
-
-
-@dataclass
-class Traffic:
-    """Counters of the data plane, for as long as the process lives."""
-
-    bytes_in: int = 0
-    messages_in: int = 0
-    bytes_out: int = 0
-    messages_out: int = 0
-    rows: int = 0
-    skipped: int = 0
-
-
-@dataclass
-class Identity:
-    """What the command line and the start decide."""
-
-    name: str
-    pinned: Span | None
-    memory_limit: int
-    models: LocalModels
-    bytes_per_second: float = 0.0
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    started: float = field(default_factory=time.monotonic)
 
 
 class WorkerNode:
@@ -111,24 +33,14 @@ class WorkerNode:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.thread = EngineThread()
-        self.allowance = Allowance()
+        self.machinery = Machinery()
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.claim: Claim | None = None
-        self.key: StageKey | None = None
-        self.stage: Stage | None = None
-        self.engine: StageEngine | None = None
-        self._engine_of: Binding | None = None
-        """Whose frames the engine takes: the epoch does not tell one coordinator's plan from another's."""
-        self.binding: Binding | None = None
-        self._connecting: Binding | None = None
         self.epoch = 0
-        self.limits: Budget | None = None
-        self.weight_bytes = 0
-        self.link: Link | None = None
-        self.results: asyncio.Queue[bytes | ClusterError] = asyncio.Queue()
-        self.fault: pb.Fault | None = None
-        self.traffic = Traffic()
+        self.loaded: LoadedStage | None = None
+        self.budget: Budget | None = None
+        self.binding: Binding | None = None
+        """In force, or being connected."""
         self.draining = asyncio.Event()
         self.news = asyncio.Event()
         """Something the coordinator should hear of at once, not by the next pulse."""
@@ -141,20 +53,12 @@ class WorkerNode:
         Raises BusyError, naming the holder, while another one's claim has not lapsed.
         """
         self.release_lapsed()
-        if self.claim is None:
-            self.claim = Claim(coordinator.id, coordinator.name, lease_ms / 1000 or 10.0)
-        elif self.claim.id != coordinator.id:
-            raise BusyError(
-                f"worker {self.identity.name} serves coordinator {self.claim.name or self.claim.id}"
-            )
-        elif lease_ms:
-            self.claim.lease = lease_ms / 1000
-        self.claim.renew()
+        self.claim = claimed(self.claim, self.identity.name, coordinator, lease_ms)
         return self.claim
 
     def release_lapsed(self) -> None:
         """Drop a claim that was not renewed in time, and all its sequences."""
-        if self.claim is not None and time.monotonic() > self.claim.expires:
+        if self.claim is not None and self.claim.lapsed:
             log.warning("claim lapsed", extra={"coordinator": self.claim.name})
             self.release()
 
@@ -165,25 +69,19 @@ class WorkerNode:
         self._unbind()
 
     def _unbind(self) -> None:
-        self.binding = self._connecting = None
-        self.thread.submit(self._drop_engine)
-        if self.link is not None:
-            _background(self.link.close())
-            self.link = None
-        self._end_results(StaleEpochError("this plan has ended"))
+        if self.binding is not None:
+            self.binding.close()
+            self.binding = None
         if self.state in (pb.WORKER_STATE_SERVING, pb.WORKER_STATE_FAILED):
-            self.state = pb.WORKER_STATE_LOADED if self.key else pb.WORKER_STATE_IDLE
-        self.fault = None
-
-    def _drop_engine(self) -> None:
-        self.engine = None
-        mx.clear_cache()
-
-    def _end_results(self, error: ClusterError) -> None:
-        self.results.put_nowait(error)
-        self.results = asyncio.Queue()
+            self.state = pb.WORKER_STATE_LOADED if self.loaded else pb.WORKER_STATE_IDLE
 
     # ---- load and connect
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Whatever plan there was has ended. Raises StaleEpochError for an epoch that has."""
+        self._check_epoch(epoch)
+        self.epoch = epoch
+        self._unbind()
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -197,72 +95,47 @@ class WorkerNode:
         Raises what the claim, the checkpoint, the span or the memory make impossible; an earlier stage is gone then.
         """
         self.hold(request.coordinator, request.lease_ms)
-        self._check_epoch(request.epoch)
-        self.epoch = request.epoch
-        self._unbind()
+        self._enter_epoch(request.epoch)
         key = StageKey.of(request)
-        self.limits = Budget(request.limits.max_sequences, request.limits.kv_tokens)
-        reused = key == self.key and self.stage is not None
-        if not reused:
-            await self._load_weights(key, request.model, on_progress)
+        self.budget = Budget(request.limits.max_sequences, request.limits.kv_tokens)
+        loaded = self.loaded
+        reused = loaded is not None and loaded.key == key
+        if loaded is None or not reused:
+            loaded = await self._load_weights(key, request.model, on_progress)
+        self._become(pb.WORKER_STATE_LOADED)
+        return pb.LoadResult(
+            reused=reused,
+            weight_bytes=loaded.weight_bytes,
+            memory_used=mx.get_active_memory(),
+            has_mtp=loaded.stage.modules.head is not None,
+        )
+
+    def _become(self, state: pb.WorkerState.ValueType) -> None:
+        """A worker that drains says so whatever it still does."""
         if not self.draining.is_set():
-            self.state = pb.WORKER_STATE_LOADED
-        return self._load_result(reused)
+            self.state = state
 
     async def _load_weights(
         self, key: StageKey, model: pb.ModelRef, on_progress: Callable[[int, int], None]
-    ) -> None:
+    ) -> LoadedStage:
         self.state = pb.WORKER_STATE_LOADING
-        self.key = self.stage = None
+        self.loaded = None  # its memory is needed for the other
+        thread = self.machinery.thread
+        read = partial(
+            read_stage,
+            self.identity,
+            model,
+            key,
+            expect=thread.expect,
+            on_progress=partial(thread.post, on_progress),
+        )
         try:
-            self.stage = await self.thread.call(partial(self._read_stage, key, model, on_progress))
+            loaded = self.loaded = await thread.call(read)
         except BaseException:
             self.state = pb.WORKER_STATE_IDLE
             raise
-        self.key = key
-        log.info("stage loaded", extra={"layers": str(key.span), "bytes": self.weight_bytes})
-
-    def _read_stage(
-        self, key: StageKey, model: pb.ModelRef, on_progress: Callable[[int, int], None]
-    ) -> Stage:
-        """On the engine thread."""
-        self.thread.expect(PART_SECONDS)
-        mx.clear_cache()
-        checkpoint = self.identity.models.find(model)
-        sizes = checkpoint.part_bytes()
-        parts = checkpoint.stage_parts(key.span, first=key.first, last=key.last, with_head=key.mtp)
-        self.weight_bytes = sum(sizes[part] for part in parts)
-        if self.weight_bytes > self.identity.memory_limit:
-            raise MemoryLimitError(
-                f"worker {self.identity.name}: layers {key.span} weigh {self.weight_bytes:,} bytes,"
-                f" its memory limit is {self.identity.memory_limit:,}"
-            )
-        allowance = PART_SECONDS + max(sizes[part] for part in parts) / SLOWEST_DISK
-
-        def report(done: int, total: int) -> None:
-            self.thread.expect(allowance)
-            self.thread.post(on_progress, done, total)
-
-        modules = load_stage(
-            checkpoint,
-            key.span,
-            first=key.first,
-            last=key.last,
-            dtype=DTYPES[key.dtype] if key.dtype else None,
-            with_head=key.mtp,
-            on_progress=report,
-        )
-        kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
-        return Stage(modules, kv_format)
-
-    def _load_result(self, reused: bool) -> pb.LoadResult:
-        assert self.stage is not None
-        return pb.LoadResult(
-            reused=reused,
-            weight_bytes=self.weight_bytes,
-            memory_used=mx.get_active_memory(),
-            has_mtp=self.stage.modules.head is not None,
-        )
+        log.info("stage loaded", extra={"layers": str(key.span), "bytes": loaded.weight_bytes})
+        return loaded
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
         """Bind the stage into a plan and open the hop to the next.
@@ -271,42 +144,25 @@ class WorkerNode:
         """
         self.hold(request.coordinator)
         self._check_epoch(request.epoch)
-        if self.stage is None or self.key is None:
+        if self.loaded is None:
             raise NotReadyError(f"worker {self.identity.name} has no stage loaded")
-        self._unbind()
-        self.epoch = request.epoch
-        binding = Binding(request.epoch, request.stage, request.num_stages, request.plan_token)
-        self._connecting = binding
-        link_seconds = 0.0
-        if request.next_address:
-            link_seconds = await self._open_link(request, binding)
-        await self.thread.call(partial(self._new_engine, self.stage, self.key, binding))
-        if self._connecting is not binding:
-            raise StaleEpochError(f"plan {binding.epoch} ended while it was being connected")
-        self.binding = binding
-        if not self.draining.is_set():
-            self.state = pb.WORKER_STATE_SERVING
-        log.info("connected", extra={"epoch": binding.epoch, "stage": binding.stage})
+        self._enter_epoch(request.epoch)
+        place = Place(request.epoch, request.stage, request.num_stages, request.plan_token)
+        binding = self.binding = Binding(place, self.machinery, self._failed)
+        make_engine = partial(_new_engine, self.loaded, place, self.budget)
+        try:
+            link_seconds = await binding.open(make_engine, request, self.identity.id)
+        except BaseException:
+            if self.binding is binding:
+                self._unbind()
+            raise
+        self._become(pb.WORKER_STATE_SERVING)
+        log.info("connected", extra={"epoch": place.epoch, "stage": place.stage})
         return pb.ConnectReply(link_us=link_seconds * 1e6)
 
-    async def _open_link(self, request: pb.ConnectRequest, binding: Binding) -> float:
-        link = self.link = Link(
-            request.next_address,
-            StreamBinding(binding.epoch, binding.stage + 1, self.identity.id, binding.token),
-            timeout=request.hop_timeout_ms / 1000,
-            on_failure=lambda error: self._fail(
-                pb.FAULT_KIND_LINK, str(error), request.next_worker_id
-            ),
-        )
-        return await link.open()
-
-    def _new_engine(self, stage: Stage, key: StageKey, binding: Binding) -> None:
-        """On the engine thread."""
-        verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
-        self.engine = StageEngine(
-            stage, epoch=binding.epoch, first=key.first, verifier=verifier, budget=self.limits
-        )
-        self._engine_of = binding
+    def _failed(self) -> None:
+        self.state = pb.WORKER_STATE_FAILED
+        self.news.set()
 
     def unload(self, request: pb.UnloadRequest) -> None:
         """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
@@ -314,98 +170,24 @@ class WorkerNode:
             self.hold(request.coordinator)
         self._check_epoch(request.epoch)
         self.release()
-        self.key = self.stage = None
-        if not self.draining.is_set():
-            self.state = pb.WORKER_STATE_IDLE
+        self.loaded = None
+        self._become(pb.WORKER_STATE_IDLE)
 
-    # ---- frames
+    # ---- what comes for the plan in force
 
-    def check_stream(self, stream: StreamBinding) -> Binding:
-        """Raise unless a data stream belongs to the plan in force here."""
+    def binding_of(self, stream: StreamBinding) -> Binding:
+        """Where a data stream's frames go. Raises StaleEpochError unless it belongs to the plan in force here, and
+        AccessError or ProtocolError for one that claims so wrongly."""
         binding = self.binding
-        if binding is None or stream.epoch != binding.epoch:
+        if binding is None or not binding.bound or stream.epoch != binding.place.epoch:
             raise StaleEpochError(f"no plan of epoch {stream.epoch} is bound here")
-        if not secrets.compare_digest(stream.token, binding.token):
-            raise AccessError("the plan token is not this plan's")
-        if stream.stage != binding.stage:
-            raise ProtocolError(f"stream for stage {stream.stage}, this is {binding.stage}")
+        binding.check(stream)
         return binding
 
-    def take(self, data: bytes, binding: Binding) -> None:
-        """Queue a frame for the engine."""
-        if self.thread.queued > MAX_QUEUED_FRAMES:
-            raise ProtocolError(f"{self.thread.queued} frames are queued already")
-        self.traffic.bytes_in += len(data)
-        self.traffic.messages_in += 1
-        self.thread.submit(partial(self._process, data, binding))
-
-    def _process(self, data: bytes, binding: Binding) -> None:
-        """On the engine thread."""
-        engine = self.engine
-        if engine is None or self._engine_of is not binding:
-            return  # a frame of a plan that has ended
-        try:
-            out = self._run(engine, decode(data))
-            encoded = encode(out)
-        except ClusterError as error:
-            self.engine = None
-            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error), "")
-        except Exception as error:
-            log.exception("engine failed")
-            self.engine = None
-            message = f"{type(error).__name__}: {error}"
-            self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message, "")
-        else:
-            self.thread.post(self._pass_on, encoded, out, binding)
-
-    def _run(self, engine: StageEngine, frame: Frame) -> Frame:
-        started = time.monotonic()
-        self.thread.expect(self.allowance.seconds(frame))
-        out = engine.process(frame)
-        self.allowance.observe(frame, time.monotonic() - started)
-        return out
-
-    def _pass_on(self, data: bytes, frame: Frame, binding: Binding) -> None:
-        if self.binding is not binding:
-            return
-        self.traffic.bytes_out += len(data)
-        self.traffic.messages_out += 1
-        self.traffic.rows += frame.rows
-        self.traffic.skipped += sum(segment.cancelled for segment in frame.segments)
-        if binding.last:
-            self.results.put_nowait(data)
-        elif self.link is not None:
-            self.link.send(data)
-
-    def _fail(self, kind: pb.FaultKind.ValueType, message: str, peer: str) -> None:
-        """The plan cannot go on here. The coordinator hears of it by pulse and by the end of the results."""
-        log.error("stage failed", extra={"error": message, "epoch": self.epoch})
-        self.fault = pb.Fault(kind=kind, message=message[:500], peer=peer)
-        self.state = pb.WORKER_STATE_FAILED
-        self.news.set()
-        self._end_results(NotReadyError(f"worker {self.identity.name} failed: {message}"))
-
-    # ---- signals
-
     def signal(self, signal: Signal) -> None:
-        """Apply a rollback or a cancellation before anything that is queued."""
-        match signal.body:
-            case Rollback(seq_id, window, kept, _):
-                work = partial(self._rollback, signal.epoch, seq_id, window, kept)
-                self.thread.submit_urgent(work)
-            case Cancel(seq_id):
-                self.thread.submit_urgent(partial(self._cancel, signal.epoch, seq_id))
-
-    def _rollback(self, epoch: int, seq_id: int, window: int, kept: int) -> None:
-        if self.engine is not None:
-            try:
-                self.engine.rollback(epoch, seq_id, window, kept)
-            except ClusterError as error:  # a signal may be wrong; only a header may fail a plan
-                log.warning("signal ignored", extra={"error": str(error)})
-
-    def _cancel(self, epoch: int, seq_id: int) -> None:
-        if self.engine is not None:
-            self.engine.cancel(epoch, seq_id)
+        """Hand a rollback or a cancellation to the plan it is about; one that has ended needs none."""
+        if self.binding is not None and signal.epoch == self.binding.place.epoch:
+            self.binding.signal(signal)
 
     # ---- leaving
 
@@ -417,14 +199,11 @@ class WorkerNode:
 
     async def close(self) -> None:
         self.release()
-        await self.thread.close()
+        await self.machinery.thread.close()
 
 
-def _background(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine whose end nobody waits for, keeping it referenced until it is done."""
-    task = asyncio.create_task(coroutine)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
-_tasks: set[asyncio.Task[None]] = set()
+def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> StageEngine:
+    """On the engine thread."""
+    stage, key = loaded.stage, loaded.key
+    verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
+    return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)

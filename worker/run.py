@@ -13,8 +13,9 @@ from proto.announcement import Announcement
 from proto.errors import UsageError
 from worker.announce import announced
 from worker.hardware import measured_bandwidth
+from worker.identity import Identity
 from worker.local_model import LocalModels
-from worker.node import Identity, WorkerNode
+from worker.node import WorkerNode
 from worker.options import WorkerOptions, remember_port, remembered_port
 from worker.service import STOP_SECONDS, make_server
 
@@ -30,7 +31,7 @@ async def run(options: WorkerOptions) -> None:
         options.name, options.layers, options.memory_limit, LocalModels(options.model)
     )
     node = WorkerNode(identity)
-    identity.bytes_per_second = await node.thread.call(measured_bandwidth)
+    identity.bytes_per_second = await node.machinery.thread.call(measured_bandwidth)
     server = make_server(node)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -22,9 +22,13 @@ from proto.frame import VERSION
 from proto.grpc_errors import to_status
 from proto.signal import Hello, check_version, from_message
 from worker import hardware
+from worker.claim import Claim
+from worker.engine import StageEngine
 from worker.fetch.provide import provide
+from worker.link import Link
+from worker.loading import LoadedStage
 from worker.model.loader import DTYPES
-from worker.node import Claim, WorkerNode
+from worker.node import WorkerNode
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +72,8 @@ class WorkerService(pb_grpc.WorkerServicer):
             )
         if node.claim is not None:
             info.claimed_by.CopyFrom(pb.Coordinator(id=node.claim.id, name=node.claim.name))
-        if node.key is not None:
-            info.loaded.CopyFrom(_loaded(node))
+        if node.loaded is not None:
+            info.loaded.CopyFrom(_loaded(node.loaded, node.epoch))
         return info
 
     async def Load(
@@ -115,16 +119,16 @@ class WorkerService(pb_grpc.WorkerServicer):
         return await _answer(context, self._holdings())
 
     async def _holdings(self) -> pb.HoldingsReply:
-        node = self.node
+        node, thread = self.node, self.node.machinery.thread
+        engine, link = _engine_and_link(node)
         reply = pb.HoldingsReply(
             epoch=node.epoch,
             memory_used=mx.get_active_memory(),
-            queued_in=node.thread.queued,
-            queued_out=node.link.queued if node.link else 0,
+            queued_in=thread.queued,
+            queued_out=link.queued if link else 0,
         )
-        engine = node.engine
         if engine is not None:
-            held = await node.thread.call(engine.holdings)
+            held = await thread.call(engine.holdings)
             reply.sequences.extend(
                 pb.SequenceHolding(
                     seq_id=s.seq_id,
@@ -201,24 +205,25 @@ class WorkerService(pb_grpc.WorkerServicer):
             claim.renew()
             if message.WhichOneof("body") == "heartbeat":
                 heard.heartbeat = message.heartbeat.number
-            elif signal.epoch == self.node.epoch:
+            else:
                 self.node.signal(signal)
 
     def _pulse(self, number: int, heartbeat: int) -> pb.WorkerPulse:
-        node, traffic, link = self.node, self.node.traffic, self.node.link
-        engine = node.engine
+        node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
+        binding = node.binding
+        engine, link = _engine_and_link(node)
         pulse = pb.WorkerPulse(
             number=number,
             worker_id=node.identity.id,
             state=node.state,
-            epoch=node.binding.epoch if node.binding else 0,
+            epoch=binding.place.epoch if binding and binding.bound else 0,
             heartbeat=heartbeat,
             frames_done=engine.frames_done if engine else 0,
-            queued_in=node.thread.queued,
+            queued_in=thread.queued,
             queued_out=link.queued if link else 0,
-            engine_stall_ms=int(node.thread.stall * 1000),
+            engine_stall_ms=int(thread.stall * 1000),
             link_stall_ms=int(link.stall * 1000) if link else 0,
-            busy_us=node.thread.busy_us,
+            busy_us=thread.busy_us,
             memory_used=mx.get_active_memory(),
             memory_peak=mx.get_peak_memory(),
             sequences=len(engine.sequences) if engine else 0,
@@ -230,8 +235,8 @@ class WorkerService(pb_grpc.WorkerServicer):
             messages_in=traffic.messages_in,
             messages_out=traffic.messages_out,
         )
-        if node.fault is not None:
-            pulse.fault.CopyFrom(node.fault)
+        if binding is not None and binding.fault is not None:
+            pulse.fault.CopyFrom(binding.fault)
         return pulse
 
 
@@ -261,10 +266,10 @@ class DataPlane:
     ) -> AsyncIterator[bytes]:
         """Frames from the stage before, or from the coordinator."""
         try:
-            binding = self.node.check_stream(_stream_binding(context))
+            binding = self.node.binding_of(_stream_binding(context))
             await context.send_initial_metadata(())
             async for data in requests:
-                self.node.take(data, binding)
+                binding.take(data)
         except ClusterError as error:
             await _abort(context, error)
         return
@@ -273,12 +278,11 @@ class DataPlane:
     async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
         """Frames that have been through the last stage, for the coordinator."""
         try:
-            binding = self.node.check_stream(_stream_binding(context))
-            if not binding.last:
-                raise AccessError(f"stage {binding.stage} is not the last: it has no results")
-            queue = self.node.results
+            binding = self.node.binding_of(_stream_binding(context))
+            if not binding.place.last:
+                raise AccessError(f"stage {binding.place.stage} is not the last: it has no results")
             await context.send_initial_metadata(())
-            while isinstance(item := await queue.get(), bytes):
+            while isinstance(item := await binding.results.get(), bytes):
                 yield item
             raise item
         except ClusterError as error:
@@ -295,11 +299,15 @@ def make_server(node: WorkerNode) -> grpc.aio.Server:
     return server
 
 
-def _loaded(node: WorkerNode) -> pb.LoadedStage:
-    key = node.key
-    assert key is not None
+def _engine_and_link(node: WorkerNode) -> tuple[StageEngine | None, Link | None]:
+    binding = node.binding
+    return (binding.engine, binding.link) if binding is not None else (None, None)
+
+
+def _loaded(loaded: LoadedStage, epoch: int) -> pb.LoadedStage:
+    key = loaded.key
     return pb.LoadedStage(
-        epoch=node.epoch,
+        epoch=epoch,
         span=pb.Span(start=key.span.start, end=key.span.end),
         first=key.first,
         last=key.last,
@@ -307,7 +315,7 @@ def _loaded(node: WorkerNode) -> pb.LoadedStage:
         dtype=key.dtype,
         kv_bits=key.kv_bits,
         mtp=key.mtp,
-        weight_bytes=node.weight_bytes,
+        weight_bytes=loaded.weight_bytes,
     )
 
 

@@ -32,8 +32,9 @@ from tests.checkpoints import write_checkpoint
 from tests.hub import Hub
 from worker.fetch.head import RemoteHead
 from worker.fetch.remote import open_model
+from worker.identity import Identity
 from worker.local_model import LocalModels
-from worker.node import Identity, WorkerNode
+from worker.node import WorkerNode
 from worker.service import make_server
 
 REPO = "someone/some-model"

@@ -54,7 +54,7 @@ def main() -> None:
 
     with (
         patch.object(StageEngine, "process", faulty_process),
-        patch("worker.node.load_stage", faulty_load),
-        patch("worker.node.PART_SECONDS", PART_SECONDS),
+        patch("worker.loading.load_stage", faulty_load),
+        patch("worker.loading.PART_SECONDS", PART_SECONDS),
     ):
         cli.main()
