@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.view import Member, MemberState, Phase
+from coordinator.cluster.member import Member, MemberState
+from coordinator.cluster.view import Phase
 from coordinator.generation import GenerationLoop
 from coordinator.plan import StagePlan
 from coordinator.sequence import Sequence

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
+from coordinator.cluster.apply import apply
 from coordinator.cluster.decide import Action, GiveUp, Keep, Planner, Serve, ServeAlone, decide
-from coordinator.cluster.view import (
+from coordinator.cluster.events import (
     Draining,
     Ended,
     Event,
@@ -19,8 +20,6 @@ from coordinator.cluster.view import (
     Kept,
     Left,
     Lost,
-    Member,
-    Phase,
     PlanFailed,
     Refused,
     ReplanAsked,
@@ -28,9 +27,9 @@ from coordinator.cluster.view import (
     Serving,
     Starting,
     Tick,
-    View,
-    apply,
 )
+from coordinator.cluster.member import Member
+from coordinator.cluster.view import Phase, View
 from coordinator.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.view import Member, MemberState, Phase, View
+from coordinator.cluster.member import Member, MemberState
+from coordinator.cluster.view import Phase, View
 from coordinator.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 

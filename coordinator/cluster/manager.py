@@ -12,26 +12,25 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from coordinator.cluster.apply import apply
 from coordinator.cluster.background import Background
 from coordinator.cluster.decide import Action, GiveUp, Keep, Serve, ServeAlone, decide
-from coordinator.cluster.membership import Membership
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
-from coordinator.cluster.start import LoadState, PlanStart, StartError
-from coordinator.cluster.view import (
+from coordinator.cluster.events import (
     Ended,
     Event,
     Gathering,
     Kept,
-    Phase,
     PlanFailed,
     ReplanAsked,
     Serving,
     Starting,
     Tick,
-    View,
-    apply,
 )
+from coordinator.cluster.membership import Membership
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.start import LoadState, PlanStart, StartError
+from coordinator.cluster.view import Phase, View
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan
 from coordinator.remote import RemotePipeline

@@ -12,20 +12,11 @@ import time
 from collections.abc import Callable
 
 from coordinator.cluster.background import Background
+from coordinator.cluster.events import Draining, Event, Left, Lost, Refused, Seen, Tick
+from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import (
-    Draining,
-    Event,
-    Left,
-    Lost,
-    Member,
-    MemberState,
-    Refused,
-    Seen,
-    Tick,
-    View,
-)
+from coordinator.cluster.view import View
 from coordinator.discovery import Candidate, Discovery
 from coordinator.model_costs import REFERENCE_BANDWIDTH
 from coordinator.worker_client import DESCRIBE_SECONDS, WorkerClient

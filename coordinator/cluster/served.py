@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
-from coordinator.cluster.view import Member
+from coordinator.cluster.member import Member
 from coordinator.model_costs import model_costs
 from coordinator.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from coordinator.weights import WeightProvider

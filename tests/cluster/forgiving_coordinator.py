@@ -5,11 +5,11 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.cluster.view import FIRST_HOLD
+from coordinator.cluster.member import FIRST_HOLD
 from tests.cluster.task_count import answer_for_tasks
 
 
 def main() -> None:
     answer_for_tasks()
-    with patch("coordinator.cluster.view.LONGEST_HOLD", FIRST_HOLD / 2):
+    with patch("coordinator.cluster.member.LONGEST_HOLD", FIRST_HOLD / 2):
         cli.main()

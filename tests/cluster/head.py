@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import MemberState, Phase, Settings, View
+from coordinator.cluster.view import Phase, Settings, View
 from coordinator.cluster_status import LiveStatus
 from coordinator.generation import GenerationLoop
 from coordinator.pipeline import Pipeline

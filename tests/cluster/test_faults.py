@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.cluster.view import MemberState, Phase, Settings
+from coordinator.cluster.member import MemberState
+from coordinator.cluster.view import Phase, Settings
 from coordinator.request import GenerationRequest
 from proto.errors import NotReadyError
 from tests.checkpoints import write_checkpoint

@@ -7,21 +7,19 @@ from dataclasses import replace
 import pytest
 
 from coordinator.cluster.decide import Action, GiveUp, Keep, Planner, Serve, ServeAlone, decide
-from coordinator.cluster.view import (
+from coordinator.cluster.events import (
     Draining,
     Gathering,
     Left,
     Lost,
-    MemberState,
-    Phase,
     PlanFailed,
     ReplanAsked,
     Seen,
     Serving,
-    Settings,
     Tick,
-    View,
 )
+from coordinator.cluster.member import MemberState
+from coordinator.cluster.view import Phase, Settings, View
 from proto.errors import SpanError
 from tests.cluster_walk import Step, happen, planner_for, walk, worker
 

@@ -6,28 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.view import (
-    FIRST_HOLD,
-    LONGEST_HOLD,
-    STABLE_SECONDS,
+from coordinator.cluster.apply import apply
+from coordinator.cluster.events import (
     Draining,
     Ended,
     Event,
     Gathering,
     Lost,
-    Member,
-    MemberState,
-    Phase,
     PlanFailed,
     Refused,
     Seen,
     Serving,
-    Settings,
     Starting,
     Tick,
-    View,
-    apply,
 )
+from coordinator.cluster.member import FIRST_HOLD, LONGEST_HOLD, STABLE_SECONDS, Member, MemberState
+from coordinator.cluster.view import Phase, Settings, View
 from tests.cluster_walk import worker
 
 
