@@ -17,12 +17,12 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
     Raises UsageError for a bad URL, NotReadyError when nothing answers, AccessError when the key is refused,
     ProtocolError when something else answers.
     """
-    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
     kinds: dict[str, type[http.client.HTTPConnection]] = {
         "http": http.client.HTTPConnection,
         "https": http.client.HTTPSConnection,
     }
     try:
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         kind, host, port = kinds[parts.scheme], parts.hostname, parts.port
     except (KeyError, ValueError):
         raise UsageError(f"--url {url!r}: write it as in http://127.0.0.1:8080") from None

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ import typer
 from rich.console import Console
 
 from coordinator.cli.status import parse, render
+from mtp.controller import MtpMode
 from proto.errors import WorkerLostError
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
@@ -36,6 +38,14 @@ STOP_SECONDS = 15.0
 REPLY_SECONDS = 300.0
 
 
+@dataclass(frozen=True)
+class Program:
+    """One of our programs, running, and the file its JSON log goes to."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 def demo(
     workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes to start.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 120,
@@ -46,16 +56,17 @@ def demo(
 
     On a terminal it then offers a chat. Everything it started is stopped when it ends.
     """
-    console = Console(highlight=False)
+    MtpMode.parse(mtp)
+    console = Console(highlight=False, emoji=False)
     signal.signal(signal.SIGTERM, _leave)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         console.print(f"[dim]starting {workers} workers and a coordinator on loopback …[/dim]")
         names = [f"worker-{i + 1}" for i in range(workers)]
-        logs = [stack.enter_context(_worker(folder, name)) for name in names]
-        addresses = [_wait_for(log, "worker ready", "address") for log in logs]
-        log = stack.enter_context(_coordinator(folder, addresses, mtp))
-        url = _wait_for(log, "serving", "url")
+        started = [stack.enter_context(_worker(folder, name)) for name in names]
+        addresses = [_wait_for(program, "worker ready", "address") for program in started]
+        coordinator = stack.enter_context(_coordinator(folder, addresses, mtp))
+        url = _wait_for(coordinator, "serving", "url")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
         console.print(f"[dim]serving at {url}[/dim]\n")
         _complete(client, console, prompt, max_tokens)
@@ -70,24 +81,24 @@ def _leave(number: int, _: object) -> None:
 
 
 @contextmanager
-def _worker(folder: Path, name: str) -> Iterator[Path]:
+def _worker(folder: Path, name: str) -> Iterator[Program]:
     command = ["--listen", "127.0.0.1:0", "--name", name, "--model", "builtin", "--no-mdns"]
-    with _process(folder / f"{name}.log", "worker.cli", command) as log:
-        yield log
+    with _process(folder / f"{name}.log", "worker.cli", command) as program:
+        yield program
 
 
 @contextmanager
-def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Path]:
+def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Program]:
     command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
     for address in addresses:
         command += ["--worker", address]
-    with _process(folder / "coordinator.log", "coordinator.cli", command) as log:
-        yield log
+    with _process(folder / "coordinator.log", "coordinator.cli", command) as program:
+        yield program
 
 
 @contextmanager
-def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
-    """One of our programs, its JSON log in a file; stopped by its pid when the block ends."""
+def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
+    """One of our programs, stopped by its pid when the block ends."""
     start = f"from {module} import main; main()"
     noted: list[int] = []
     # A signal that comes while the process is being made would lose it: nobody could stop it then.
@@ -107,7 +118,7 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
             signal.signal(number, handler)
         for caught in noted[:1]:
             signal.raise_signal(caught)
-        yield log
+        yield Program(process, log)
     finally:
         process.terminate()
         try:
@@ -117,18 +128,26 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Path]:
             process.wait(STOP_SECONDS)
 
 
-def _wait_for(log: Path, message: str, field: str) -> str:
-    """`field` of the first record that says `message` and has it. Raises WorkerLostError when none comes in time."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        for line in log.read_text(errors="replace").splitlines():
+def _wait_for(program: Program, message: str, field: str) -> str:
+    """`field` of the first record that says `message` and has it.
+
+    Raises WorkerLostError when the program ends before, or does not say it in time.
+    """
+    name, deadline = program.log.stem, time.monotonic() + START_SECONDS
+    while True:
+        # Asked before the log is read: what a program says last is there once it has ended.
+        status, said = program.process.poll(), program.log.read_text(errors="replace")
+        for line in said.splitlines():
             record = _record(line)
             if record.get("message") == message and field in record:
                 return str(record[field])
+        if status is not None:
+            raise WorkerLostError(f"{name} ended with status {status}: {said[-500:].strip()}")
+        if time.monotonic() > deadline:
+            raise WorkerLostError(
+                f"{name} was not ready after {START_SECONDS:g} s; its log ends with: {said[-500:]}"
+            )
         time.sleep(0.1)
-    raise WorkerLostError(
-        f"{log.stem} was not ready after {START_SECONDS:g} s; its log ends with: {log.read_text()[-500:]}"
-    )
 
 
 def _record(line: str) -> dict[str, Any]:
@@ -143,7 +162,7 @@ def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: i
     """Stream one completion and say how fast it came."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **SAMPLING}
     body["stream_options"] = {"include_usage": True}
-    console.print(f"[bold]{prompt}[/bold]", end="", markup=True)
+    console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     started, first, usage = time.monotonic(), 0.0, None
     for event in _events(client, "/completions", body):
         usage = event.get("usage") or usage

@@ -45,7 +45,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    console = Console()
+    console = Console(emoji=False)
     console.print(_summary(model, facts))
     console.print(_node_table(facts))
     console.print(_COLOURS[checkup.works] + escape(checkup.verdict), soft_wrap=True)

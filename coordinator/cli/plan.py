@@ -217,7 +217,7 @@ async def _ask(
 
 
 def _print(model: str, facts: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(emoji=False)
     stages = facts["stages"]
     title = f"{escape(model)} on {len(stages)} node{'s' * (len(stages) > 1)}"
     table = Table(title=title, title_justify="left")

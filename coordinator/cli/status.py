@@ -50,7 +50,7 @@ def status(
         parse(reply)
         typer.echo(reply.decode())
         return
-    console = Console()
+    console = Console(emoji=False)
     if once or not sys.stdout.isatty():
         console.print(render(parse(fetch(url, api_key))))
         return

@@ -7,18 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
+from coordinator.cli import PROGRAM, app
+from proto import console
 from tests.cluster.processes import WITHOUT_TORCH
 
 DEMO_SECONDS = 180.0
 """Five processes import MLX: ten seconds on two idle cores, and minutes where others work."""
 
-PROMPT = "def add(left, right):"
+PROMPT = "def at(x, y): return x[i] + y[a:key:b] if x[/i] else"
+"""Brackets and colons that mean something to rich."""
 
 COMMAND = [
     sys.executable,
@@ -55,6 +59,47 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
+def words_of(processes: list[psutil.Process]) -> set[str]:
+    """Every word of their command lines."""
+    words: set[str] = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            words |= set(process.cmdline())
+    return words
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """`refused(status, *flags)`: the demo in this process, where Python ends at once; what it says on stderr."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'no Python today' >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(status: int, *flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            console.run(PROGRAM, lambda: app(["demo", *flags], prog_name=PROGRAM))
+        assert end.value.code == status
+        return capsys.readouterr().err
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_mode_that_is_none_is_told_before_anything_starts(refused: Callable[..., str]) -> None:
+    """Status 2, and what can be written."""
+    assert "--mtp 'banana': write auto" in refused(2, "--mtp", "banana")
+
+
+@pytest.mark.timeout(20)
+def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., str]) -> None:
+    """Status 1, and what it said last."""
+    assert "worker-1 ended with status 3: no Python today" in refused(1, "--workers", "1")
+
+
 @pytest.mark.timeout(DEMO_SECONDS + 20)
 def test_the_demo_from_start_to_end() -> None:
     """Three workers with a third of the layers each, text through HTTP, the share of drafts kept, the table of
@@ -82,10 +127,10 @@ def test_the_demo_from_start_to_end() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @pytest.mark.timeout(DEMO_SECONDS + 20)
 def test_the_demo_interrupted(number: signal.Signals) -> None:
-    """However it is ended, what it started ends with it."""
+    """However it is ended, what it started ends with it: here with worker and coordinator both under way."""
     with demo("--workers", "1", "--max-tokens", "4000") as process:
         deadline = time.monotonic() + DEMO_SECONDS
-        while len(started := descendants(process.pid)) < 2:
+        while not {"--listen", "serve"} <= words_of(started := descendants(process.pid)):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import typer
+from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
 from coordinator.api.context import ApiOptions
 from coordinator.cli import status as command
+from coordinator.status import ClusterStatus, NodeStatus
 from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
 from tests.api_client import ApiClient
 from tests.api_server import serving
@@ -43,6 +45,17 @@ def test_once_shows_the_cluster(url: str) -> None:
         assert part in done.output
 
 
+def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What means a style or an emoji to rich is part of a name, a reason or an IPv6 address."""
+    odd = NodeStatus("mac[/b]:key:", "[fe80::a:1]:7000", health="refused", detail="no [i] :key:")
+    cluster = ClusterStatus(ready=False, model="[/x]:key:", nodes=(odd,))
+    body = TypeAdapter(ClusterStatus).dump_json(cluster)
+    monkeypatch.setattr(command, "fetch", lambda url, key: body)
+    done = run("--once")
+    for part in (odd.name, "[fe80::a:1]:7000", odd.detail, cluster.model):
+        assert part in done.output
+
+
 def test_json_is_the_servers_own_object(url: str) -> None:
     """For scripts."""
     done = run("--url", url, "--api-key", KEY, "--json")
@@ -59,6 +72,6 @@ def test_what_goes_wrong_says_what_to_do(url: str) -> None:
         port = closed.getsockname()[1]
     with pytest.raises(NotReadyError, match="start mtp-coord serve"):
         command.fetch(f"http://127.0.0.1:{port}", None)
-    for wrong in ("ftp://x", "http://", "http://x:port"):
+    for wrong in ("ftp://x", "http://", "http://x:port", "http://x[/b]"):
         with pytest.raises(UsageError, match="--url"):
             command.fetch(wrong, None)
