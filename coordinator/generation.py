@@ -19,6 +19,7 @@ from coordinator.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.scheduler import Scheduler
 from coordinator.trace import log_frame
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
+from proto.frame import Frame
 
 log = logging.getLogger(__name__)
 
@@ -107,11 +108,7 @@ class GenerationLoop:
                 await self._find_pipeline()
                 continue
             try:
-                frame = await self.pipeline.receive()
-                now = self.clock()
-                settlement = self.scheduler.settle(frame, now)
-                self.meter.observe(frame, now)
-                log_frame(frame)
+                self._take(await self.pipeline.receive())
             except ClusterError as error:
                 await self._give_up(self.pipeline, error)
                 continue
@@ -119,11 +116,19 @@ class GenerationLoop:
                 log.exception("the generation loop failed")
                 self._fail_all("the server failed on one of the requests it was serving")
                 await self._give_up(self.pipeline, ClusterError(f"{type(error).__name__}: {error}"))
-                continue
-            self._failures = 0
-            # The stages first: they idle until they hear, and telling clients costs as much as a hop.
+
+    def _take(self, frame: Frame) -> None:
+        """A frame came back: hear what it says, send what follows, tell who waits."""
+        now = self.clock()
+        settlement = self.scheduler.settle(frame, now)
+        self.meter.observe(frame, now)
+        log_frame(frame)
+        self._failures = 0
+        # The stages first: they idle until they hear, and telling clients costs as much as a hop.
+        try:
             self._reject(settlement)
             self._pump()
+        finally:  # what is settled will not be told again
             self._deliver(settlement)
 
     async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
@@ -146,6 +151,10 @@ class GenerationLoop:
         except ClusterError as error:
             log.error("no plan can serve", extra={"error": str(error)})
             self._fail_all(error.public)
+            await asyncio.sleep(RETRY_SECONDS)
+        except Exception:  # a bug of ours: whoever waits must not wait for ever
+            log.exception("no plan could be had")
+            self._fail_all("the server failed while it looked for a plan")
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _adopt(self, pipeline: Pipeline) -> None:

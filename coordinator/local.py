@@ -7,10 +7,11 @@ fallback and the tests run on it; the frames, engines and answers are those of t
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 
@@ -19,17 +20,27 @@ from coordinator.model_costs import model_costs
 from coordinator.pipeline import Pipeline
 from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
-from proto.errors import ClusterError, WorkerLostError
+from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.span import Span
+from worker.allowance import Allowance
 from worker.engine import StageEngine
 from worker.hardware import default_memory_limit
+from worker.loading import part_seconds
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
+from worker.thread import EngineThread
 
-CLOSE_SECONDS = 10.0
-"""Longest wait for the thread to end: one prefill chunk on a slow machine."""
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 60.0
+"""For so long the engine may be late before its answers end with an error. Longer than a worker may: nobody else could
+go on with them, and a machine that swaps may still get there."""
+
+WATCH_SECONDS = 0.5
+
+STUCK = "the engine of this process has been stuck for"
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,19 @@ class LocalModel:
         context = self.checkpoint.config.max_positions
         return capacity(costs, [room], context, self.max_sequences, self.prefix_cache)
 
-    def load(self, on_progress: Callable[[int, int], None] | None = None) -> list[Stage]:
-        """The stages, in order. Runs on the thread that will compute with them."""
+    def load(
+        self, expect: Callable[[float], None], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Stage]:
+        """The stages, in order. Runs on the thread that will compute with them, whose watchdog `expect(seconds)` tells
+        what the next part may take."""
+        allowance = part_seconds(max(self.checkpoint.part_bytes().values()))
+        expect(allowance)
+
+        def report(done: int, total: int) -> None:
+            expect(allowance)
+            if on_progress is not None:
+                on_progress(done, total)
+
         last = len(self.spans) - 1
         return [
             Stage(
@@ -70,7 +92,7 @@ class LocalModel:
                     last=i == last,
                     dtype=self.dtype,
                     with_head=self.with_head,
-                    on_progress=on_progress,
+                    on_progress=report,
                 ),
                 self.kv_format,
             )
@@ -79,31 +101,88 @@ class LocalModel:
 
 
 class LocalPipeline:
-    """Implements `coordinator.pipeline.Pipeline` over stages on a thread of its own."""
+    """Implements `coordinator.pipeline.Pipeline` over stages on a thread of its own. Made on the event loop.
+
+    Raises MemoryLimitError, before anything is read, for a model that does not fit.
+    """
 
     def __init__(self, model: LocalModel, epoch: int = 1) -> None:
         self.epoch = epoch
         self.stages = len(model.spans)
         self.capacity = model.capacity()
+        self.thread = EngineThread()
         self._model = model
-        self._inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._outbox: asyncio.Queue[Frame | Exception] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._allowance = Allowance()
+        self._engines: list[StageEngine] = []
+        self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+        self._watchdog: asyncio.Task[ClusterError] | None = None
 
     async def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the stages. Raises what loading raises."""
-        self._on_progress = on_progress
-        self._thread.start()
-        await self._started
+        """Load the stages. Raises a ClusterError, whatever loading raised, and WorkerLostError when it gets stuck."""
+        load = asyncio.create_task(self.thread.call(partial(self._load, on_progress)))
+        self._watchdog = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({load, self._watchdog}, return_when=asyncio.FIRST_COMPLETED)
+            if not load.done():
+                raise self._watchdog.result()
+            await load
+        except BaseException as error:
+            load.cancel()
+            await self.close()
+            if isinstance(error, ClusterError) or not isinstance(error, Exception):
+                raise
+            raise _lost("the model could not be loaded", error) from error
+
+    def _load(self, on_progress: Callable[[int, int], None] | None) -> None:
+        """On the engine thread."""
+        stages = self._model.load(self.thread.expect, on_progress)
+        last = stages[-1]
+        verifier = Verifier(last.modules, last.kv_format)
+        self._engines = [
+            StageEngine(
+                stage,
+                epoch=self.epoch,
+                first=i == 0,
+                verifier=verifier if stage is last else None,
+            )
+            for i, stage in enumerate(stages)
+        ]
+
+    async def _watch(self) -> ClusterError:
+        """Fail when the engine has been stuck for too long."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if (stall := self.thread.stall) >= STUCK_SECONDS:
+                log.error("the engine of this process is stuck", extra={"seconds": stall})
+                error = WorkerLostError(f"{STUCK} {stall:.0f} s")
+                self.fail(error)
+                return error
 
     def send(self, frame: Frame) -> None:
-        self._inbox.put(frame)
+        self.thread.submit(partial(self._process, frame))
+
+    def _process(self, frame: Frame) -> None:
+        """On the engine thread."""
+        if not self._engines:
+            return  # an earlier frame has failed
+        started = time.monotonic()
+        self.thread.expect(self._allowance.seconds(frame))
+        try:
+            out = frame
+            for engine in self._engines:
+                out = engine.process(out)
+        except Exception as error:
+            self._engines = []
+            cluster_error = isinstance(error, ClusterError)
+            told = error if cluster_error else _lost("the engine failed", error)
+            self.thread.post(self._outbox.put_nowait, told)
+        else:
+            self._allowance.observe(frame, time.monotonic() - started)
+            self.thread.post(self._outbox.put_nowait, out)
 
     async def receive(self) -> Frame:
         result = await self._outbox.get()
-        if isinstance(result, Exception):
+        if isinstance(result, ClusterError):
             self._outbox.put_nowait(result)  # for every later call too
             raise result
         return result
@@ -118,51 +197,33 @@ class LocalPipeline:
         self._outbox.put_nowait(error)
 
     async def close(self) -> None:
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self.thread.submit(self._drop_engines)
+        await self.thread.close()
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-        finally:
-            # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
-            mx.clear_streams()
+    def _drop_engines(self) -> None:
+        """On the engine thread."""
+        self._engines = []
 
-    def _serve(self) -> None:
-        try:
-            stages = self._model.load(self._on_progress)
-        except Exception as error:
-            self._post(_set_exception, self._started, error)
-            return
-        last = stages[-1]
-        verifier = Verifier(last.modules, last.kv_format)
-        engines = [
-            StageEngine(
-                stage,
-                epoch=self.epoch,
-                first=i == 0,
-                verifier=verifier if stage is last else None,
-            )
-            for i, stage in enumerate(stages)
-        ]
-        self._post(_set_result, self._started)
-        while (frame := self._inbox.get()) is not None:
-            try:
-                for engine in engines:
-                    frame = engine.process(frame)
-            except ClusterError as error:
-                self._post(self._outbox.put_nowait, error)
-                return
-            except Exception as error:
-                lost = WorkerLostError(f"the engine failed: {type(error).__name__}: {error}")
-                lost.__cause__ = error
-                self._post(self._outbox.put_nowait, lost)
-                return
-            self._post(self._outbox.put_nowait, frame)
 
-    def _post(self, function: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
+class LocalPipelines:
+    """Makes the pipelines of this process, one after the other: two at once would need the memory twice."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self.model = model
+        self._last: LocalPipeline | None = None
+
+    async def make(
+        self, epoch: int, on_progress: Callable[[int, int], None] | None = None
+    ) -> LocalPipeline:
+        """A pipeline that is ready. Raises NotReadyError while an earlier one is stuck, and what starting raises."""
+        if self._last is not None and self._last.thread.alive:
+            stall = self._last.thread.stall
+            raise NotReadyError(f"{STUCK} {stall:.0f} s: wait, or restart mtp-coord")
+        pipeline = self._last = LocalPipeline(self.model, epoch)
+        await pipeline.start(on_progress)
+        return pipeline
 
 
 class LocalSource:
@@ -180,11 +241,7 @@ class LocalSource:
         """Nothing to find out: there is no other machine to leave out."""
 
 
-def _set_result(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _set_exception(future: asyncio.Future[None], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _lost(what: str, error: Exception) -> WorkerLostError:
+    lost = WorkerLostError(f"{what}: {type(error).__name__}: {error}")
+    lost.__cause__ = error
+    return lost

@@ -11,10 +11,8 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NoReturn
 
 import mlx.core as mx
@@ -27,9 +25,8 @@ from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.cluster_status import LiveStatus
 from coordinator.generation import GenerationLoop
-from coordinator.local import LocalModel, LocalPipeline, LocalSource
+from coordinator.local import LocalModel, LocalPipelines, LocalSource
 from coordinator.model_info import ModelInfo, generation_defaults
-from coordinator.pipeline import Pipeline
 from coordinator.scheduler import Limits, Scheduler
 from coordinator.session import mtp_in_force
 from coordinator.tokenizer import Tokenizer
@@ -92,13 +89,17 @@ async def serve(options: ServeOptions) -> None:
         prefill_chunk=options.prefill_chunk,
         step_tokens=options.step_tokens,
     )
-    alone = partial(_alone, checkpoint, options, with_head=mode.depth != 0)
+    local = _local_model(checkpoint, options, mode)
     async with AsyncExitStack() as stack:
         manager = None
         if options.single_node:
-            source: ClusterManager | LocalSource = LocalSource(alone)
+            if problem := _why_not_alone(local):
+                raise MemoryLimitError(problem)
+            source: ClusterManager | LocalSource = LocalSource(LocalPipelines(local).make)
         else:
-            source = manager = _manager(checkpoint, options, mode, alone)
+            name = f"{options.name}:{listener.getsockname()[1]}"
+            me = pb.Coordinator(id=secrets.token_hex(8), name=name)
+            source = manager = _manager(checkpoint, options, mode, me, local)
             stack.push_async_callback(manager.close)
             manager.start()
         loop = GenerationLoop(source, Scheduler(limits, Controller(mode)))
@@ -146,7 +147,8 @@ def _manager(
     checkpoint: Checkpoint,
     options: ServeOptions,
     mode: MtpMode,
-    alone: Callable[[int], Awaitable[Pipeline]],
+    me: pb.Coordinator,
+    local: LocalModel,
 ) -> ClusterManager:
     repo, revision = snapshot_of(checkpoint.path) or ("", "")
     served = ServedModel(
@@ -166,38 +168,41 @@ def _manager(
         prefix_cache=options.prefix_cache,
         share_weights=options.share_weights,
     )
-    settings = Settings(nodes=options.nodes or len(options.workers) or None, wait=options.wait)
-    me = pb.Coordinator(id=secrets.token_hex(8), name=options.name)
+    settings = Settings(
+        nodes=options.nodes or len(options.workers) or None,
+        wait=options.wait,
+        not_alone=_why_not_alone(local),
+    )
     manager_options = ManagerOptions(
         me, settings, options.workers, options.mdns, options.failure_timeout
     )
-    return ClusterManager(served, manager_options, alone)
+    return ClusterManager(served, manager_options, LocalPipelines(local).make)
 
 
-async def _alone(
-    checkpoint: Checkpoint, options: ServeOptions, epoch: int, *, with_head: bool
-) -> LocalPipeline:
-    """All stages in this process. Raises MemoryLimitError when the model does not fit."""
-    model = LocalModel(
+def _local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> LocalModel:
+    """All layers in this process."""
+    return LocalModel(
         checkpoint,
         [Span(0, checkpoint.config.num_layers)],
         getattr(mx, options.dtype) if options.dtype else None,
         KVFormat.of(checkpoint.config.head_dim, options.kv_bits),
-        with_head=with_head,
+        with_head=mode.depth != 0,
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
     )
+
+
+def _why_not_alone(model: LocalModel) -> str:
+    """Why this machine cannot serve the model without workers; nothing where it can. Reads headers only."""
     try:
-        pipeline = LocalPipeline(model, epoch)
+        model.capacity()
     except MemoryLimitError as error:
-        weights = format_size(sum(checkpoint.part_bytes().values()))
-        raise MemoryLimitError(
+        weights = format_size(sum(model.checkpoint.part_bytes().values()))
+        return (
             f"no worker serves, and the model ({weights}) does not fit into this machine: start mtp-worker on "
             f"other machines ({error})"
-        ) from error
-    await pipeline.start()
-    log.info("serving alone", extra={"epoch": epoch})
-    return pipeline
+        )
+    return ""
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import mlx.core as mx
 
 from coordinator.generation import GenerationLoop
-from coordinator.local import LocalModel, LocalPipeline, LocalSource
+from coordinator.local import LocalModel, LocalPipelines, LocalSource
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from coordinator.scheduler import Limits, Scheduler
@@ -62,13 +63,8 @@ async def local_generator(
         prefix_cache=prefix_cache,
     )
     limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
-
-    async def load(epoch: int) -> LocalPipeline:
-        pipeline = LocalPipeline(model, epoch)
-        await pipeline.start(on_progress)
-        return pipeline
-
-    loop = GenerationLoop(LocalSource(load), Scheduler(limits, Controller(mode)))
+    make = partial(LocalPipelines(model).make, on_progress=on_progress)
+    loop = GenerationLoop(LocalSource(make), Scheduler(limits, Controller(mode)))
     try:
         await loop.start()
         yield loop

@@ -20,6 +20,11 @@ SLOWEST_DISK = 50e6
 """Bytes a second of a slow network disk: with PART_SECONDS for one part of a load; longer without progress is stuck."""
 
 
+def part_seconds(largest: int) -> float:
+    """What one part of a load may take, the largest of which has so many bytes."""
+    return PART_SECONDS + largest / SLOWEST_DISK
+
+
 @dataclass(frozen=True)
 class LoadedStage:
     """A stage in memory: what it is, and the bytes of its weights as the files have them."""
@@ -54,7 +59,7 @@ def read_stage(
             f"worker {identity.name}: layers {key.span} weigh {weight_bytes:,} bytes, its memory limit "
             f"is {identity.memory_limit:,}"
         )
-    allowance = PART_SECONDS + max(sizes[part] for part in parts) / SLOWEST_DISK
+    allowance = part_seconds(max(sizes[part] for part in parts))
 
     def report(done: int, total: int) -> None:
         expect(allowance)

@@ -68,6 +68,11 @@ class EngineThread:
         return await future
 
     @property
+    def alive(self) -> bool:
+        """Whether it may still be at work, closed or not."""
+        return self._thread.is_alive()
+
+    @property
     def queued(self) -> int:
         return self._queue.qsize()
 

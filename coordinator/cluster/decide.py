@@ -101,13 +101,13 @@ def _better_plan(view: View, planner: Planner) -> Action | None:
 
 
 def _may_be_alone(view: View) -> bool:
-    return view.settings.local and not view.alone_problem
+    return not (view.settings.not_alone or view.alone_problem)
 
 
 def _why(view: View, problem: str) -> str:
     """Why there is no plan, for the person who waits for one: the last problem, and each worker's own."""
     workers = [_trouble(m, view.now) for _, m in sorted(view.members.items())]
-    found = [problem, view.alone_problem, *workers]
+    found = [problem, view.settings.not_alone, view.alone_problem, *workers]
     reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"
 

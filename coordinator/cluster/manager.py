@@ -203,7 +203,11 @@ class ClusterManager:
             pipeline = await self.alone(epoch)
         except ClusterError as error:
             self._happened(PlanFailed(epoch, str(error)))
+        except Exception as error:  # as in _serve
+            log.exception("this process could not serve alone")
+            self._happened(PlanFailed(epoch, f"{type(error).__name__}: {error}"))
         else:
+            log.info("serving alone", extra={"epoch": epoch})
             self._serves(pipeline)
 
     def _serves(self, pipeline: Pipeline) -> None:

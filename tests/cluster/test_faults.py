@@ -240,7 +240,7 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
 
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
-    impatient = Settings(nodes=2, wait=1.5, recovery_wait=3.0, local=False)
+    impatient = Settings(nodes=2, wait=1.5, recovery_wait=3.0, not_alone="it serves nothing alone here")
     async with running_head(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
         with pytest.raises(NotReadyError, match="serves coordinator first"):
@@ -282,7 +282,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
     """It disturbs nobody by coming; asked for, the next plan uses it, and the answers go on."""
     first, second = team.addresses
     team.proxies[1].refuse()
-    alone = Settings(nodes=1, wait=10.0, recovery_wait=20.0, local=False)
+    alone = Settings(nodes=1, wait=10.0, recovery_wait=20.0, not_alone="it serves nothing alone here")
     async with (
         running_head(toy, team.addresses, settings=alone) as head,
         load(head, wanted, requests()) as clients,
@@ -338,7 +338,7 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
 
 async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
     """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
-    settings = Settings(nodes=2, wait=10.0, recovery_wait=2.0, local=False)
+    settings = Settings(nodes=2, wait=10.0, recovery_wait=2.0, not_alone="it serves nothing alone here")
     async with (
         running_head(toy, team.addresses, settings=settings) as head,
         load(head, wanted, requests()) as clients,

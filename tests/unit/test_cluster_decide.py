@@ -24,7 +24,7 @@ from proto.errors import SpanError
 from tests.cluster_walk import Step, happen, planner_for, walk, worker
 
 PATIENT = Settings(nodes=2, wait=5.0, recovery_wait=30.0)
-REMOTE = replace(PATIENT, local=False)
+REMOTE = replace(PATIENT, not_alone="it serves nothing alone here")
 
 
 def serving(*addresses: str, planner: Planner, settings: Settings = PATIENT) -> View:
@@ -66,7 +66,7 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
                 assert member.held_until <= view.now
         case ServeAlone(epoch):
             assert epoch > before.epoch
-            assert view.settings.local
+            assert not view.settings.not_alone
             leaving = [m for m in view.members.values() if m.state is MemberState.DRAINING]
             assert leaving or before.waited + step.after >= 5.0
         case GiveUp(reason):

@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
+from coordinator.flight import Settlement
 from coordinator.generation import MOST_FAILURES, GenerationLoop
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
 from coordinator.scheduler import Limits, Scheduler
 from mtp.controller import Controller, MtpMode
 from proto.errors import ClusterError, StaleEpochError, WorkerLostError
+from proto.frame import Frame
 from tests.fake_last_stage import plain
 from tests.simulation import SimulatedPipeline, Timing, run_virtually
 
@@ -36,10 +38,25 @@ class Failing:
         self.lost += 1
 
 
+class Breaking(Failing):
+    """A source that gives one pipeline, which fails, and breaks down itself when it is asked for another."""
+
+    async def acquire(self) -> Pipeline:
+        if self.lost:
+            raise RuntimeError("out of memory")
+        return await super().acquire()
+
+
 async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
     """What the client of one request hears."""
-    scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))
-    loop = GenerationLoop(Failing(errors), scheduler, asyncio.get_running_loop().time)
+    return await heard(Failing(errors))
+
+
+async def heard(
+    source: PipelineSource, scheduler: Scheduler | None = None
+) -> list[GenerationEvent]:
+    scheduler = scheduler or Scheduler(Limits(100), Controller(MtpMode(1)))
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
     await loop.start()
     try:
         return [event async for event in loop.generate(GenerationRequest(PROMPT, 10))]
@@ -57,14 +74,61 @@ async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
 )
 def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
     """A few plans that fail, and any number that give way to others, change no token."""
-    heard = run_virtually(events(errors))
-    chunks = [event for event in heard if isinstance(event, TokenChunk)]
-    assert [token for chunk in chunks for token in chunk.tokens] == plain(PROMPT, 10)
+    found = run_virtually(events(errors))
+    assert told(found) == plain(PROMPT, 10)
 
 
 def test_a_request_that_no_plan_survives_ends() -> None:
     """It may be what kills them: its client hears an error, and the plans after it live."""
-    heard = run_virtually(events([WorkerLostError("gone")] * MOST_FAILURES))
-    (end,) = [event for event in heard if isinstance(event, Finished)]
+    found = run_virtually(events([WorkerLostError("gone")] * MOST_FAILURES))
+    (end,) = [event for event in found if isinstance(event, Finished)]
     assert end.reason == "error"
     assert "in a row" in (end.error or "")
+
+
+def test_a_source_that_breaks_down_ends_what_waits() -> None:
+    """With any error, not only those that are foreseen: nobody waits for ever for a plan that will not come."""
+    (end,) = run_virtually(heard(Breaking([WorkerLostError("gone")])))
+    assert isinstance(end, Finished)
+    assert end.reason == "error"
+
+
+class Careless(Scheduler):
+    """Breaks down once, on the frame after the first that came back."""
+
+    returned = 0
+
+    def settle(self, frame: Frame, now: float) -> Settlement:
+        self.returned += 1
+        return super().settle(frame, now)
+
+    def next_frame(self, now: float) -> Frame | None:
+        if self.returned == 1:
+            self.returned += 1
+            raise KeyError("a bug")
+        return super().next_frame(now)
+
+
+def test_a_loop_that_breaks_down_ends_what_waits_and_goes_on() -> None:
+    """A bug between hearing a frame and sending the next: what was heard is told, then the error."""
+
+    async def two() -> tuple[list[GenerationEvent], list[GenerationEvent]]:
+        scheduler = Careless(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        request = GenerationRequest(PROMPT, 10)
+        try:
+            first = [event async for event in loop.generate(request)]
+            return first, [event async for event in loop.generate(request)]
+        finally:
+            await loop.close()
+
+    first, second = run_virtually(two())
+    assert told(first) == plain(PROMPT, 10)[:1]
+    assert isinstance(first[-1], Finished)
+    assert first[-1].reason == "error"
+    assert told(second) == plain(PROMPT, 10)
+
+
+def told(found: list[GenerationEvent]) -> list[int]:
+    return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]

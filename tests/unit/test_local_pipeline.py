@@ -1,0 +1,104 @@
+"""The stages of this process on their thread: what fails, what gets stuck, what comes after it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from coordinator import local
+from coordinator.local import LocalModel, LocalPipelines
+from mtp.checkpoint.checkpoint import Checkpoint
+from proto.errors import NotReadyError, WorkerLostError
+from proto.frame import Admit, Frame
+from proto.segment import Segment
+from proto.span import Span
+from tests.checkpoints import write_checkpoint
+from worker.engine import StageEngine
+
+FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 4), sample=True),))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    path: Path = write_checkpoint(tmp_path_factory.mktemp("toy"))
+    checkpoint = Checkpoint.open(path)
+    return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Stuck after a moment, and not waited for at the end."""
+    with (
+        patch.object(local, "STUCK_SECONDS", 0.1),
+        patch.object(local, "WATCH_SECONDS", 0.02),
+        patch("worker.allowance.FIRST_SECONDS", 0.1),
+        patch("worker.thread.CLOSE_SECONDS", 0.1),
+    ):
+        yield
+
+
+async def test_a_stuck_engine_is_an_error(model: LocalModel, impatient: None) -> None:
+    """Whoever waits for a frame hears so. No second copy of the model is loaded beside the stuck one; once that
+    has ended, another serves."""
+    free = threading.Event()
+    pipelines = LocalPipelines(model)
+    pipeline = await pipelines.make(1)
+    with patch.object(StageEngine, "process", lambda self, frame: free.wait(30)):
+        pipeline.send(FRAME)
+        async with asyncio.timeout(20):
+            with pytest.raises(WorkerLostError, match="stuck"):
+                await pipeline.receive()
+        await pipeline.close()
+        with pytest.raises(NotReadyError, match="restart mtp-coord"):
+            await pipelines.make(2)
+        free.set()
+        while pipeline.thread.alive:
+            await pipeline.thread.close()
+    other = await pipelines.make(1)
+    other.send(FRAME)
+    async with asyncio.timeout(20):
+        assert (await other.receive()).outcomes[0].token is not None
+    await other.close()
+
+
+async def test_a_stuck_load_is_an_error(model: LocalModel, impatient: None) -> None:
+    """A disk that never answers: the wait for it ends."""
+    free = threading.Event()
+    with (
+        patch.object(local, "load_stage", lambda *_, **__: free.wait(30)),
+        patch("worker.loading.PART_SECONDS", 0.1),
+    ):
+        async with asyncio.timeout(20):
+            with pytest.raises(WorkerLostError, match="stuck"):
+                await LocalPipelines(model).make(1)
+        free.set()
+
+
+async def test_whatever_loading_raises_is_told(model: LocalModel) -> None:
+    """MLX raises RuntimeError when memory runs out: that too is an error those who wait for a plan understand."""
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with (
+        patch.object(local, "load_stage", out_of_memory),
+        pytest.raises(WorkerLostError, match=r"could not be loaded.*Unable to allocate"),
+    ):
+        await LocalPipelines(model).make(1)
+
+
+async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
+    """And runs nothing that follows."""
+    pipeline = await LocalPipelines(model).make(1)
+    pipeline.send(Frame(1, 5, segments=FRAME.segments))
+    pipeline.send(FRAME)
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            with pytest.raises(Exception, match="frame 5"):
+                await pipeline.receive()
+    await pipeline.close()
