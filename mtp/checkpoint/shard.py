@@ -183,6 +183,11 @@ class ShardWriter:
 
 
 def replace_text(path: Path, text: str) -> None:
+    """As `replace_bytes`, in UTF-8."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
     """Write a small file so that it has its old content or the new, and nothing between, whoever else writes it.
 
     Raises CheckpointError when it cannot be written.
@@ -191,8 +196,8 @@ def replace_text(path: Path, text: str) -> None:
         file, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
         part = Path(name)
         try:
-            with open(file, "w", encoding="utf-8") as stream:
-                stream.write(text)
+            with open(file, "wb") as stream:
+                stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
             part.chmod(0o644)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.checkpoint.checkpoint import INDEX
-from mtp.checkpoint.shard import ShardWriter, replace_text
+from mtp.checkpoint.shard import ShardWriter, replace_bytes, replace_text
 from mtp.convert.weights import Group
 from proto.errors import CheckpointError
 from proto.size import format_size
@@ -109,4 +109,4 @@ def copy_beside(source: Path, path: Path) -> None:
     for pattern in _BESIDE:
         for file in source.glob(pattern):
             if not any(file.match(name) for name in _NOT_BESIDE):
-                replace_text(path / file.name, file.read_text(encoding="utf-8"))
+                replace_bytes(path / file.name, file.read_bytes())

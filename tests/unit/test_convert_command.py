@@ -11,6 +11,7 @@ import pytest
 from coordinator.cli import load_command
 from mtp.checkpoint.checkpoint import Checkpoint
 from proto.errors import CheckpointError, UsageError
+from tests.checkpoints import write_checkpoint
 from tests.conftest import Checkpoints
 
 
@@ -33,6 +34,16 @@ def test_mlx_lms_own_flags(
     said = capsys.readouterr().out
     assert "MTP head: kept" in said
     assert "M1" in said
+
+
+def test_what_a_tokenizer_is_made_of_is_copied_as_it_is(tmp_path: Path) -> None:
+    """A sentencepiece model is no text, and line ends are none of ours."""
+    source, out = write_checkpoint(tmp_path / "raw"), tmp_path / "out"
+    files = {"tokenizer.model": b"\x0a\xff\xfe\r\n", "merges.txt": b"a b\r\nc d\n"}
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    command("--hf-path", source, "--mlx-path", out)
+    assert {name: (out / name).read_bytes() for name in files} == files
 
 
 def test_a_source_without_a_head_is_told(
