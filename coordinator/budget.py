@@ -25,6 +25,10 @@ FEWEST_TOKENS = 256
 DEFAULT_SEQUENCES = 16
 """Served at once when nobody says otherwise; more wait in the queue."""
 
+QUEUED_A_SEQUENCE = 16
+FEWEST_QUEUED, MOST_QUEUED = 16, 256
+"""Requests that may wait for each one that is served, and in all, unless the user says how many."""
+
 MOST_RESERVED = 256 * 2**20
 LEAST_RESERVED = 16 * 2**20
 """Kept free on every stage for activations: a 512-token chunk of a 27B model needs about 100 MB."""
@@ -64,6 +68,11 @@ class Capacity:
     prefix_bytes: int
     token_bytes: int = 0
     state_bytes: int = 0
+
+    @property
+    def queue(self) -> int:
+        """Requests that may wait: more would wait longer than clients do."""
+        return min(MOST_QUEUED, max(FEWEST_QUEUED, QUEUED_A_SEQUENCE * self.sequences))
 
     def entry_bytes(self, tokens: int) -> int:
         """Of a prefix entry of so many tokens, on the stage where it is largest; no less than it will be."""

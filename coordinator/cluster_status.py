@@ -34,7 +34,7 @@ class LiveStatus:
             running=len(running),
             running_limit=scheduler.capacity.sequences,
             waiting=len(scheduler.waiting),
-            waiting_limit=scheduler.limits.queue,
+            waiting_limit=scheduler.queue_limit,
             kv_tokens=sum(s.capacity for s in running),
             kv_limit=scheduler.capacity.kv_tokens,
             tokens_per_second=meter.tokens_per_second(now),

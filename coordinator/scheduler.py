@@ -54,13 +54,13 @@ SMALLEST_CHUNK = 128
 class Limits:
     """What the user allows. `context` and `vocab` are the model's.
 
-    A prompt is cut into chunks of at most `prefill_chunk` tokens; chunks of several prompts share a frame up to
-    `step_tokens`.
+    `queue` requests may wait, None for as many as suit the plan. A prompt is cut into chunks of at most
+    `prefill_chunk` tokens; chunks of several prompts share a frame up to `step_tokens`.
     """
 
     context: int
     vocab: int = 2**31
-    queue: int = 256
+    queue: int | None = None
     prefill_chunk: int = 512
     step_tokens: int = 2048
 
@@ -120,10 +120,15 @@ class Scheduler:
 
     # ---- requests
 
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait: as many as the user says, or as the present plan is good for."""
+        return self.capacity.queue if self.limits.queue is None else self.limits.queue
+
     def submit(self, request: GenerationRequest, now: float) -> Sequence:
         """Queue a request. Raises RequestError when it can never be served, CapacityError when the queue is full."""
         check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
-        if len(self.waiting) >= self.limits.queue:
+        if len(self.waiting) >= self.queue_limit:
             raise CapacityError(
                 f"{len(self.waiting)} requests are waiting already, the queue takes no more",
                 retry_after=1.0 + len(self.waiting) / max(1, self.capacity.sequences),

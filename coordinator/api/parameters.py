@@ -73,9 +73,10 @@ def requests_of(
     Raises RequestError, naming the field, for what can never be served.
     """
     count = body.n or 1
-    if len(prompts) * count > MAX_CHOICES:
+    most = _most_choices(api)
+    if len(prompts) * count > most:
         raise RequestError(
-            f"{len(prompts)} prompts with n {count} are more than {MAX_CHOICES} choices", param="n"
+            f"{len(prompts)} prompts with n {count} are more than {most} choices", param="n"
         )
     params = _sampling(api, body, logprobs)
     seed = body.seed if body.seed is not None else secrets.randbits(64)
@@ -93,6 +94,14 @@ def requests_of(
                 )
             )
     return requests
+
+
+def _most_choices(api: Api) -> int:
+    """Of one request: no more than may run and wait, or an idle server would be too full for it."""
+    status = api.status.status()
+    if not status.running_limit or status.waiting_limit is None:
+        return MAX_CHOICES
+    return min(MAX_CHOICES, status.running_limit + status.waiting_limit)
 
 
 def check_prompt(api: Api, prompt: Sequence[int]) -> tuple[int, ...]:

@@ -288,7 +288,9 @@ def test_the_shortest_requests(url: str, tokenizer: Tokenizer) -> None:
 def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
     """What does not run waits; what cannot wait is told when to come back; nothing of it is left behind."""
     limit = httpx.get(f"{url}/status").json()["waiting_limit"]
-    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "n": 120}
+    assert limit == 16 * SEQUENCES
+    half = limit // 2
+    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "n": half}
 
     async def scene() -> httpx.Response:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -297,19 +299,20 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
             ]
             for _ in range(400):
                 status = (await client.get("/status")).json()
-                if status["waiting"] == 2 * 120 - SEQUENCES:
+                if status["waiting"] == limit - SEQUENCES:
                     break
                 await asyncio.sleep(0.05)
             assert status["running"] == status["running_limit"] == SEQUENCES
             refused = await client.post("/v1/completions", json=body)
             after = (await client.get("/status")).json()["waiting"]
-            assert after <= 2 * 120 - SEQUENCES  # none of the refused request's stayed
+            assert after <= limit - SEQUENCES  # none of the refused request's stayed
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             return refused
 
-    assert limit < 3 * 120 - SEQUENCES
+    never = httpx.post(f"{url}/v1/completions", json={**body, "n": limit + SEQUENCES + 1})
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
     refused = asyncio.run(scene())
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "server_full"

@@ -231,6 +231,18 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert all(drive.finished(i).reason == "length" for i in ids)
 
 
+@pytest.mark.parametrize(("sequences", "waiting"), [(1, 16), (3, 48), (16, 256), (40, 256)])
+def test_the_queue_is_as_long_as_suits_the_plan(sequences: int, waiting: int) -> None:
+    """Unless the user says otherwise 16 for each sequence that fits, from 16 to 256; another plan, another queue."""
+    drive = Drive(room=replace(ROOM, sequences=2, kv_tokens=10**6))
+    assert drive.scheduler.queue_limit == 32
+    drive.new_plan(drive.stage, room=replace(ROOM, sequences=sequences, kv_tokens=10**6))
+    for _ in range(waiting):
+        drive.submit()
+    with pytest.raises(CapacityError):
+        drive.submit()
+
+
 @pytest.mark.parametrize("wrong", ["number", "outcomes"])
 def test_a_frame_out_of_order_is_refused(wrong: str) -> None:
     """Frames come back in the order they left, whole."""
