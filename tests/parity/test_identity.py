@@ -71,6 +71,10 @@ def accepted(found: Sequence[Answered]) -> int:
     return sum(answer.stats.accepted for answer in found)
 
 
+def drafted(found: Sequence[Answered]) -> int:
+    return sum(answer.stats.drafted for answer in found)
+
+
 # ---- part of the study, for every run of the tests
 
 FEW = (PROMPTS[1], PROMPTS[19])
@@ -164,11 +168,16 @@ def all_expected() -> list[Answered]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("mtp", ["off", "1", "2", "3"])
+@pytest.mark.parametrize(
+    ("mtp", "stages"),
+    [(mtp, n) for mtp in ("off", "1", "2", "3") for n in (1, 2, 4) if (mtp, n) != ("off", 1)],
+)
 def test_all_answers_are_one(all_expected: list[Answered], mtp: str, stages: int) -> None:
-    """The issue's own measure: MTP off and depths 1 to 3, on 1, 2 and 4 stages, give identical tokens."""
-    check_same(answers(requests(PROMPTS, 200), mtp, stages), all_expected)
+    """MTP off and depths 1 to 3, on 1, 2 and 4 stages, give the tokens of MTP off on one stage; half the drafts or more
+    are right, so there was something to get wrong."""
+    found = answers(requests(PROMPTS, 200), mtp, stages)
+    check_same(found, all_expected)
+    assert mtp == "off" or accepted(found) > drafted(found) / 2
 
 
 @pytest.mark.slow
@@ -180,4 +189,5 @@ def test_all_answers_are_one_with_every_stage_at_work(
     """The same one answer at a time, with a window in flight for every stage."""
     found = answers(requests(PROMPTS, 200), "filled", stages, one_by_one=True)
     check_same(found, all_expected)
-    print(accepted(found), "of", sum(answer.stats.drafted for answer in found))
+    assert accepted(found) > drafted(found) / 2
+    print(accepted(found), "of", drafted(found))

@@ -138,7 +138,7 @@ def test_raw_and_converted_heads_are_equal(checkpoints: Checkpoints, moe: bool) 
     assert mx.array_equal(head["mtp.fc.weight"], stored["mtp.fc.weight"])
 
 
-def test_a_quantized_head_is_quantized_asread_tensors(checkpoints: Checkpoints) -> None:
+def test_a_quantized_head_is_quantized_as_stored(checkpoints: Checkpoints) -> None:
     """Layer at the model's bits, router and shared gate at 8, `fc` not at all."""
     head = _whole(checkpoints(layout="mlx", quantize=4, moe=True)).head
     assert head is not None
@@ -268,7 +268,8 @@ for path, dtype in json.loads(sys.argv[1]):
 def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
     """2 of 8 layers: bytes read are the span's and headers; memory's peak is the span and one tensor in making.
 
-    Raw, cast while loading, experts stacked while loading, quantized.
+    Raw, cast while loading, experts stacked while loading, quantized. A small checkpoint of each kind goes first: what
+    Python imports for a first load is read in the same process.
     """
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({}, None),
@@ -277,14 +278,17 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
         ({"moe": True}, None),
         ({"layout": "mlx", "quantize": 4}, None),
     ]
-    paths = [
-        write_checkpoint(tmp_path / str(number), hidden=256, shards=2, mtp=False, **options)
-        for number, (options, _) in enumerate(cases)
+    common = {"shards": 2, "mtp": False}
+    jobs = [
+        (str(write_checkpoint(tmp_path / f"{hidden}-{i}", hidden=hidden, **common, **kind)), dtype)
+        for hidden in (64, 256)
+        for i, (kind, dtype) in enumerate(cases)
     ]
-    jobs = [(str(path), dtype) for path, (_, dtype) in zip(paths, cases, strict=True)]
     command = [sys.executable, "-c", _MEASURE, json.dumps(jobs)]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    for line in output.splitlines():
+    lines = output.splitlines()[len(cases) :]
+    assert len(lines) == len(cases)
+    for line in lines:
         read, peak, kept, span, total, largest = map(int, line.split())
         assert span < 0.26 * total
         assert read <= span + 100_000

@@ -16,6 +16,7 @@ from shutil import which
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -131,10 +132,13 @@ def test_every_library_we_import_is_declared() -> None:
 
 
 def test_runtime_dependencies_are_bounded_ranges() -> None:
-    """A lower bound on each, so that an old installation is noticed; an upper one on MLX and mlx-lm's minor."""
+    """A lower and an upper bound on each; on MLX and mlx-lm within one minor version, whose layers and names are ours."""
     runtime = [Requirement(text) for text in PROJECT["dependencies"]]
-    assert [r.name for r in runtime if ">=" not in str(r.specifier)] == []
-    assert "<0.33" in str(next(r for r in runtime if r.name == "mlx-lm").specifier)
+    bounds = {r.name: {part.operator: part.version for part in r.specifier} for r in runtime}
+    assert {name for name, found in bounds.items() if found.keys() != {">=", "<"}} == set()
+    for name in ("mlx", "mlx-lm"):
+        lower, upper = (Version(bounds[name][operator]) for operator in (">=", "<"))
+        assert (upper.release, lower.major) == ((lower.major, lower.minor + 1), upper.major)
 
 
 def test_mlx_comes_with_the_backend_of_the_platform() -> None:
