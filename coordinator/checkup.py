@@ -17,6 +17,7 @@ from coordinator.session import local_generator
 from coordinator.tokenizer import Tokenizer
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.health import Norms, head_norms, with_other_norms
+from mtp.checkpoint.parts import missing_from_backbone
 from mtp.checkpoint.resolve import snapshot_of
 from mtp.controller import MtpMode
 from proto.errors import ClusterError
@@ -88,6 +89,8 @@ class Checkup:
 
 def check(checkpoint: Checkpoint, *, trial: bool, on_progress: Progress) -> Checkup:
     """Look at the head and, if asked to and this machine can hold the model, try it. `on_progress` hears of loading."""
+    if missing := missing_from_backbone(checkpoint):
+        return Checkup(False, f"nothing of this checkpoint will run: {checkpoint.lacks(missing)}")
     if not checkpoint.mtp.present:
         return Checkup(False, f"head missing. {_remedy(checkpoint, replace=False)}")
     if not checkpoint.mtp.complete:

@@ -46,6 +46,7 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
         raise AccessError(f"{url} wants an API key: give one with --api-key or MTP_API_KEY")
     if response.status != expected:
         raise ProtocolError(
-            f"{url} answered {response.status}: is it an mtp-coord serve with workers, of this release?"
+            f"{url} answered {response.status}: give the --url of an mtp-coord serve with workers, of this "
+            "release"
         )
     return body

@@ -19,6 +19,7 @@ from coordinator.model_costs import model_costs
 from coordinator.partition import Objective
 from coordinator.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.parts import missing_from_backbone
 from mtp.checkpoint.resolve import resolve_model
 from proto.errors import NotReadyError, UsageError
 from proto.size import format_size, parse_size
@@ -102,6 +103,8 @@ def plan(
     if not specs:
         reasons = "; ".join(refused.values()) or "name machines with --node or --nodes"
         raise NotReadyError(f"no worker to plan for: {reasons}")
+    if missing := missing_from_backbone(checkpoint):
+        raise checkpoint.lacks(missing)
     facts = answer(checkpoint, specs, question)
     facts["refused"] = refused
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,8 @@ from mtp.checkpoint.header import Header, TensorInfo, read_header
 from mtp.checkpoint.names import (
     Layout,
     Source,
+    few,
+    fused_name,
     is_head,
     local_name,
     module_path,
@@ -112,6 +115,23 @@ class Checkpoint:
         needed = (name for source in self.plans[part].values() for name in source.stored)
         return tuple(name for name in needed if name not in self.tensors)
 
+    def stored_name(self, local: str) -> str:
+        """What this checkpoint would call a tensor it lacks, going by the names of those it has."""
+        known = next((n for n in self.tensors if (local_name(n) or "").startswith("layers.")), "")
+        prefix = known.removesuffix(local_name(known) or "")
+        if local.startswith(("mtp.", "lm_head.")):
+            prefix = "language_model." if prefix == "language_model.model." else ""
+        return prefix + (fused_name(local) if self.layout == "raw" else local)
+
+    def lacks(self, missing: Sequence[str]) -> CheckpointError:
+        """The error that says that tensors are not there, by their stored names."""
+        index, files = self.path / INDEX, {info.file for info in self.tensors.values()}
+        place = index if index.exists() else files.pop() if len(files) == 1 else self.path
+        what = f"tensors {few(missing)} are" if len(missing) > 1 else f"tensor {missing[0]} is"
+        return CheckpointError(
+            f"{place}: {what} missing; download the checkpoint again, or convert it again"
+        )
+
     def part_bytes(self) -> dict[str, int]:
         """Bytes on disk by part: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
         return {
@@ -183,7 +203,7 @@ def _read_headers(path: Path) -> dict[Path, Header]:
     index = path / INDEX
     if not index.exists():
         if not found:
-            raise CheckpointError(f"{path}: no *.safetensors files; is the download complete?")
+            raise CheckpointError(f"{path}: no *.safetensors files; download the checkpoint again")
         return {file: read_header(file) for file in found}
     weight_map = weight_map_of(index)
     headers = {}

@@ -185,8 +185,8 @@ class _Reader:
         if types is not None and types != [_type_of(kind) for kind in kinds]:
             raise self._error(
                 f"layer_types is not linear attention with full attention every {interval}th of "
-                f"{layers} layers; mlx-lm cannot build another pattern. Was full_attention_interval "
-                "left out or num_hidden_layers edited?"
+                f"{layers} layers; mlx-lm cannot build another pattern. Download config.json "
+                "again, if full_attention_interval was left out or num_hidden_layers edited"
             )
         return tuple(kinds)
 
@@ -237,7 +237,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file; is {file.parent} a checkpoint?") from None
+        raise CheckpointError(f"{file}: no such file; give the directory of a checkpoint") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -68,7 +68,8 @@ def header_bytes(file: Path, prefix: bytes, size: int) -> int:
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{file}: is no safetensors file (a header of {length} bytes); is it a Git LFS pointer?"
+            f"{file}: is no safetensors file (a header of {length} bytes), but perhaps a Git LFS pointer: "
+            "fetch it with git lfs pull or hf download"
         )
     if _LENGTH.size + length > size:
         raise _truncated(file, _LENGTH.size + length, size)

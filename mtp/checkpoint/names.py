@@ -8,7 +8,7 @@ every parameter, which stored tensors it is made of and how (MTP_HEAD.md lists t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +33,10 @@ _SHIFTED_NORM = re.compile(
 """RMSNorms whose raw weight is an offset from 1, by the end of the name; `linear_attn.norm` is not one."""
 
 _EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
+_SWITCH = re.compile(r"\bswitch_mlp\.(gate|up|down)_proj\.weight$")
 _FUSED = re.compile(r"(.*\bmlp)\.experts\.(gate_up|down)_proj")
+
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,19 @@ def module_path(part: str, within: str) -> str:
     """The local name of a module or parameter of a part; inverse of `split_part`."""
     ends = {part: head for head, part in _ENDS.items()}
     return f"{ends.get(part, part)}.{within}".removesuffix(".")
+
+
+def fused_name(local: str) -> str:
+    """What a raw checkpoint stores in place of an expert's parameter: all experts in one tensor."""
+    return _SWITCH.sub(
+        lambda found: "experts.down_proj" if found[1] == "down" else "experts.gate_up_proj", local
+    )
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of `names`, for a message: fifteen would hide what to do about them."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def plan_part(

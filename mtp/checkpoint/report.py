@@ -11,6 +11,7 @@ from mlx_lm.models.qwen3_5 import TextModel
 
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.names import local_name, module_path
+from mtp.checkpoint.parts import missing_from_backbone
 from mtp.head import MTPHead
 from proto.span import Span
 
@@ -19,6 +20,7 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
     """The object `mtp-coord inspect --json` prints, with one entry in `nodes` a span. Sizes are bytes on disk.
 
     `norms` says whether RMSNorm weights are stored as offsets from 1 ("raw") or as they are used ("shifted").
+    `missing_tensors` are those without which the model cannot be loaded; the head's own are under `mtp`.
     """
     config = checkpoint.config
     return {
@@ -40,6 +42,7 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
             "missing": list(checkpoint.mtp.missing),
         },
         "unknown_tensors": list(checkpoint.unknown),
+        "missing_tensors": list(missing_from_backbone(checkpoint)),
         "nodes": _nodes(checkpoint, spans),
     }
 

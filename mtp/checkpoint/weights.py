@@ -12,11 +12,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.checkpoint.names import How, Source
+from mtp.checkpoint.names import How, Source, few
+from mtp.checkpoint.parts import check_types
 from proto.errors import CheckpointError
 
 _NEVER_CAST = ("A_log", "global_scale")
 """Parameters computed with in fp32 whatever the model's dtype; both are stored so."""
+
+_UNREAD = ("F64", "F8_E5M2")
+"""Types whose presence keeps MLX from reading any tensor of a file."""
 
 _Files = dict[Path, dict[str, mx.array]]
 
@@ -27,12 +31,11 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
     Floating ones are cast to `dtype` (None: as stored), quantization scales and biases among them, as
     mlx-lm's converter does; A_log is not. Only files that hold the part's tensors are opened.
 
-    Raises CheckpointError when a tensor the part needs is not in the checkpoint.
+    Raises CheckpointError when a tensor the part needs is not in the checkpoint, or in a type it cannot have.
     """
     if missing := checkpoint.missing_sources(part):
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {missing[0]} is missing; {_and_more(missing)}"
-        )
+        raise checkpoint.lacks(missing)
+    check_types(checkpoint, part)
     files: _Files = {}
     weights = {}
     for name, source in checkpoint.plans[part].items():
@@ -40,11 +43,6 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
         made = mx.stack(stored) if source.how == "stack" else _make(checkpoint, source, stored[0])
         weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
     return weights
-
-
-def _and_more(missing: tuple[str, ...]) -> str:
-    more = f"and {len(missing) - 1} more are; " if len(missing) > 1 else ""
-    return f"{more}download the checkpoint again, or convert it again"
 
 
 def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
@@ -63,7 +61,13 @@ def _load(checkpoint: Checkpoint, name: str, files: _Files) -> mx.array:
         try:
             loaded = mx.load(str(file))
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
+            others = [
+                n for n, i in checkpoint.tensors.items() if i.file == file and i.dtype in _UNREAD
+            ]
+            raise CheckpointError(
+                f"{file}: MLX cannot read {few(others) or 'it'}: {error}; take the checkpoint as Qwen publishes "
+                "it, or convert it again"
+            ) from error
         assert isinstance(loaded, dict)
         files[file] = loaded
     return files[file][name]

@@ -19,6 +19,7 @@ from mlx_lm.models.qwen3_5 import TextModel
 
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.names import module_path
+from mtp.checkpoint.parts import missing_from_backbone
 from mtp.checkpoint.shard import Entry
 from mtp.checkpoint.weights import read_part
 from mtp.convert.settings import Settings
@@ -71,8 +72,10 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> Converted:
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
-            f"({len(checkpoint.unknown)} such); is config.json of another checkpoint?"
+            f"({len(checkpoint.unknown)} such): config.json is of another checkpoint; download both again"
         )
+    if missing := missing_from_backbone(checkpoint):
+        raise checkpoint.lacks(missing)
     with_head = checkpoint.mtp.complete
     model = nn.Module()
     model.language_model = TextModel(config.text_args())

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from coordinator.cli import app
 from coordinator.cli.plan import given_nodes, parse_node
 from coordinator.plan import NodeSpec
-from proto.errors import MemoryLimitError, NotReadyError, SpanError, UsageError
+from proto.errors import CheckpointError, MemoryLimitError, NotReadyError, SpanError, UsageError
 from proto.span import Span
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import without, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,17 @@ def test_no_plan_is_an_error_that_says_why(model: Path) -> None:
         run(str(model), "--node", "a=1GB,layers=0-3")
     with pytest.raises(NotReadyError, match="--node or --nodes"):
         run(str(model))
+
+
+def test_a_model_that_is_not_whole_has_no_plan(tmp_path: Path) -> None:
+    """Nobody could load it: the tensor and its file are named, and the exit status is 2."""
+    gone = "model.language_model.layers.1.mlp.up_proj.weight"
+    path = without(write_checkpoint(tmp_path), gone)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors: tensor {gone} is missing; download"
+    ):
+        run(str(path), "--node", "a=1GB")
+    assert CheckpointError.exit_code == 2
 
 
 def test_a_node_is_read_as_written() -> None:

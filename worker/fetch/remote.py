@@ -68,7 +68,7 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
 def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
     content = hub.read(file)
     if content is None:
-        raise CheckpointError(f"{hub.repo}: has no {file}; is it a checkpoint?")
+        raise CheckpointError(f"{hub.repo}: has no {file}; give a repo that holds a checkpoint")
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from mlx_lm.utils import infer_quant_config
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.config import ModelConfig
 from mtp.checkpoint.names import module_path
+from mtp.checkpoint.parts import check_types, missing_tensors, part_module
 from mtp.checkpoint.weights import read_part
 from mtp.head import MTPHead
 from proto.errors import CheckpointError, UsageError
@@ -61,7 +62,7 @@ def load_stage(
 ) -> StageModules:
     """Load the layers of `span` and the ends this stage owns; `dtype` None keeps what is stored.
 
-    Names and shapes of the whole stage are checked before the first weight is read; then part by part is
+    Names, shapes and types of the whole stage are checked before the first weight is read; then part by part is
     read, so peak memory stays near the stage's own. Without the head's tensors the head is None and
     `checkpoint.mtp` says what is missing.
 
@@ -71,8 +72,13 @@ def load_stage(
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
-            f"no part of this model ({len(checkpoint.unknown)} such); is config.json of another checkpoint?"
+            f"no part of this model ({len(checkpoint.unknown)} such): config.json is of another checkpoint; "
+            "download both again"
         )
+    if missing := missing_tensors(checkpoint, parts):
+        raise checkpoint.lacks(missing)
+    for part in parts:
+        check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
     _read(checkpoint, modules, on_progress)
     return StageModules(
@@ -106,27 +112,11 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: Progress
 def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> nn.Module:
     """A part's module, quantized as its tensors are, holding lazy weights."""
     weights = read_part(checkpoint, part, dtype)
-    module = _quantize(checkpoint, part, _skeleton(checkpoint.config, part), weights)
+    module = _quantize(checkpoint, part, part_module(checkpoint.config, part), weights)
     _check(checkpoint, part, module, weights)
     _check_experts(part, module, weights)
     module.load_weights(list(weights.items()))
     return module.eval()
-
-
-def _skeleton(config: ModelConfig, part: str) -> nn.Module:
-    """The unquantized module of a part. Its random weights are lazy and never computed."""
-    args = config.text_args()
-    match part.partition("."):
-        case "embed", _, _:
-            return nn.Embedding(args.vocab_size, args.hidden_size)
-        case "norm", _, _:
-            return nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-        case "lm_head", _, _:
-            return nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-        case "mtp", _, _:
-            return MTPHead(args)
-        case _, _, layer:
-            return DecoderLayer(args, int(layer))
 
 
 def _quantize(
@@ -165,20 +155,15 @@ def _quantize(
 def _check(
     checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
 ) -> None:
-    """Names and shapes must be exactly what the module has. Nothing is read for it."""
+    """No names but the module's, and shapes just as it has them. Nothing is read for it."""
     expected = dict(tree_flatten(module.parameters()))
     plan = checkpoint.plans[part]
-    for name in expected.keys() - weights.keys():
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {module_path(part, name)} is missing; download the checkpoint "
-            "again, or convert it again"
-        )
     for name in weights.keys() - expected.keys():
         stored = plan[name].stored[0]
         hint = (
-            "is it quantized, and config.json does not say so?"
+            "it is quantized, and config.json does not say so: convert the checkpoint again"
             if name.endswith("scales")
-            else ("is config.json of another checkpoint?")
+            else "config.json is of another checkpoint: download both again"
         )
         raise CheckpointError(
             f"{checkpoint.tensors[stored].file}: tensor {stored} is not one this model has; {hint}"
