@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ STEPS = 64
 ONE_AND_TWO_STAGES = [(), *((cut,) for cut in range(1, 8))]
 THREE_STAGES = [(1, 2), (2, 3), (3, 4), (1, 7), (4, 7)]  # (3, 4): a stage of attention alone
 EVERY_LAYER = [tuple(range(1, 8))]
+ALL_CUTS = [cut for count in (0, 1, 2, 7) for cut in combinations(range(1, 8), count)]
+"""Into 1, 2, 3 and 8 stages, wherever they can be: 30."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "4 bit": {"layout": "mlx", "quantize": 4},
+    "8 bit": {"layout": "mlx", "quantize": 8},
+    "experts": {"moe": True},
+}
 
 FORMS: list[dict[str, Any]] = [
     {"tie": False, "shards": 3},
@@ -67,6 +77,18 @@ def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, 
     stock = Stock(path, random_tokens(PROMPT), STEPS)
     for cut in cuts:
         _check(path, cut, stock)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_of_every_kind_is_bit_equal(checkpoints: Checkpoints, kind: str) -> None:
+    """The whole of promise 1: each way to cut into 1, 2, 3 and 8 stages, for each kind, through 64 steps."""
+    path = checkpoints(**KINDS[kind])
+    stock = Stock(path, random_tokens(PROMPT), STEPS)
+    assert len(ALL_CUTS) == 1 + 7 + 21 + 1
+    for cuts in ALL_CUTS:
+        _check(path, cuts, stock)
 
 
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options))

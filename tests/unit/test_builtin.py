@@ -1,7 +1,7 @@
 """The built-in model is there, is what it says it is, and has learnt something."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
+from coordinator.request import GenerationRequest
+from coordinator.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from proto.params import SamplingParams
+from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
+from tests.local_run import run
 
 Loaded = tuple[nn.Module, TokenizerWrapper]
 MAX_BYTES = 16_000_000
@@ -66,6 +71,26 @@ def loaded() -> Loaded:
     model, tokenizer = load(str(checkpoint_dir()))[:2]
     model.set_dtype(mx.float32)
     return model, tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompts", "least"),
+    [(held_out_prompts, 0.70), (seen_prompts, 0.85)],
+    ids=["held out", "seen"],
+)
+def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: float) -> None:
+    """Greedy, 96 tokens after each of 12 prompts: the share of first drafts kept is what the model was trained for."""
+    asked = [
+        GenerationRequest(prompt, 96, SamplingParams())
+        for prompt in prompts(Tokenizer.load(checkpoint_dir()), 12)
+    ]
+    found = run(checkpoint_dir(), asked, mtp="1", dtype=mx.float32)
+    drafted = sum(answer.stats.drafted for answer in found)
+    share = sum(answer.stats.accepted for answer in found) / drafted
+    print(f"{share:.3f} of {drafted}")
+    assert drafted > 400
+    assert share >= least
 
 
 def test_package_data_is_complete_and_small() -> None:

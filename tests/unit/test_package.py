@@ -132,7 +132,7 @@ def test_every_library_we_import_is_declared() -> None:
 
 
 def test_runtime_dependencies_are_bounded_ranges() -> None:
-    """A lower and an upper bound on each; on MLX and mlx-lm within one minor version, whose layers and names are ours."""
+    """A lower and an upper bound on each; of MLX and mlx-lm, whose layers and names we use, one minor version."""
     runtime = [Requirement(text) for text in PROJECT["dependencies"]]
     bounds = {r.name: {part.operator: part.version for part in r.specifier} for r in runtime}
     assert {name for name, found in bounds.items() if found.keys() != {">=", "<"}} == set()
