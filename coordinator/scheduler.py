@@ -31,7 +31,7 @@ from coordinator.sequence import Sequence
 from mtp.controller import MAX_DEPTH, Controller
 from mtp.estimates import StepCost
 from mtp.shape import Shape
-from proto.errors import CapacityError, ProtocolError
+from proto.errors import CapacityError, ProtocolError, StaleEpochError
 from proto.frame import (
     DropPrefix,
     Evict,
@@ -316,7 +316,12 @@ class Scheduler:
     # ---- back
 
     def settle(self, frame: Frame, now: float) -> Settlement:
-        """Take a frame that came back, the oldest in flight. Raises ProtocolError when it is another."""
+        """Take a frame that came back, the oldest in flight.
+
+        Raises StaleEpochError for one of another plan, ProtocolError when it is not the oldest.
+        """
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
         expected = self.next_number - len(self.in_flight)
         if frame.number != expected or len(frame.outcomes) != len(frame.segments):
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")

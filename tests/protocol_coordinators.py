@@ -12,6 +12,7 @@ from coordinator.flight import Settlement
 from coordinator.request import Finished, GenerationRequest, TokenChunk
 from coordinator.scheduler import Scheduler
 from coordinator.sequence import Sequence as ScheduledSequence
+from proto.errors import StaleEpochError
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from tests.protocol_model import News, op_key
 from tests.token_stages import Chooser, guesses, truth
@@ -30,25 +31,26 @@ class Scheduled:
     to_come: tuple[GenerationRequest, ...]
     leaves: int = 0
     room: Capacity = ROOM
-    prompts: tuple[int, ...] = ()
+    requests: tuple[GenerationRequest, ...] = ()
+    """Those submitted, by sequence."""
     told: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    """Who has heard the end, or left."""
 
     @property
     def epoch(self) -> int:
         return self.scheduler.epoch
 
     def clone(self) -> Scheduled:
-        shared = (self.scheduler.limits, self.scheduler.controller, self.room, *self.to_come)
-        shared += tuple(s.request for s in self._live())
-        memo = {id(item): item for item in shared}
+        plan = (self.scheduler.limits, self.scheduler.controller, self.room)
+        memo = {id(item): item for item in (*plan, *self.to_come, *self.requests)}
         told = {seq_id: list(tokens) for seq_id, tokens in self.told.items()}
         return Scheduled(
             copy.deepcopy(self.scheduler, memo),
             self.to_come,
             self.leaves,
             self.room,
-            self.prompts,
+            self.requests,
             told,
             set(self.ended),
         )
@@ -84,7 +86,7 @@ class Scheduled:
         if word == "submit":
             request, self.to_come = self.to_come[0], self.to_come[1:]
             self.told[self.scheduler.submit(request, 0.0).seq_id] = []
-            self.prompts = (*self.prompts, len(request.prompt))
+            self.requests = (*self.requests, request)
             return []
         seq_id = int(number)
         self.leaves -= 1
@@ -109,23 +111,31 @@ class Scheduled:
 
     def _tell(self, settlement: Settlement) -> None:
         for seq_id, event in settlement.events:
+            assert seq_id not in self.ended, "said after the end"
             if isinstance(event, TokenChunk):
                 self.told[seq_id] += event.tokens
             if isinstance(event, Finished):
                 assert event.reason == "length"
+                assert len(self.told[seq_id]) == self.requests[seq_id].max_tokens
                 self.ended.add(seq_id)
 
     def reset(self, stages: int, epoch: int) -> None:
         self._tell(self.scheduler.reset(stages, epoch, self.room, 0.0))
 
+    def known(self, seq_id: int) -> int:
+        return len(self.requests[seq_id].prompt) + len(self.told[seq_id])
+
     def done(self) -> bool:
         s = self.scheduler
-        return not (self.to_come or s.running or s.waiting or s.ops or s.in_flight)
+        idle = not (self.to_come or s.running or s.waiting or s.ops or s.in_flight)
+        return idle and self.told.keys() == self.ended
 
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
+        """Clients heard the text so far. The next frame leaves at once, so that at rest nobody waits for one."""
         self.scheduler.check()
+        assert not (at_rest and self.scheduler.running), "someone waits, and no frame is on its way"
         for seq_id, tokens in self.told.items():
-            prompt = self.prompts[seq_id]
+            prompt = len(self.requests[seq_id].prompt)
             assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
 
 
@@ -254,7 +264,9 @@ class Hopeful:
     # ---- back
 
     def settle(self, frame: Frame) -> list[News]:
-        assert frame.epoch == self.epoch and frame.number == self.in_flight.popleft()
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"a result of epoch {frame.epoch} in epoch {self.epoch}")
+        assert frame.number == self.in_flight.popleft()
         news: list[News] = []
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             (hope,) = [h for h in self.sequences if h.seq_id == segment.seq_id]
@@ -295,6 +307,9 @@ class Hopeful:
         self.epoch, self.next_number = epoch, 0
         self.in_flight.clear()
         self.sequences = tuple(Hope(h.seq_id, h.known) for h in self.sequences if self._missing(h))
+
+    def known(self, seq_id: int) -> int:
+        return next(len(h.known) for h in self.sequences if h.seq_id == seq_id)
 
     def done(self) -> bool:
         return not self.sequences and not self.in_flight

@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 from proto.errors import StaleEpochError
 from proto.frame import Admit, Frame, Op
+from tests.protocol_ledger import Ledger
 from tests.token_stages import (
     Chooser,
     TruthfulVerifier,
@@ -69,9 +70,15 @@ class ModelCoordinator(Protocol):
 
     def send(self, chooser: Chooser) -> Frame: ...
 
-    def settle(self, frame: Frame) -> list[News]: ...
+    def settle(self, frame: Frame) -> list[News]:
+        """Raises StaleEpochError for a frame of another plan, and has learned nothing from it then."""
+        ...
 
     def reset(self, stages: int, epoch: int) -> None: ...
+
+    def known(self, seq_id: int) -> int:
+        """How many tokens of a sequence it has, the prompt included."""
+        ...
 
     def done(self) -> bool:
         """Whether every request has ended and no stage has anything of it that it was not told to forget."""
@@ -95,6 +102,9 @@ class World:
     news: frozenset[News] = frozenset()
     stale_frames: tuple[Frame, ...] = ()
     stale_news: frozenset[News] = frozenset()
+    stale_results: tuple[Frame, ...] = ()
+    """Those of `stale_frames` that had only the coordinator before them."""
+    ledger: Ledger = field(default_factory=Ledger)
     crashes: int = 0
     """How many are still to come, at most."""
 
@@ -108,6 +118,7 @@ class World:
         self.coordinator.reset(stages, epoch)
         self.stages = make_stages(stages, epoch)
         self.channels = [deque() for _ in range(stages + 1)]
+        self.ledger = Ledger()
         self._pump()
 
     def clone(self) -> World:
@@ -123,8 +134,11 @@ class World:
                 tuple(map(stage_key, self.stages)),
                 tuple(tuple(map(_frame_key, channel)) for channel in self.channels),
                 self.news,
+                self.ledger.key(),
                 self.crashes,
-                self.stale_frames == (),
+                tuple(frame.number for frame in self.stale_frames),
+                len(self.stale_results),
+                self.stale_news,
             )
         )
 
@@ -153,28 +167,45 @@ class World:
 
     def _pump(self) -> None:
         while (frame := self.coordinator.next_frame()) is not None:
-            self.channels[0].append(frame)
+            self._put(frame)
+
+    def _put(self, frame: Frame) -> None:
+        self.ledger = self.ledger.sent(frame, self.coordinator.known)
+        self.channels[0].append(frame)
+
+    def _announce(self, news: list[News]) -> None:
+        self.news |= set(news)
+        for one in news:
+            if one.kept is None:
+                self.ledger = self.ledger.cancelled(one.seq_id)
+            else:
+                self.ledger = self.ledger.rejected(
+                    one.seq_id, one.window, one.kept, self.coordinator.known
+                )
 
     def send(self, chooser: Chooser) -> None:
         self.coordinator = self.coordinator.clone()
-        self.channels[0].append(self.coordinator.send(chooser))
+        self._put(self.coordinator.send(chooser))
 
     def act(self, _: Chooser, *, action: str) -> None:
         self.coordinator = self.coordinator.clone()
-        self.news |= set(self.coordinator.act(action))
+        self._announce(self.coordinator.act(action))
         self._pump()
 
     def pass_on(self, chooser: Chooser, *, at: int) -> None:
         frame = self.channels[at].popleft()
         if at == len(self.stages):
             self.coordinator = self.coordinator.clone()
-            self.news |= set(self.coordinator.settle(frame))
+            self._announce(self.coordinator.settle(frame))
             self._pump()
             return
         stage = self.stages[at] = clone_stage(self.stages[at])
         if isinstance(stage.verifier, TruthfulVerifier):
             stage.verifier.chooser = chooser
-        self.channels[at + 1].append(stage.process(frame))
+        out = stage.process(frame)
+        self.channels[at + 1].append(out)
+        if stage.verifier is not None:
+            self.ledger = self.ledger.answered(out)
 
     def deliver(self, _: Chooser, *, stage: int, news: News) -> None:
         self.stages[stage] = clone_stage(self.stages[stage])
@@ -184,6 +215,7 @@ class World:
         """Every stage and frame of the plan is gone, or comes too late; the next plan has `left` stages."""
         self.crashes -= 1
         self.stale_frames = tuple(frame for channel in self.channels for frame in channel)
+        self.stale_results = tuple(self.channels[-1])
         self.stale_news, self.news = self.news, frozenset()
         self.coordinator = self.coordinator.clone()
         self._plan(left, self.coordinator.epoch + 1)
@@ -201,7 +233,9 @@ class World:
                 assert held[: stack.committed] == truth(seq_id, stack.committed), held
             for prefix in stage.prefixes.values():
                 assert tokens_of(prefix) == truth(0, prefix.length), tokens_of(prefix)
+            self.ledger.check(stage)
             self._check_stale(stage)
+        self._check_stale_results()
         self.coordinator.check(self.stages, at_rest=not any(self.channels))
 
     def _check_stale(self, stage: StageEngine) -> None:
@@ -218,6 +252,17 @@ class World:
         for news in self.stale_news:
             deliver(stage, self.coordinator.epoch - 1, news)
         assert stage_key(stage) == before
+
+    def _check_stale_results(self) -> None:
+        """Nor does the coordinator learn anything from a result of an older plan."""
+        before = self.coordinator.key() if self.stale_results else None
+        for frame in self.stale_results:
+            try:
+                self.coordinator.settle(frame)
+            except StaleEpochError:
+                assert self.coordinator.key() == before
+                continue
+            raise AssertionError(f"a result of epoch {frame.epoch} was taken")
 
     def check_end(self) -> None:
         """Where nothing more can happen: all is said, and nothing is left."""
