@@ -53,13 +53,23 @@ def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitE
 
 @dataclass(frozen=True)
 class Step:
-    """`event` came `after` seconds, and led from `before` by `actions` to `view`."""
+    """`event` came `after` seconds, and led from `before` by `actions` to `view`, where `planner` plans."""
 
+    planner: Planner
     before: View
     event: Event
     after: float
     actions: tuple[Action, ...]
     view: View
+
+    @property
+    def plannable(self) -> bool:
+        """Whether the workers that are usable now could serve."""
+        try:
+            self.planner(self.view.usable(), self.view.epoch + 1)
+        except ClusterError:
+            return False
+        return bool(self.view.usable())
 
 
 def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> Step:
@@ -71,7 +81,7 @@ def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> St
         actions.append(action)
         following = apply(following, _done(action), now)
         assert len(actions) < 5, actions
-    return Step(view, event, after, tuple(actions), following)
+    return Step(planner, view, event, after, tuple(actions), following)
 
 
 def _done(action: Action) -> Event:

@@ -53,6 +53,7 @@ def check(step: Step) -> None:
     assert view.epoch >= before.epoch
     _check_change(step)
     _check_holds(step)
+    _check_done(step)
 
 
 def _check_action(action: Action, step: Step, limit: float) -> None:
@@ -105,6 +106,25 @@ def _check_holds(step: Step) -> None:
         if before is not None:
             assert member.losses - before.losses in (-1, 0, 1)
             assert member.held_until >= before.held_until
+
+
+def _check_done(step: Step) -> None:
+    """Nothing is put off that can be done now: nobody waits for a plan that can be had, nobody is kept from leaving."""
+    view, settings = step.view, step.view.settings
+    alone = not (settings.not_alone or view.alone_problem)
+    if view.phase is Phase.GATHERING:
+        enough = settings.nodes is not None and len(view.usable()) >= settings.nodes
+        over = view.waited >= settings.wait
+        if (view.recovering or enough or over) and view.now >= view.retry_at:
+            assert not step.plannable, "a plan could be had"
+        assert not (alone and over), "this process could serve"
+    if view.phase is Phase.SERVING:
+        assert not view.replan, "who asked for a plan was not answered"
+        states = {view.members[address].state for address in view.serving}
+        if MemberState.DRAINING in states:
+            assert not (step.plannable or alone), "a worker that wants to leave could"
+    if view.phase is Phase.ENDED and step.before.phase is not Phase.ENDED:
+        assert isinstance(step.actions[-1], GiveUp), "it ended, and nobody was told why"
 
 
 @pytest.mark.parametrize("settings", [PATIENT, REMOTE, replace(PATIENT, nodes=None)])
