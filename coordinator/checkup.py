@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import psutil
 
+from coordinator.remedy import head_remedy, what_head_lacks
 from coordinator.request import Finished, GenerationRequest
 from coordinator.session import local_generator
 from coordinator.tokenizer import Tokenizer
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.health import Norms, head_norms, with_other_norms
 from mtp.checkpoint.parts import missing_from_backbone
-from mtp.checkpoint.resolve import snapshot_of
 from mtp.controller import MtpMode
 from proto.errors import ClusterError
 from proto.params import SamplingParams
@@ -92,12 +92,11 @@ def check(checkpoint: Checkpoint, *, trial: bool, on_progress: Progress) -> Chec
     if missing := missing_from_backbone(checkpoint):
         return Checkup(False, f"nothing of this checkpoint will run: {checkpoint.lacks(missing)}")
     if not checkpoint.mtp.present:
-        return Checkup(False, f"head missing. {_remedy(checkpoint, replace=False)}")
+        return Checkup(False, f"head missing. {head_remedy(checkpoint, replace=False)}")
     if not checkpoint.mtp.complete:
-        missing = checkpoint.mtp.missing
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        remedy = _remedy(checkpoint, replace=True)
-        return Checkup(False, f"head incomplete, it lacks {missing[0]}{more}. {remedy}")
+        remedy = head_remedy(checkpoint, replace=True)
+        lacks = what_head_lacks(checkpoint)
+        return Checkup(False, f"head incomplete, it lacks {lacks}. {remedy}")
     if not checkpoint.path.is_dir():
         repo = checkpoint.path
         verdict = f"head complete. Its norms were not read, nor was it tried: {repo} is not on this machine"
@@ -110,7 +109,7 @@ def check(checkpoint: Checkpoint, *, trial: bool, on_progress: Progress) -> Chec
         except ClusterError as error:
             reason = str(error)
     if norms != "as they should be":
-        remedy = _remedy(checkpoint, replace=True)
+        remedy = head_remedy(checkpoint, replace=True)
         return Checkup(None, f"{_looks(norms)}. {remedy}. Not tried: {reason}", norms)
     return Checkup(None, f"head complete, and its norms look right. Not tried: {reason}", norms)
 
@@ -135,13 +134,13 @@ def _tried(checkpoint: Checkpoint, norms: Norms, on_progress: Progress) -> Check
         for fault, other in with_other_norms(checkpoint).items():
             better = asyncio.run(_run(other, on_progress)).first
             if better >= max(GOOD, trial.first + BETTER):
-                remedy = _remedy(checkpoint, replace=True)
+                remedy = head_remedy(checkpoint, replace=True)
                 other_way = f"{100 * better:.0f} % of the first, were they read the other way"
                 verdict = f"{_looks(fault)}: {told}; {other_way}. {remedy}"
                 return Checkup(works, verdict, fault, trial)
     if works:
         return Checkup(True, f"MTP will work: {told}", norms, trial)
-    remedy = _remedy(checkpoint, replace=True)
+    remedy = head_remedy(checkpoint, replace=True)
     verdict = f"head complete, but {told}: is it another model's? {remedy}"
     return Checkup(False, verdict, norms, trial)
 
@@ -162,15 +161,3 @@ def _looks(norms: Norms) -> str:
     if norms == "shifted twice":
         return "norms look double-shifted"
     return "norms look unshifted: the head is raw, the model is converted"
-
-
-def _remedy(checkpoint: Checkpoint, *, replace: bool) -> str:
-    if checkpoint.layout == "raw":
-        return "Download the checkpoint again, or take the one Qwen publishes"
-    path, copy = str(checkpoint.path), ""
-    if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
-        # What the hub's cache holds is the hub's: the head goes into a copy.
-        repo, _ = snapshot_of(checkpoint.path) or (path, "")
-        path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "
-    flag = " --replace" if replace else ""
-    return f"Run {copy}mtp-coord add-mtp{flag} --mlx-path {path} --hf-path RAW-CHECKPOINT"

@@ -6,7 +6,7 @@ What `mtp-coord generate`, the single-node server and the tests share. Requests 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -16,6 +16,7 @@ from coordinator.generation import GenerationLoop
 from coordinator.local import LocalModel, LocalPipelines, LocalSource
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
+from coordinator.remedy import head_remedy, what_head_lacks
 from coordinator.scheduler import Limits, Scheduler
 from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
@@ -29,9 +30,6 @@ AUTO = MtpMode()
 
 ENDLESS_BYTES = 2**60
 """Memory of a stage in this process, to the planner: all stages share one machine, so none is short of it."""
-
-MOST_NAMED = 3
-"""How many missing tensors a message names; fifteen would hide what to do about them."""
 
 
 @asynccontextmanager
@@ -90,7 +88,7 @@ def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
     """
     if asked.depth == 0 or checkpoint.mtp.complete:
         return asked
-    missing = _few(checkpoint.mtp.missing)
+    missing = what_head_lacks(checkpoint)
     if asked == AUTO:
         log.warning(
             "decoding without drafts: this checkpoint has no whole MTP head",
@@ -98,14 +96,9 @@ def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
         )
         return MtpMode(0)
     raise UsageError(
-        f"--mtp {asked}: this checkpoint has no whole MTP head, it lacks {missing}. Use a checkpoint that keeps "
-        "its mtp.* tensors, such as the original one, or --mtp off"
+        f"--mtp {asked}: this checkpoint has no whole MTP head, it lacks {missing}. "
+        f"{head_remedy(checkpoint, replace=checkpoint.mtp.present)}. Or use --mtp off"
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def kv_format(checkpoint: Checkpoint, bits: int | None) -> KVFormat:

@@ -122,7 +122,12 @@ def _within(
         raise RequestError(f"{name} is {kind}, got {value!r:.60}", param=param or name)
     if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
-        shown = f" {value:g}" if abs(value) < 1e300 else ""  # a longer integer has no float
         raise RequestError(
-            f"{name}{shown} is outside {bracket}{low:g}, {high:g}]", param=param or name
+            f"{name} {_shown(value)} is outside {bracket}{_shown(low)}, {_shown(high)}]",
+            param=param or name,
         )
+
+
+def _shown(number: float) -> str:
+    """Whole numbers in full, but for ones nobody would read to their end."""
+    return f"{number:g}" if isinstance(number, float) else f"{number!r:.60}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -86,9 +87,10 @@ def generate(
     Text goes to stdout as it comes; a summary of speed, drafts and memory ends on stderr.
     """
     logs.configure(logs.LogLevel.warning)
-    params = SamplingParams(
-        temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs, acceptance=acceptance
-    )
+    with naming_flags():
+        params = SamplingParams(
+            temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs, acceptance=acceptance
+        )
     mode = MtpMode.parse(mtp)
     stops = tuple(stop or ())
     if not all(stops):
@@ -100,7 +102,7 @@ def generate(
         checkpoint, tokenizer, source.read(checkpoint, tokenizer), max_tokens, params
     )
     answer = Answer(tokenizer, stops, stream=not as_json)
-    with Bars() as bars:
+    with Bars() as bars, naming_flags():
         engine = local_generator(
             checkpoint,
             stages=stages,
@@ -119,6 +121,20 @@ def generate(
 
 
 # ---- in
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """A RequestError inside becomes a UsageError that calls the field by its flag."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None:
+            raise
+        flag = "--temp" if error.param == "temperature" else f"--{error.param.replace('_', '-')}"
+        told = str(error)
+        rest = told.removeprefix(error.param)
+        raise UsageError(f"{flag}{rest}" if rest != told else f"{flag}: {told}") from error
 
 
 @dataclass(frozen=True)
@@ -186,13 +202,18 @@ def _request(
     max_tokens: int | None,
     params: SamplingParams,
 ) -> GenerationRequest:
-    """Raises UsageError for a prompt that leaves no room for an answer."""
+    """Raises UsageError for a prompt that leaves no room for an answer, or not for so long a one."""
     context = checkpoint.config.max_positions
     if not prompt:
         raise UsageError("the prompt is empty")
     if len(prompt) >= context:
         raise UsageError(
             f"the prompt has {len(prompt)} tokens, and this model's context is {context}: shorten it"
+        )
+    if max_tokens is not None and len(prompt) + max_tokens > context:
+        raise UsageError(
+            f"--max-tokens {max_tokens}: the prompt has {len(prompt)} tokens, and this model's context is "
+            f"{context}: ask for {context - len(prompt)} or fewer"
         )
     ends = frozenset(checkpoint.config.eos_token_ids)
     return GenerationRequest(

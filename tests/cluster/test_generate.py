@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose MTP tensors are missing, though its config announces them, as most conversions are."""
-    path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False)
+    path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False, layout="mlx")
     return write_tokenizer(path)
 
 
@@ -206,10 +206,15 @@ def test_an_engine_that_fails_is_an_error() -> None:
 
 
 def test_drafts_without_a_head(call: Call, headless: Path) -> None:
-    """A depth asked for by number is an error that names tensors and a way out; auto goes on, and says so once."""
+    """A depth asked for is an error: what is missing, and how to get it; auto goes on, and says so once."""
     done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "2")
     assert (done.code, done.out) == (2, "")
-    for word in ("--mtp 2", "mtp.fc.weight", "12 more", "original", "--mtp off"):
+    for word in (
+        "--mtp 2",
+        "all 15 mtp.* tensors",
+        f"mtp-coord add-mtp --mlx-path {headless}",
+        "--mtp off",
+    ):
         assert word in done.err
     done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "auto")
     assert done.code == 0
@@ -223,15 +228,18 @@ def test_drafts_without_a_head(call: Call, headless: Path) -> None:
     [
         ((), "--prompt"),
         (("--prompt", "x", "--tokens", "1"), "more than one"),
-        (("--prompt", "x", "--temp", "-1"), "temperature"),
-        (("--prompt", "x", "--temp", "nan"), "temperature"),
-        (("--prompt", "x", "--top-p", "0"), "top_p"),
-        (("--prompt", "x", "--top-k", "-1"), "top_k"),
-        (("--prompt", "x", "--min-p", "1.5"), "min_p"),
-        (("--prompt", "x", "--seed", "-1"), "seed"),
-        (("--prompt", "x", "--logprobs", "21"), "logprobs"),
+        (("--prompt", "x", "--temp", "-1"), "--temp -1 is outside [0, 100]"),
+        (("--prompt", "x", "--temp", "nan"), "--temp nan is"),
+        (("--prompt", "x", "--temp", "inf"), "--temp inf is"),
+        (("--prompt", "x", "--top-p", "0"), "--top-p 0 is outside (0, 1]"),
+        (("--prompt", "x", "--top-k", "-1"), "--top-k -1 is"),
+        (("--prompt", "x", "--min-p", "1.5"), "--min-p 1.5 is"),
+        (("--prompt", "x", "--seed", "-1"), "--seed -1 is outside [0, 18446744073709551615]"),
+        (("--prompt", "x", "--seed", str(2**64)), "--seed 18446744073709551616 is outside"),
+        (("--prompt", "x", "--logprobs", "21"), "--logprobs 21 is outside [0, 20]"),
         (("--prompt", "x", "--max-tokens", "0"), "max-tokens"),
-        (("--prompt", "x", "--max-tokens", "4096"), "context of 4096"),
+        (("--tokens", "1,2", "--max-tokens", "5000"), "--max-tokens 5000: the prompt has 2 tokens"),
+        (("--tokens", "1,2", "--max-tokens", "4095"), "ask for 4094 or fewer"),
         (("--prompt", "x", "--stop", ""), "--stop"),
         (("--prompt", "x", "--mtp", "many"), "--mtp"),
         (("--prompt", "x", "--mtp", "9"), "--mtp"),

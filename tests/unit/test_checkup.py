@@ -12,11 +12,14 @@ import pytest
 
 from coordinator.checkup import Checkup, Trial, check
 from coordinator.cli.inspect import inspect
+from coordinator.session import mtp_in_force
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.health import head_norms
+from mtp.controller import MtpMode
 from mtp.convert.convert import convert
 from mtp.convert.settings import Settings
+from proto.errors import UsageError
 from tests.checkpoints import read_tensors
 from tests.conftest import Checkpoints
 
@@ -138,6 +141,28 @@ def test_missing_and_incomplete_heads_say_what_to_run(
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     verdict = examined(path).verdict
     assert verdict.startswith("head incomplete, it lacks mtp.fc.weight. Run mtp-coord add-mtp --re")
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        (["mtp.fc.weight"], "it lacks mtp.fc.weight. Run mtp-coord add-mtp --replace --mlx-path"),
+        (None, "it lacks all 15 mtp.* tensors. Run mtp-coord add-mtp --mlx-path"),
+    ],
+)
+def test_drafts_that_a_head_cannot_give_are_refused_with_what_to_run(
+    checkpoints: Checkpoints, tmp_path: Path, gone: list[str] | None, words: str
+) -> None:
+    """`--mtp 2` has the sentence that inspect has; what is there of the head is to be replaced."""
+    path = tmp_path / "lost"
+    shutil.copytree(checkpoints(layout="mlx"), path)
+    weights = read_tensors(path)
+    for name in gone or [name for name in weights if name.startswith("mtp.")]:
+        del weights[name]
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    with pytest.raises(UsageError) as raised:
+        mtp_in_force(Checkpoint.open(path), MtpMode(2))
+    assert f"{words} {path} --hf-path RAW-CHECKPOINT. Or use --mtp off" in str(raised.value)
 
 
 @pytest.mark.parametrize("layout", ["raw", "mlx"])

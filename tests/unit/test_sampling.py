@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -409,3 +410,24 @@ def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
     found = logprobs(mx.array([[0.0, 2.0, 1.0]]), [0], top)
     assert found.top_tokens.tolist() == [[1, 2, 0][:top]]
     assert found.top.shape == (1, min(top, 3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"temperature": 101}, "temperature 101 is outside [0, 100]"),
+        ({"temperature": math.inf}, "temperature inf is outside [0, 100]"),
+        ({"top_p": 0.0}, "top_p 0 is outside (0, 1]"),
+        (
+            {"seed": 2**64},
+            "seed 18446744073709551616 is outside [0, 18446744073709551615]",
+        ),
+        ({"logit_bias": {7: -1e9}}, "logit_bias[7] -1e+09 is outside [-100, 100]"),
+    ],
+)
+def test_what_is_out_of_range_is_shown(fields: dict[str, Any], told: str) -> None:
+    """By the field's own name, with its value, whole numbers in full."""
+    with pytest.raises(RequestError) as raised:
+        SamplingParams(**fields)
+    assert str(raised.value) == told
+    assert raised.value.param == next(iter(fields))
