@@ -16,6 +16,7 @@ from coordinator.cli.bar import byte_bar
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.names import few
 from mtp.checkpoint.report import report
 from proto.errors import SpanError
 from proto.size import format_size
@@ -111,11 +112,19 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row("all parts", format_size(sizes["total"]))
     if sizes["vision"]:
         table.add_row("vision", f"{format_size(sizes['vision'])}, not used")
+    if missing := facts["missing_tensors"]:
+        table.add_row(
+            "incomplete", f"[red]{_tensors(missing)} missing: {escape(few(missing))}[/red]"
+        )
     if unknown := facts["unknown_tensors"]:
         table.add_row(
-            "unknown", f"[red]{len(unknown)} tensors of no part: {escape(unknown[0])}, …[/red]"
+            "unknown", f"[red]{_tensors(unknown)} of no part: {escape(few(unknown))}[/red]"
         )
     return table
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
 
 
 def _counted(count: int, packed: str) -> str:
@@ -143,8 +152,7 @@ def _mtp(mtp: dict[str, Any]) -> str:
     if mtp["complete"]:
         return "complete"
     if mtp["present"]:
-        first = escape(missing[0])
-        return f"[red]incomplete[/red]: {len(missing)} tensors missing, the first {first}"
+        return f"[red]incomplete[/red]: {_tensors(missing)} missing: {escape(few(missing))}"
     if mtp["announced"]:
         return "[yellow]none[/yellow]: config.json announces one, its tensors are missing"
     return "none"

@@ -14,6 +14,7 @@ from coordinator.cli.inspect import inspect
 from mtp.checkpoint import Checkpoint
 from proto import console
 from proto.span import Span
+from tests.checkpoints import without, write_checkpoint
 from tests.conftest import Checkpoints
 from worker.model.loader import load_stage
 
@@ -89,6 +90,28 @@ def test_the_table_says_what_people_look_for(
     assert "6 GatedDeltaNet, 2 full attention" in lost
     inspect(str(checkpoints()))
     assert "complete" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_whole_is_shown_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no stage could load is named in JSON, in the table and in the verdict; a whole model has none."""
+    whole = write_checkpoint(tmp_path / "m", tie=False)
+    assert _facts(whole, capsys)["missing_tensors"] == []
+    gone = [
+        "lm_head.weight",
+        "model.language_model.layers.1.mlp.up_proj.weight",
+        "model.language_model.layers.7.self_attn.q_norm.weight",
+    ]
+    path = without(whole, *gone)
+    facts = _facts(path, capsys)
+    assert sorted(facts["missing_tensors"]) == gone
+    assert facts["health"]["works"] is False
+    assert "lm_head.weight are missing" in facts["health"]["verdict"]
+    inspect(str(path))
+    table = capsys.readouterr().out
+    assert "incomplete" in table
+    assert f"3 tensors missing: {gone[1]}" in table
 
 
 def test_errors_end_with_status_2_and_one_line(
