@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase
@@ -12,10 +15,18 @@ from coordinator.status import ClusterStatus, Health, NodeStatus, PrefillStatus
 
 
 class LiveStatus:
-    """Implements `coordinator.status.StatusSource`. `manager` is None where this process serves alone by choice."""
+    """Implements `coordinator.status.StatusSource`. `manager` is None where this process serves alone by choice;
+    `alone()` is what it says of itself when it does."""
 
-    def __init__(self, loop: GenerationLoop, manager: ClusterManager | None, model: str) -> None:
+    def __init__(
+        self,
+        loop: GenerationLoop,
+        manager: ClusterManager | None,
+        model: str,
+        alone: Callable[[], NodeStatus],
+    ) -> None:
         self.loop = loop
+        self.alone = alone
         self.manager = manager
         self.model = model
         self._started = loop.clock()
@@ -56,9 +67,7 @@ class LiveStatus:
             self.loop.pipeline is not None and not self.manager.view.serving
         ):
             times = self.loop.meter.stage_ms
-            alone = NodeStatus(
-                "this process", health="ready", stage_ms=sum(times) if times else None
-            )
+            alone = replace(self.alone(), stage_ms=sum(times) if times else None)
             others = [] if self.manager is None else self._members({})
             return (alone, *others)
         plan = self.manager.plan

@@ -20,14 +20,22 @@ class Rejection:
 
 @dataclass
 class Settlement:
-    """What one frame's return means: events for clients, signals for workers."""
+    """What one frame's return means: events for clients, signals for workers, the fate of drafts."""
 
     events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
+    judged: list[tuple[int, bool]] = field(default_factory=list)
+    """Drafts whose fate is known now: number in their chain, from 1, and whether it was right."""
 
     def emit(self, sequence: Sequence, chunk: TokenChunk) -> None:
         if chunk.tokens:
             self.events.append((sequence.seq_id, chunk))
+
+    @property
+    def tokens(self) -> int:
+        """How many came out."""
+        chunks = (event for _, event in self.events if isinstance(event, TokenChunk))
+        return sum(len(chunk.tokens) for chunk in chunks)
 
 
 @dataclass

@@ -121,7 +121,7 @@ class GenerationLoop:
         """A frame came back: hear what it says, send what follows, tell who waits."""
         now = self.clock()
         settlement = self.scheduler.settle(frame, now)
-        self.meter.observe(frame, now)
+        self.meter.observe(frame, settlement, now)
         log_frame(frame)
         self._failures = 0
         # The stages first: they idle until they hear, and telling clients costs as much as a hop.

@@ -18,8 +18,10 @@ import mlx.core as mx
 from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
 from coordinator.model_costs import model_costs
 from coordinator.pipeline import Pipeline
+from coordinator.status import NodeStatus
 from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
+from proto.bar import OnProgress, byte_bar
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.span import Span
@@ -70,7 +72,7 @@ class LocalModel:
         return capacity(costs, [room], context, self.max_sequences, self.prefix_cache)
 
     def load(
-        self, expect: Callable[[float], None], on_progress: Callable[[int, int], None] | None = None
+        self, expect: Callable[[float], None], on_progress: OnProgress | None = None
     ) -> list[Stage]:
         """The stages, in order. Runs on the thread that will compute with them, whose watchdog `expect(seconds)` tells
         what the next part may take."""
@@ -117,7 +119,7 @@ class LocalPipeline:
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._watchdog: asyncio.Task[ClusterError] | None = None
 
-    async def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+    async def start(self, on_progress: OnProgress | None = None) -> None:
         """Load the stages. Raises a ClusterError, whatever loading raised, and WorkerLostError when it gets stuck."""
         load = asyncio.create_task(self.thread.call(partial(self._load, on_progress)))
         self._watchdog = asyncio.create_task(self._watch())
@@ -133,7 +135,7 @@ class LocalPipeline:
                 raise
             raise _lost("the model could not be loaded", error) from error
 
-    def _load(self, on_progress: Callable[[int, int], None] | None) -> None:
+    def _load(self, on_progress: OnProgress | None) -> None:
         """On the engine thread."""
         stages = self._model.load(self.thread.expect, on_progress)
         last = stages[-1]
@@ -214,15 +216,30 @@ class LocalPipelines:
         self.model = model
         self._last: LocalPipeline | None = None
 
-    async def make(
-        self, epoch: int, on_progress: Callable[[int, int], None] | None = None
-    ) -> LocalPipeline:
-        """A pipeline that is ready. Raises NotReadyError while an earlier one is stuck, and what starting raises."""
+    def status(self) -> NodeStatus:
+        """This process among the cluster's machines, while it serves alone."""
+        return NodeStatus(
+            "this process",
+            span=str(Span(self.model.spans[0].start, self.model.spans[-1].end)),
+            health="ready",
+            memory_used=mx.get_active_memory(),
+            memory_limit=default_memory_limit(),
+        )
+
+    async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
+        """A pipeline that is ready. Progress is shown where nobody takes it.
+
+        Raises NotReadyError while an earlier one is stuck, and what starting raises.
+        """
         if self._last is not None and self._last.thread.alive:
             stall = self._last.thread.stall
             raise NotReadyError(f"{STUCK} {stall:.0f} s: wait, or restart mtp-coord")
         pipeline = self._last = LocalPipeline(self.model, epoch)
-        await pipeline.start(on_progress)
+        if on_progress is not None:
+            await pipeline.start(on_progress)
+            return pipeline
+        with byte_bar("loading the model", log) as show:
+            await pipeline.start(show)
         return pipeline
 
 

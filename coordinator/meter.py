@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from coordinator.flight import Settlement
 from proto.frame import Frame
 
 RATE_SECONDS = 10.0
@@ -22,27 +23,17 @@ class Meter:
         self.stage_ms: list[float] = []
         self._emitted: deque[tuple[float, int]] = deque()
 
-    def observe(self, frame: Frame, now: float) -> None:
-        """Take a frame that has been through all stages."""
-        emitted = 0
-        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
-            if outcome.cancelled or outcome.token is None:
-                continue
-            emitted += 1
-            if segment.open:
-                emitted += outcome.kept - 1
-                self._count(segment.width - 1, outcome.kept - 1)
-        if emitted:
-            self._emitted.append((now, emitted))
-        if emitted and all(segment.open for segment in frame.segments):
-            self._time(frame.stage_us)
-
-    def _count(self, drafts: int, accepted: int) -> None:
-        for counter in (self.drafted, self.accepted):
-            counter.extend([0] * (drafts - len(counter)))
-        for i in range(drafts):
-            self.drafted[i] += 1
-            self.accepted[i] += i < accepted
+    def observe(self, frame: Frame, settlement: Settlement, now: float) -> None:
+        """Take a frame that has been through all stages, and what its return meant."""
+        for number, right in settlement.judged:
+            for counter in (self.drafted, self.accepted):
+                counter.extend([0] * (number - len(counter)))
+            self.drafted[number - 1] += 1
+            self.accepted[number - 1] += right
+        if settlement.tokens:
+            self._emitted.append((now, settlement.tokens))
+            if all(segment.open for segment in frame.segments):
+                self._time(frame.stage_us)
 
     def _time(self, stage_us: tuple[int, ...]) -> None:
         if len(self.stage_ms) != len(stage_us):  # another plan

@@ -13,7 +13,7 @@ import grpc.aio
 
 from coordinator.budget import Capacity
 from coordinator.progress import Progress
-from coordinator.worker_client import WorkerClient
+from coordinator.worker_client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.dataplane import CHANNEL_OPTIONS, RESULTS, TOKEN_BYTES, StreamBinding
 from proto.errors import ClusterError, DeadlineError, StaleEpochError, WorkerLostError
@@ -21,9 +21,6 @@ from proto.frame import Frame, decode, encode
 from proto.grpc_errors import from_status
 from proto.signal import Cancel, Rollback, Signal
 from worker.link import Link
-
-STILL_SHARE = 2 / 3
-"""Of the hop timeout: how long frames may stand still. Pulses tell of it half a second late."""
 
 CLOSE_SECONDS = 5.0
 """Longest wait for what is under way to end; the next plan waits for it."""
@@ -129,7 +126,7 @@ class RemotePipeline:
                     now=now,
                 )
         still = self.progress.still
-        if still > STILL_SHARE * self.hop_timeout:
+        if still > NOTICE_SHARE * self.hop_timeout:
             suspect = self.workers[min(self.progress.lost_before, self.stages - 1)].address
             lost = f"no frame has moved for {still:.1f} s, and {suspect} waits for one"
             self._fail(DeadlineError(lost), suspect)

@@ -298,7 +298,7 @@ class Scheduler:
         if entry is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.fed = sequence.passed = sequence.cached = len(entry.tokens)
-        sequence.boundaries = self.prefixes.boundaries(prompt, sequence.fed)
+        sequence.boundaries = self.prefixes.boundaries(prompt, sequence.fed, sequence.request.turn)
 
     def _save(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         """Keep what the stages hold of `sequence` now, which is the state after `tokens`."""
@@ -380,6 +380,7 @@ class Scheduler:
         sequence.windows += 1
         sequence.returned = now
         landing = sequence.land(outcome)
+        to.judged += landing.judged
         self.controller.observe_drafts(landing.judged)
         for window in landing.void:
             self.in_flight[window.frame - self.next_number].live -= 1
@@ -401,13 +402,15 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
     ) -> None:
-        """If its text has ended: tell the client, keep what the stages hold as a prefix, and let them forget it."""
+        """If its text has ended: tell the client, keep what the stages hold where that may be of use, and let them
+        forget it."""
         if sequence.finished is None:
             return
         held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.kept])
         to.events.append((sequence.seq_id, Finished(sequence.finished, sequence.stats(now))))
         self._commit(sequence)
-        self._save(sequence, held)
+        if sequence.request.continued:
+            self._save(sequence, held)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -89,13 +89,13 @@ async def serve(options: ServeOptions) -> None:
         prefill_chunk=options.prefill_chunk,
         step_tokens=options.step_tokens,
     )
-    local = _local_model(checkpoint, options, mode)
+    local = LocalPipelines(_local_model(checkpoint, options, mode))
     async with AsyncExitStack() as stack:
         manager = None
         if options.single_node:
-            if problem := _why_not_alone(local):
+            if problem := _why_not_alone(local.model):
                 raise MemoryLimitError(problem)
-            source: ClusterManager | LocalSource = LocalSource(LocalPipelines(local).make)
+            source: ClusterManager | LocalSource = LocalSource(local.make)
         else:
             name = f"{options.name}:{listener.getsockname()[1]}"
             me = pb.Coordinator(id=secrets.token_hex(8), name=name)
@@ -109,7 +109,7 @@ async def serve(options: ServeOptions) -> None:
             checkpoint.config.max_positions,
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
         )
-        status = LiveStatus(loop, manager, model.id)
+        status = LiveStatus(loop, manager, model.id, local.status)
         app = create_app(loop, tokenizer, model, status, replan=manager.replan if manager else None)
         server = HttpServer(app, loop.close)
         await _run(server, listener, loop, options)
@@ -148,7 +148,7 @@ def _manager(
     options: ServeOptions,
     mode: MtpMode,
     me: pb.Coordinator,
-    local: LocalModel,
+    local: LocalPipelines,
 ) -> ClusterManager:
     repo, revision = snapshot_of(checkpoint.path) or ("", "")
     served = ServedModel(
@@ -171,12 +171,12 @@ def _manager(
     settings = Settings(
         nodes=options.nodes or len(options.workers) or None,
         wait=options.wait,
-        not_alone=_why_not_alone(local),
+        not_alone=_why_not_alone(local.model),
     )
     manager_options = ManagerOptions(
         me, settings, options.workers, options.mdns, options.failure_timeout
     )
-    return ClusterManager(served, manager_options, LocalPipelines(local).make)
+    return ClusterManager(served, manager_options, local.make)
 
 
 def _local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> LocalModel:

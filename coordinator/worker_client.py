@@ -35,6 +35,9 @@ LOAD_SILENCE_SECONDS = 120.0
 PULSES_A_TIMEOUT = 6
 """Pulses asked for within one failure timeout: a few may be late without a false alarm."""
 
+NOTICE_SHARE = 2 / 3
+"""Of the failure timeout: how long nothing may move by the word of a worker, which comes up to a pulse later."""
+
 CLOSE_SECONDS = 1.0
 """Longest wait for a stream to end, once it is told to."""
 

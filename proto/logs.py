@@ -85,6 +85,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class _Stderr:
+    """Whatever stderr is when a record comes: a progress bar puts itself in its place, to keep lines above it."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def configure(
     level: LogLevel = LogLevel.info,
     form: LogFormat = LogFormat.text,
@@ -95,7 +105,7 @@ def configure(
     Replaces what was configured before. Python's warnings go there too: a service has one log. Call it
     once, before the first thread.
     """
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler = logging.StreamHandler(_Stderr() if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.json else TextFormatter())
     threshold = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(threshold, logging.WARNING), handlers=[handler], force=True)

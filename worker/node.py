@@ -14,6 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
+from proto.bar import byte_bar
 from proto.dataplane import StreamBinding
 from proto.errors import NotReadyError, StaleEpochError
 from proto.signal import Signal
@@ -121,19 +122,20 @@ class WorkerNode:
         self.state = pb.WORKER_STATE_LOADING
         self.loaded = None  # its memory is needed for the other
         thread = self.machinery.thread
-        read = partial(
-            read_stage,
-            self.identity,
-            model,
-            key,
-            expect=thread.expect,
-            on_progress=partial(thread.post, on_progress),
-        )
-        try:
-            loaded = self.loaded = await thread.call(read)
-        except BaseException:
-            self.state = pb.WORKER_STATE_IDLE
-            raise
+        with byte_bar(f"loading layers {key.span}", log) as show:
+
+            def report(done: int, total: int) -> None:
+                show(done, total)
+                thread.post(on_progress, done, total)
+
+            read = partial(
+                read_stage, self.identity, model, key, expect=thread.expect, on_progress=report
+            )
+            try:
+                loaded = self.loaded = await thread.call(read)
+            except BaseException:
+                self.state = pb.WORKER_STATE_IDLE
+                raise
         log.info("stage loaded", extra={"layers": str(key.span), "bytes": loaded.weight_bytes})
         return loaded
 

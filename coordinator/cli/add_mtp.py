@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.bar import byte_bar
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.resolve import find_model
 from mtp.convert.graft import Graft, plan_graft
 from mtp.convert.output import HEAD_FILE
 from mtp.convert.settings import FloatType, HeadBits
+from proto.bar import byte_bar
 from proto.errors import UsageError
 from proto.size import format_size
 from worker.fetch.head import RemoteHead

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.bar import byte_bar
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.resolve import resolve_model
 from mtp.convert.convert import Outcome
 from mtp.convert.convert import convert as convert_checkpoint
 from mtp.convert.settings import FloatType, HeadBits, Mode, Quantization, Recipe, Settings
+from proto.bar import byte_bar
 from proto.errors import UsageError
 from proto.size import format_size
 

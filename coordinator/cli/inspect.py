@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.checkup import Checkup, check
-from coordinator.cli.bar import byte_bar
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.names import few
 from mtp.checkpoint.report import report
+from proto.bar import byte_bar
 from proto.errors import SpanError
 from proto.size import format_size
 from proto.span import Span

@@ -19,7 +19,7 @@ from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import View
 from coordinator.discovery import Candidate, Discovery
 from coordinator.model_costs import REFERENCE_BANDWIDTH
-from coordinator.worker_client import DESCRIBE_SECONDS, WorkerClient
+from coordinator.worker_client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, WorkerLostError
 from proto.span import Span
@@ -172,8 +172,8 @@ class Membership:
     # ---- watching
 
     def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
-        if pulse.engine_stall_ms > self.options.failure_timeout * 1000:
-            stall = pulse.engine_stall_ms / 1000
+        stall = pulse.engine_stall_ms / 1000
+        if stall > NOTICE_SHARE * self.options.failure_timeout:
             self._lost(address, WorkerLostError(f"its engine has been stuck for {stall:.1f} s"))
             return
         if (joining := self._joining.pop(address, None)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +16,10 @@ from coordinator.plan import Plan, StagePlan
 from coordinator.remote import RemotePipeline
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
+from proto.bar import OnProgress, byte_bar
 from proto.errors import ClusterError, NotReadyError
+
+log = logging.getLogger(__name__)
 
 LEASE_TIMEOUTS = 3
 """Failure timeouts without a word after which a worker takes its coordinator for gone."""
@@ -34,6 +38,11 @@ class LoadState:
     """How far each worker of the plan being loaded is: bytes done and in all, by address."""
 
     done: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def sum(self) -> tuple[int, int]:
+        """Of all workers that have told yet."""
+        return sum(d for d, _ in self.done.values()), sum(t for _, t in self.done.values())
 
 
 class PlanStart:
@@ -58,10 +67,11 @@ class PlanStart:
         """The pipeline, connected. Raises StartError; a worker that turned out to be gone is lost by then."""
         room = self._model.capacity(self.plan)
         workers = [self._worker(stage) for stage in self.plan.stages]
-        await _all(
-            self._load(worker, stage, room)
-            for worker, stage in zip(workers, self.plan.stages, strict=True)
-        )
+        with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
+            await _all(
+                self._load(worker, stage, room, show)
+                for worker, stage in zip(workers, self.plan.stages, strict=True)
+            )
         pipeline = RemotePipeline(workers, self.plan.epoch, room, self._options.failure_timeout)
         ids = [self._members[worker.address].worker_id for worker in workers]
         try:
@@ -82,7 +92,9 @@ class PlanStart:
             raise StartError(f"{stage.node} is on its way out", None)
         return worker
 
-    async def _load(self, worker: WorkerClient, stage: StagePlan, room: Capacity) -> None:
+    async def _load(
+        self, worker: WorkerClient, stage: StagePlan, room: Capacity, show: OnProgress
+    ) -> None:
         request = pb.LoadRequest(
             coordinator=self._options.me,
             epoch=self.plan.epoch,
@@ -99,6 +111,7 @@ class PlanStart:
 
         def on_progress(done: int, total: int) -> None:
             self.loads.done[stage.node] = (done, total)
+            show(*self.loads.sum)
 
         try:
             if not self._members[stage.node].whole:

@@ -22,6 +22,7 @@ from coordinator.generation import GenerationLoop
 from coordinator.pipeline import Pipeline
 from coordinator.request import Finished, GenerationRequest, TokenChunk
 from coordinator.scheduler import Limits, Scheduler
+from coordinator.status import NodeStatus
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
@@ -60,7 +61,7 @@ class Head:
     def __init__(self, manager: ClusterManager, loop: GenerationLoop) -> None:
         self.manager = manager
         self.loop = loop
-        self.status = LiveStatus(loop, manager, "toy")
+        self.status = LiveStatus(loop, manager, "toy", lambda: NodeStatus("this process"))
 
     @property
     def view(self) -> View:

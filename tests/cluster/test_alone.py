@@ -1,0 +1,84 @@
+"""The coordinator's own process takes over when no worker is left, with streams open."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from tests.cluster.processes import Coordinator, as_coordinator, ending, launch, running_workers
+
+BODY = {
+    "prompt": "def read(path):\n    ",
+    "max_tokens": 120,
+    "temperature": 0.8,
+    "seed": 5,
+    "ignore_eos": True,
+    "stream": True,
+}
+EARLY = 10
+"""Tokens that have come when the workers go."""
+
+
+class Client:
+    """One streamed answer: its text, and what else came between its pieces."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pieces = 0
+        self.comments: list[int] = []
+        """For every keep-alive, how many pieces had come before."""
+
+    def ask(self, url: str, when_early: Callable[[], None]) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=60) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if line.startswith(": keep-alive"):
+                    self.comments.append(self.pieces)
+                elif line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    self.text += "".join(choice["text"] for choice in event["choices"])
+                    self.pieces += 1
+                    if self.pieces == EARLY:
+                        when_early()
+
+
+def test_streams_go_on_alone(tmp_path: Path) -> None:
+    """All workers are killed amid an answer: it goes on in this process with the tokens it would have had, its client
+    sees signs of life meanwhile, and a plain request that comes in between waits and is answered."""
+    with running_workers(tmp_path, "builtin", 2) as workers:
+        flags = [flag for worker in workers for flag in ("--worker", worker.address)]
+        flags += ["--dtype", "float32", "--port", "0", "--no-mdns", "--wait", "1"]
+        module = "tests.cluster.talkative_coordinator"
+        with ending(launch(tmp_path, "coordinator", module, ["serve", *flags])) as process:
+            coordinator = as_coordinator(process)
+            undisturbed, touched = Client(), Client()
+            undisturbed.ask(coordinator.url, lambda: None)
+            between: list[httpx.Response] = []
+            asking = threading.Thread(target=lambda: between.append(plain(coordinator)))
+
+            def lose_all() -> None:
+                for worker in workers:
+                    worker.kill()
+                coordinator.wait_for("pipeline failed")
+                asking.start()
+
+            touched.ask(coordinator.url, lose_all)
+            asking.join(60)
+            assert coordinator.records("serving alone")
+            assert touched.text == undisturbed.text
+            assert any(pieces >= EARLY for pieces in touched.comments), "no sign of life meanwhile"
+            (reply,) = between
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["text"] == undisturbed.text
+            status = httpx.get(f"{coordinator.url}/status", timeout=10).json()
+            assert status["recoveries"] == 1
+
+
+def plain(coordinator: Coordinator) -> httpx.Response:
+    body = {**BODY, "stream": False}
+    return httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
