@@ -235,8 +235,11 @@ def test_broken_off_anywhere_it_goes_on(
     assert coordinator.give(Span(4, 8)) == 0
 
 
-def test_a_break_costs_what_was_under_way(checkpoints: Checkpoints, hub: Hub) -> None:
+def test_a_break_costs_what_was_under_way(
+    checkpoints: Checkpoints, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a hub too: the bytes that had arrived are not read again, and what is whole has its name."""
+    monkeypatch.setattr("worker.fetch.receive.PROGRESS_SECONDS", 0.0)
     source = checkpoints(shards=3)
     hub.add(REPO, source)
     checkpoint = Checkpoint.open(source)
@@ -248,8 +251,11 @@ def test_a_break_costs_what_was_under_way(checkpoints: Checkpoints, hub: Hub) ->
     assert copy is not None
     parts = {file.name for file in (copy.path / "parts").iterdir()}
     assert any(name.endswith(".part") for name in parts)
+    whole = [name.removesuffix(".safetensors") for name in parts if name.endswith(".safetensors")]
+    arrived = coordinator.progress[-1][0]
+    assert arrived > sum(checkpoint.part_bytes()[part] for part in whole), "no part was begun"
     coordinator.patience = 10**9
-    coordinator.give(Span(0, 4))
+    assert coordinator.give(Span(0, 4)) == span_bytes(checkpoint, Span(0, 4)) - arrived
     # At most the rest of one request was under way when it broke off.
     assert hub.weights_sent < 1.1 * span_bytes(checkpoint, Span(0, 4)) + 300_000
     assert_loads(coordinator, Span(0, 4))
