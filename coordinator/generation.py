@@ -17,6 +17,7 @@ from coordinator.meter import Meter
 from coordinator.pipeline import Pipeline, PipelineSource
 from coordinator.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.scheduler import Scheduler
+from coordinator.sequence import Sequence
 from coordinator.trace import log_frame
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
@@ -52,6 +53,8 @@ class GenerationLoop:
         self.recoveries = 0
         self._failures = 0
         """Pipelines lost since one last gave a frame back."""
+        self._rebuilding: list[Sequence] = []
+        """Those that lived through a change of plan and have not had a token since."""
 
     # ---- life
 
@@ -130,6 +133,7 @@ class GenerationLoop:
             self._pump()
         finally:  # what is settled will not be told again
             self._deliver(settlement)
+        self._note_rebuilt()
 
     async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
         """Leave a pipeline that failed. Requests that no pipeline survives end, lest they kill one after another."""
@@ -160,8 +164,18 @@ class GenerationLoop:
     async def _adopt(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         now = self.clock()
+        self._rebuilding += self.scheduler.running.values()
         self._deliver(self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now))
         self._pump()
+
+    def _note_rebuilt(self) -> None:
+        """Say when the last of the answers that a change of plan held up goes on."""
+        if not self._rebuilding:
+            return
+        still = [s for s in self._rebuilding if s.passed < s.goal and s.seq_id in self._listeners]
+        self._rebuilding = still
+        if not still:
+            log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
 
     def _pump(self) -> None:
         """Send whatever may be sent now."""

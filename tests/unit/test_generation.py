@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -132,3 +133,28 @@ def test_a_loop_that_breaks_down_ends_what_waits_and_goes_on() -> None:
 
 def told(found: list[GenerationEvent]) -> list[int]:
     return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]
+
+
+def test_a_change_of_plan_says_when_answers_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a plan that found answers under way, and not for the first."""
+    with caplog.at_level(logging.INFO, "coordinator.generation"):
+        run_virtually(events([]))
+        assert "sequences rebuilt" not in caplog.messages, "no plan has failed"
+        run_virtually(after_three_tokens())
+    assert caplog.messages.count("sequences rebuilt") == 1
+
+
+async def after_three_tokens() -> None:
+    """The plan fails amid an answer."""
+    scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
+    source = Failing([])
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+    await loop.start()
+    found: list[GenerationEvent] = []
+    async for event in loop.generate(GenerationRequest(PROMPT, 10)):
+        found.append(event)
+        if told(found) == plain(PROMPT, 10)[:3] and isinstance(event, TokenChunk):
+            assert loop.pipeline is not None
+            loop.pipeline.fail(WorkerLostError("gone"))
+    assert told(found) == plain(PROMPT, 10)
+    await loop.close()
