@@ -9,6 +9,7 @@ from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.resolve import BUILTIN, find_model, resolve_model
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError
+from proto.span import Span
 from worker.fetch.copy import SpanCopy
 
 
@@ -18,6 +19,13 @@ class LocalModels:
     def __init__(self, own: Path | None) -> None:
         self.own = own
         self._known: dict[Path, tuple[Checkpoint, str]] = {}
+
+    def check_own(self, layers: Span | None) -> None:
+        """Raise CheckpointError for a --model that cannot be served, SpanError for --layers that it does not have."""
+        if self.own is not None:
+            checkpoint, _ = self.open(self.own)
+            if layers is not None:
+                layers.check_within(checkpoint.config.num_layers)
 
     def find(self, wanted: pb.ModelRef) -> Checkpoint:
         """The first checkpoint here whose content has the wanted fingerprint, or the parts of it that were fetched.

@@ -26,10 +26,13 @@ DRAIN_SECONDS = 20.0
 
 
 async def run(options: WorkerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then hand over and leave. Raises UsageError when the port cannot be had."""
-    identity = Identity(
-        options.name, options.layers, options.memory_limit, LocalModels(options.model)
-    )
+    """Serve until SIGTERM or SIGINT, then hand over and leave.
+
+    Raises UsageError when the port cannot be had, or the worker's own model not be served.
+    """
+    models = LocalModels(options.model)
+    models.check_own(options.layers)
+    identity = Identity(options.name, options.layers, options.memory_limit, models)
     node = WorkerNode(identity)
     identity.bytes_per_second = await node.machinery.thread.call(measured_bandwidth)
     server = make_server(node)
