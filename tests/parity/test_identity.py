@@ -1,7 +1,7 @@
 """One answer: on the built-in model in fp32 no token depends on drafts, depth, stages or company (DESIGN §1).
 
 The CPU backend rounds a row the same whatever rows come with it, so tokens and their log-probabilities have to be
-equal bit for bit. docs/mtp.md says what is found in other precisions, and which bugs these tests have caught.
+equal bit for bit. docs/mtp.md says what is found in other precisions, and which test fails for which bug.
 """
 
 from __future__ import annotations
