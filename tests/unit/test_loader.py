@@ -278,7 +278,7 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
         ({"moe": True}, None),
         ({"layout": "mlx", "quantize": 4}, None),
     ]
-    common = {"shards": 2, "mtp": False}
+    common: dict[str, Any] = {"shards": 2, "mtp": False}
     jobs = [
         (str(write_checkpoint(tmp_path / f"{hidden}-{i}", hidden=hidden, **common, **kind)), dtype)
         for hidden in (64, 256)
