@@ -4,8 +4,9 @@ An entry is what every stage holds after some tokens: K/V, GDN states, the MTP h
 dropped by operations in frame headers, which all stages see in the same order: so each entry is on all of them
 or on none.
 
-Entries are made in three places: near the end of a prompt, for the same prompt again; where a prompt parts from one
-seen lately, for the system prompt they share; and at the end of an answer, for the next turn of a chat.
+Entries are made in three places: near the end of a prompt, for the same prompt again and for the next turn of its
+chat; where a prompt parts from one seen lately, for the system prompt they share; and at the end of an answer, where
+another prompt may go on from there.
 """
 
 from __future__ import annotations
@@ -68,12 +69,17 @@ class PrefixCache:
             self.entries.move_to_end(best.number)
         return best
 
-    def boundaries(self, prompt: Tokens, start: int) -> list[int]:
-        """Where in `prompt`, beyond its first `start` tokens, entries are worth making. Remembers the prompt."""
+    def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
+        """Where in `prompt`, beyond its first `start` tokens, entries are worth making. Remembers the prompt.
+
+        The last is `turn` where that is known: behind it stands what no later prompt has, such as the opening of the
+        answer that a chat's history leaves out.
+        """
         if not self._fits(SMALLEST_ENTRY):
             return []
-        points = {(len(prompt) - 1) // BLOCK * BLOCK}
-        points.update(common_length(prompt, seen) // BLOCK * BLOCK for seen in self._recent)
+        end = turn or (len(prompt) - 1) // BLOCK * BLOCK
+        parted = {common_length(prompt, seen) // BLOCK * BLOCK for seen in self._recent}
+        points = {end, *(p for p in parted if start + BLOCK <= p < end)}
         if prompt not in self._recent:
             self._recent.append(prompt)
         held = {len(e.tokens) for e in self.entries.values() if prompt[: len(e.tokens)] == e.tokens}

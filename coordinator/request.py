@@ -17,6 +17,8 @@ class GenerationRequest:
     """Tokens in, and how to go on from them. Text, chat templates and stop strings are the caller's business.
 
     `stop_tokens` end the text when the model chooses one; the token itself is not emitted. `request_id` is for logs.
+    The last two are for the prefix cache and change no token: how much of the prompt a conversation's next turn begins
+    with (0 where that is not known), and whether a later prompt may begin with this one and its answer.
     """
 
     prompt: tuple[int, ...]
@@ -24,6 +26,8 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] = frozenset()
     request_id: str = ""
+    turn: int = 0
+    continued: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered chat. `thinking`: the template has opened a reasoning block for the answer to begin in."""
+    """A rendered chat. `thinking`: the template has opened a reasoning block for the answer to begin in.
+
+    `turn` tokens are the chat so far, with which its next turn begins too: the rest opens the answer, as a history
+    need not. `continued`: a history may hold opening and answer as they are, so that the next turn goes on from there.
+    """
 
     tokens: tuple[int, ...]
     thinking: bool
+    turn: int
+    continued: bool
 
 
 class Tokenizer:
@@ -100,17 +107,44 @@ class Tokenizer:
         kwargs = dict(template_kwargs or {})
         self._check_template(kwargs, bool(tools))
         prompt = self._render(messages, tools, kwargs, answer=True)
+        history = self._render(messages, tools, kwargs, answer=False)
         thinking = False
         if self._wrapper.has_thinking:
             # Only what the template adds for the answer counts: a message may speak of the markers.
-            history = self._render(messages, tools, kwargs, answer=False)
             opening = prompt.removeprefix(history)
             thinking = opening.rfind(self._wrapper.think_start) > opening.rfind(
                 self._wrapper.think_end
             )
+        encoded = self._backend.encode(prompt, add_special_tokens=False)
         return ChatPrompt(
-            tuple(self._backend.encode(prompt, add_special_tokens=False).ids), thinking
+            tuple(encoded.ids),
+            thinking,
+            # A token on both sides is not shared. None: nothing opens the answer.
+            turn=encoded.char_to_token(len(commonprefix([history, prompt]))) or 0,
+            continued=self._continued(tools, kwargs, thinking=thinking),
         )
+
+    def _continued(self, tools: Sequence[Json], kwargs: Json, *, thinking: bool) -> bool:
+        """Whether this template, asked on behalf of a short chat, shows a past answer as the model was led to write it.
+
+        Qwen's leaves reasoning out of past turns, and with it the marker each answer begins with; not between a call
+        of a tool and what is said to its result.
+        """
+        question: Json = {"role": "user", "content": "question"}
+        answer: Json = {"role": "assistant", "content": "answer"}
+        reply = question
+        if thinking:
+            answer["reasoning_content"] = "thought"
+        if tools:
+            call = {"name": "name", "arguments": {}}
+            answer["tool_calls"] = [{"id": "0", "type": "function", "function": call}]
+            reply = {"role": "tool", "tool_call_id": "0", "content": "result"}
+        try:
+            before = self._render([question], tools, kwargs, answer=True)
+            after = self._render([question, answer, reply], tools, kwargs, answer=False)
+        except RequestError:  # a template that asks for something else, such as a system message
+            return True
+        return after.startswith(before)
 
     def _check_template(self, kwargs: Json, tools: bool) -> None:
         if not self._wrapper.has_chat_template:

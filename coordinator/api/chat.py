@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -56,6 +57,7 @@ async def prepare(api: Api, request: Request) -> Answer:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    requests = [replace(r, turn=prompt.turn, continued=prompt.continued) for r in requests]
     return Answer(
         id=answer_id,
         kind="chat.completion",

@@ -13,6 +13,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
+from coordinator.prefix_cache import BLOCK, SMALLEST_ENTRY
 from coordinator.request import GenerationRequest
 from coordinator.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -184,6 +185,37 @@ def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
     (reply,) = asyncio.run(ask_all(url, [following]))
     assert cached(reply) >= 190
     assert said(reply) == alone([as_request(following)], tokenizer)[0]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_chats_next_turn_skips_the_one_before(
+    url: str, tokenizer: Tokenizer, thinking: bool
+) -> None:
+    """All of it but the opening of its answer, which histories leave out; and no token is another for it."""
+    kwargs = {"enable_thinking": thinking}
+    chat = [{"role": "user", "content": ""}]
+    while True:  # until a whole number of blocks ends inside the opening
+        chat[0]["content"] += f" {thinking}"
+        prompt = tokenizer.chat_prompt(chat, template_kwargs=kwargs)
+        if SMALLEST_ENTRY <= prompt.turn < (len(prompt.tokens) - 1) // BLOCK * BLOCK:
+            break
+    settings = {"temperature": 0.7, "seed": 5, "max_tokens": 8, "ignore_eos": True}
+    following = [
+        *chat,
+        {"role": "assistant", "content": "It is."},
+        {"role": "user", "content": "Is it?"},
+    ]
+    hits = []
+    for messages in (chat, following):
+        body = {"messages": messages, "chat_template_kwargs": kwargs, **settings, "logprobs": True}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        tokens = tokenizer.chat_prompt(messages, template_kwargs=kwargs).tokens
+        entries = reply["choices"][0]["logprobs"]["content"]
+        expected = alone([as_request({"prompt": tokens, **settings})], tokenizer)
+        assert [[(entry["token"], entry["logprob"]) for entry in entries]] == expected
+        hits.append(cached(reply))
+    assert hits == [0, prompt.turn]
+    assert prompt.turn >= len(prompt.tokens) - 9  # <|im_start|>assistant and a think block
 
 
 def test_prompts_that_part_inside_a_chunk_at_once(url: str, tokenizer: Tokenizer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.budget import Capacity
+from coordinator.model_info import Json
 from coordinator.prefix_cache import (
     BLOCK,
     RECENT_PROMPTS,
@@ -14,6 +16,8 @@ from coordinator.prefix_cache import (
     Tokens,
     common_length,
 )
+from coordinator.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
 
 
 def cache(prefix_bytes: int = 10**6, token_bytes: int = 1, state_bytes: int = 0) -> PrefixCache:
@@ -109,6 +113,15 @@ def test_entries_end_near_the_end_of_a_prompt_and_where_prompts_part() -> None:
     assert cache().boundaries(text(320), 0) == [288]  # one token at least is left to run
 
 
+def test_a_few_tokens_more_than_are_held_are_no_entry() -> None:
+    """Prompts that share a little more than an entry of theirs do not make another of it."""
+    kept = cache()
+    first, second = text(330), (*text(290), *text(100, 1))
+    assert kept.boundaries(first, 0, turn=270) == [270]
+    assert kept.boundaries(second, 270, turn=380) == [380]
+    assert kept.boundaries(second, 250, turn=380) == [288, 380]
+
+
 def test_no_boundary_where_an_entry_is_held_or_cannot_be() -> None:
     """A chunk that is cut for nothing costs a step."""
     kept = cache()
@@ -129,6 +142,66 @@ def test_old_prompts_are_forgotten() -> None:
     for seed in range(3, 3 + RECENT_PROMPTS):
         kept.boundaries((90 + seed, *text(40, seed)), 0)
     assert 256 not in kept.boundaries((*shared, 3, *text(60, 3)), 0)
+
+
+# ---- chats
+
+OPENING = 9
+"""Most tokens of `<|im_start|>assistant` and an empty think block."""
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"properties": {"city": {}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(checkpoint_dir())
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thinking: bool) -> None:
+    """However long it is: the history leaves out only how the answer was opened. That answer's end is no use to it."""
+    for words in range(SMALLEST_ENTRY, SMALLEST_ENTRY + 2 * BLOCK + 1):
+        kept = cache()
+        chat: list[Json] = [{"role": "user", "content": "a " * words}]
+        held = 0
+        for answer in ("Yes.", "\n\nNo", "  (1)"):
+            prompt = tokenizer.chat_prompt(chat, template_kwargs={"enable_thinking": thinking})
+            found = kept.find(prompt.tokens)
+            assert (len(found.tokens) if found else 0) == held
+            assert kept.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
+            kept.make(prompt.tokens[: prompt.turn])
+            held = prompt.turn
+            assert len(prompt.tokens) - OPENING <= held < len(prompt.tokens)
+            assert not prompt.continued
+            chat += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": "Why? " * (words % 7)},
+            ]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_tools_result_goes_on_from_the_end_of_its_call(
+    tokenizer: Tokenizer, thinking: bool
+) -> None:
+    """Between a call and its result the history holds all that the model wrote."""
+    kwargs = {"enable_thinking": thinking}
+    chat: list[Json] = [{"role": "user", "content": "Weather? " * SMALLEST_ENTRY}]
+    prompt = tokenizer.chat_prompt(chat, [WEATHER], kwargs)
+    assert prompt.continued
+    call = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    wrote = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+    answer: Json = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    if thinking:
+        answer["reasoning_content"] = "I call it."
+        wrote = f"I call it.\n</think>\n\n{wrote}"
+    kept = cache()
+    end, _ = kept.make((*prompt.tokens, *tokenizer.encode(wrote)))
+    following = [*chat, answer, {"role": "tool", "content": "sunny"}]
+    assert end is not None
+    assert kept.find(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
 
 
 # ---- whatever is asked

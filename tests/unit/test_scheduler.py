@@ -150,6 +150,16 @@ def test_a_prompt_again_is_not_run_again() -> None:
     assert sum(fed) == 8
 
 
+def test_of_a_chat_that_turn_is_kept_and_no_answer_that_none_goes_on_from() -> None:
+    """The request knows where its next turn parts from it, and whether that holds the answer as it was written."""
+    drive = Drive(limits=Limits(1000), room=replace(ROOM, prefix_bytes=1000, token_bytes=1))
+    request = GenerationRequest(tuple(i % 50 for i in range(200)), 12, turn=197, continued=False)
+    drive.scheduler.submit(request, drive.now)
+    drive.run()
+    kept = drive.scheduler.prefixes.entries.values()
+    assert [entry.tokens for entry in kept] == [request.prompt[:197]]
+
+
 def test_the_next_turn_starts_from_the_last_answer() -> None:
     """What the stages held at an answer's end is an entry, and at least one token of the next prompt is run."""
     limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)

@@ -135,6 +135,24 @@ def test_the_template_opens_the_reasoning_unless_told_not_to(tokenizer: Tokenize
     assert not off.thinking
 
 
+def test_what_the_next_turn_begins_with(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """`turn` is the chat without the opening of its answer, `continued` whether a history has that too."""
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = tokenizer.chat_prompt(messages)
+    assert prompt.tokens[: prompt.turn] == tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n")
+    assert not prompt.continued
+    plain = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    other = Tokenizer.load(write_tokenizer(tmp_path, template=plain))
+    prompt = other.chat_prompt(messages)
+    assert other.encode("[user] hi\n")[: prompt.turn] == prompt.tokens[: prompt.turn]
+    assert prompt.continued
+    none = Tokenizer.load(write_tokenizer(tmp_path, template="{{ messages[0].content }}"))
+    assert none.chat_prompt(messages).turn == 0
+
+
 def test_a_message_about_markers_does_not_open_reasoning(tmp_path: Path) -> None:
     """Only what the template adds for the answer counts, not what somebody wrote."""
     plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
