@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,8 @@ class Tokenizer:
         return ChatPrompt(
             tuple(encoded.ids),
             thinking,
-            # A token on both sides is not shared. None: nothing opens the answer.
-            turn=encoded.char_to_token(len(commonprefix([history, prompt]))) or 0,
+            # A token of both is not shared. None: nothing opens the answer.
+            turn=(encoded.char_to_token(len(history)) or 0) if prompt.startswith(history) else 0,
             continued=self._continued(tools, kwargs, thinking=thinking),
         )
 
