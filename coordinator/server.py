@@ -162,7 +162,7 @@ def _manager(
         ),
         options.dtype,
         options.kv_bits or 0,
-        with_head=mode.depth != 0,
+        with_head=options.mtp.depth != 0,
         draft_depth=USUAL_DEPTH if mode.depth is None else mode.depth,
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,

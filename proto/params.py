@@ -128,6 +128,6 @@ def _within(
         )
 
 
-def _shown(number: float) -> str:
+def _shown(number: int | float) -> str:
     """Whole numbers in full, but for ones nobody would read to their end."""
     return f"{number:g}" if isinstance(number, float) else f"{number!r:.60}"

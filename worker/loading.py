@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from worker.identity import Identity
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.stage_key import StageKey
+
+log = logging.getLogger(__name__)
 
 PART_SECONDS = 10.0
 SLOWEST_DISK = 50e6
@@ -74,5 +77,10 @@ def read_stage(
         with_head=key.mtp,
         on_progress=report,
     )
+    if key.last and key.mtp and modules.head is None and checkpoint.mtp.announced:
+        log.warning(
+            "no MTP: config.json announces a head that the checkpoint does not have whole",
+            extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
+        )
     stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
     return LoadedStage(key, stage, weight_bytes)

@@ -76,6 +76,7 @@ class ClusterManager:
         self._waiting: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._background = Background()
+        self._told_no_mtp = False
 
     # ---- life
 
@@ -196,6 +197,11 @@ class ClusterManager:
             log.exception("a plan could not be started")
             self._happened(PlanFailed(plan.epoch, f"{type(error).__name__}: {error}"))
         else:
+            if self.model.with_head and not start.has_mtp and not self._told_no_mtp:
+                self._told_no_mtp = True
+                log.info(
+                    "no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node}
+                )
             self._serves(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:

@@ -20,7 +20,8 @@ SMALLEST_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`ref` is what workers are told; `dtype` None is the checkpoint's own, `kv_bits` 0 unquantized."""
+    """`ref` is what workers are told; `dtype` None is the checkpoint's own, `kv_bits` 0 unquantized. `with_head` says
+    that the last stage loads the MTP head, if the checkpoint has one."""
 
     checkpoint: Checkpoint
     ref: pb.ModelRef

@@ -58,6 +58,8 @@ class PlanStart:
     ) -> None:
         self.plan = plan
         self.loads = LoadState()
+        self.has_mtp = False
+        """Whether the last stage has loaded an MTP head."""
         self._members = view.members
         self._model = model
         self._options = options
@@ -116,7 +118,9 @@ class PlanStart:
         try:
             if not self._members[stage.node].whole:
                 await self._model.provider.give(worker, request, on_progress)
-            await worker.load(request, on_progress)
+            result = await worker.load(request, on_progress)
+            if stage.last:
+                self.has_mtp = result.has_mtp
         except ClusterError as error:
             # Who is gone is lost, and may come back; who is alive and cannot load is to blame.
             await self._membership.probe(stage.node)

@@ -1,0 +1,66 @@
+"""Config says MTP, and the tensors are not there: said once on either side, and answers come without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.request import GenerationRequest
+from mtp.checkpoint.checkpoint import Checkpoint
+from proto.errors import WorkerLostError
+from tests.cluster.head import running_head
+from tests.conftest import Checkpoints
+from worker.identity import Identity
+from worker.local_model import LocalModels
+from worker.node import WorkerNode
+from worker.service import make_server
+
+
+@asynccontextmanager
+async def worker(model: Path) -> AsyncIterator[str]:
+    """The address of a worker in this process."""
+    models = LocalModels(model)
+    await asyncio.to_thread(models.open, model)
+    node = WorkerNode(Identity("w", None, 2**32, models, bytes_per_second=1e11))
+    server = make_server(node)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+        await node.close()
+
+
+@pytest.mark.parametrize(
+    ("announced", "head", "told"),
+    [(True, False, (1, 1)), (False, False, (0, 1)), (True, True, (0, 0))],
+    ids=["lost", "never had one", "whole"],
+)
+async def test_a_head_that_is_not_there_is_told_once(
+    checkpoints: Checkpoints,
+    caplog: pytest.LogCaptureFixture,
+    announced: bool,
+    head: bool,
+    told: tuple[int, int],
+) -> None:
+    """By the worker that was to load what config.json announces, and by the coordinator that wanted drafts, however
+    many plans there are."""
+    model = checkpoints(mtp=head, announce_mtp=announced)
+    assert Checkpoint.open(model).mtp.complete is head
+    with caplog.at_level(logging.INFO):
+        async with worker(model) as address, running_head(model, [address], mtp="off") as over:
+            answer = await over.answer(GenerationRequest((1, 2, 3), 4))
+            assert len(answer.tokens) == 4
+            epoch = over.view.epoch
+            assert over.loop.pipeline is not None
+            over.manager.failed(over.loop.pipeline, WorkerLostError("for another plan"))
+            await over.until(lambda: over.view.epoch > epoch, "another plan", timeout=20.0)
+            await over.served_by(address)
+    heard = [r.name.partition(".")[0] for r in caplog.records if r.message.startswith("no MTP")]
+    assert (heard.count("worker"), heard.count("coordinator")) == told
