@@ -184,18 +184,22 @@ class Limits(_message.Message):
 
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     KV_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
     max_sequences: _builtins.int
     kv_tokens: _builtins.int
     """capacities of all sequences together"""
+    prefix_bytes: _builtins.int
+    """all prefix entries together"""
     def __init__(
         self,
         *,
         max_sequences: _builtins.int = ...,
         kv_tokens: _builtins.int = ...,
+        prefix_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "max_sequences", b"max_sequences", "prefix_bytes", b"prefix_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,8 @@ from worker.thread import EngineThread
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_FRAMES = 256
-"""More frames than this are waiting for the engine only if the sender ignores what is in flight."""
+MAX_QUEUED_BYTES = 2**30
+"""More than this waits for the engine only if the sender ignores what is in flight."""
 
 
 @dataclass
@@ -87,6 +88,8 @@ class Binding:
         self.fault: pb.Fault | None = None
         self.bound = False
         """Whether frames may come."""
+        self._queued = self._queued_bytes = 0
+        """Frames that wait for the engine; signals are among the thread's work, too."""
         self._closed = False
         self._on_failure = on_failure
 
@@ -158,15 +161,20 @@ class Binding:
             raise ProtocolError(f"stream for stage {stream.stage}, this is {self.place.stage}")
 
     def take(self, data: bytes) -> None:
-        """Queue a frame for the engine. Raises ProtocolError when too many are."""
-        if self.thread.queued > MAX_QUEUED_FRAMES:
-            raise ProtocolError(f"{self.thread.queued} frames are queued already")
+        """Queue a frame for the engine. Raises ProtocolError when too many are, or too much."""
+        if self._queued >= MAX_QUEUED_FRAMES or self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            raise ProtocolError(
+                f"{self._queued} frames of {self._queued_bytes} bytes are queued already, and {len(data)} bytes come"
+            )
+        self._queued += 1
+        self._queued_bytes += len(data)
         self.traffic.bytes_in += len(data)
         self.traffic.messages_in += 1
         self.thread.submit(partial(self._process, data))
 
     def _process(self, data: bytes) -> None:
         """On the engine thread."""
+        self.thread.post(self._begun, len(data))
         engine = self.engine
         if engine is None or self._closed:
             return
@@ -183,6 +191,10 @@ class Binding:
             self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
         else:
             self.thread.post(self._pass_on, encoded, out)
+
+    def _begun(self, nbytes: int) -> None:
+        self._queued -= 1
+        self._queued_bytes -= nbytes
 
     def _run(self, engine: StageEngine, frame: Frame) -> Frame:
         started = time.monotonic()

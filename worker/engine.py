@@ -60,10 +60,12 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most a stage admits: so many sequences, whose capacities add up to so many tokens."""
+    """The most a stage holds: so many sequences, whose capacities add up to so many tokens, and prefix entries of so
+    many bytes."""
 
     sequences: int
     kv_tokens: int
+    prefix_bytes: int
 
 
 class StageEngine:
@@ -197,8 +199,20 @@ class StageEngine:
             raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
         tail = None if self.verifier is None else self.verifier.save(op.seq_id)
         entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), tail)
+        self._check_prefix(op, entry)
         mx.async_eval(*entry.arrays())  # a copy not made yet keeps the sequence's own caches alive
         self.prefixes[op.entry] = entry
+
+    def _check_prefix(self, op: SavePrefix, entry: PrefixEntry) -> None:
+        """Before the copy is computed, and so before it takes memory."""
+        if self.budget is None:
+            return
+        nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
+        if nbytes > self.budget.prefix_bytes:
+            raise ProtocolError(
+                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, beyond this stage's budget of "
+                f"{self.budget.prefix_bytes}"
+            )
 
     def _restore(self, op: RestorePrefix) -> None:
         sequence = self._sequence(op.seq_id)

@@ -98,7 +98,8 @@ class WorkerNode:
         self.hold(request.coordinator, request.lease_ms)
         self._enter_epoch(request.epoch)
         key = StageKey.of(request)
-        self.budget = Budget(request.limits.max_sequences, request.limits.kv_tokens)
+        limits = request.limits
+        self.budget = Budget(limits.max_sequences, limits.kv_tokens, limits.prefix_bytes)
         loaded = self.loaded
         reused = loaded is not None and loaded.key == key
         if loaded is None or not reused:

@@ -107,7 +107,11 @@ class PlanStart:
             dtype=self._model.dtype or "",
             kv_bits=self._model.kv_bits,
             mtp=self._model.with_head,
-            limits=pb.Limits(max_sequences=room.sequences, kv_tokens=room.kv_tokens),
+            limits=pb.Limits(
+                max_sequences=room.sequences,
+                kv_tokens=room.kv_tokens,
+                prefix_bytes=room.prefix_bytes,
+            ),
             lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),
         )
 

@@ -1,0 +1,152 @@
+"""Whatever well-formed frames come, in whatever order: a stage computes, or refuses with a ProtocolError, and never
+holds more than its budget. What is not well-formed the codec refuses: tests/unit/test_frame.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp.attention import KVFormat
+from proto.errors import ProtocolError, StaleEpochError
+from proto.frame import (
+    Admit,
+    Commit,
+    DropPrefix,
+    Evict,
+    Frame,
+    RestorePrefix,
+    SavePrefix,
+    decode,
+    encode,
+)
+from proto.params import SamplingParams
+from proto.segment import Segment
+from tests.chain import VOCAB, modules
+from tests.checkpoints import write_checkpoint
+from worker.engine import Budget, StageEngine
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+
+LAYERS = 4
+PREFIX_BYTES = 60_000
+"""Room for an entry or two of the toy model."""
+
+BUDGET = Budget(sequences=2, kv_tokens=24, prefix_bytes=PREFIX_BYTES)
+
+# Small numbers: most frames then have something to do with each other.
+few = st.sampled_from([0, 0, 0, 1, 2])
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.8]),
+    logprobs=st.none() | st.just(2),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    acceptance=st.sampled_from(["coupled", "ratio"]),
+)
+operations = st.one_of(
+    st.builds(Admit, few, st.integers(0, 14), st.integers(0, 20), params),
+    st.builds(Admit, few, st.just(12), st.just(2), params),
+    st.builds(Commit, few, st.integers(0, 4), st.integers(0, 4)),
+    st.builds(Evict, few),
+    st.builds(SavePrefix, few, few),
+    st.builds(RestorePrefix, few, few),
+    st.builds(DropPrefix, few),
+)
+segments = st.builds(
+    Segment,
+    few,
+    window=st.integers(1, 3),
+    position=st.sampled_from([2, 2, 4, 4, 3, 0, 99]),
+    tokens=st.lists(st.sampled_from([0, 5, VOCAB - 1, VOCAB - 1]), max_size=4).map(tuple),
+    open=st.booleans(),
+    sample=st.booleans(),
+    drafts=st.integers(0, 3),
+    cancelled=st.booleans(),
+)
+frames = st.builds(
+    Frame,
+    st.sampled_from([1] * 20 + [2]),
+    st.integers(0, 4),
+    ops=st.lists(operations, max_size=3).map(tuple),
+    segments=st.lists(segments, max_size=2, unique_by=lambda s: s.seq_id).map(tuple),
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Frame]:
+    """Frames in order, mostly: a good beginning, so that what follows finds something to break."""
+    start = (
+        Frame(1, 0, (Admit(0, 12, 2, draw(params)),), (Segment(0, 0, 0, (1, 2), sample=True),)),
+        Frame(1, 1, (), (Segment(0, 1, 2, (3, 4), open=True, sample=True, drafts=1),)),
+    )
+    begun = list(start[: draw(st.integers(0, 2))])
+    wild = draw(st.lists(frames, max_size=4))
+    orderly = [replace(frame, number=len(begun) + i) for i, frame in enumerate(wild)]
+    return begun + (orderly if draw(st.integers(0, 9)) else wild)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+    path: Path = write_checkpoint(tmp_path_factory.mktemp("toy"), layers=LAYERS)
+    ends = [(0, 2, True, False), (2, LAYERS, False, True)]
+    return [Stage(modules(path, *end), KVFormat()) for end in ends]
+
+
+def test_any_frames_are_computed_or_refused(stages: Sequence[Stage]) -> None:
+    """By the first stage as by the last, which gets what the first passes on. Many of them are computed: this is no
+    noise that the first check turns away."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=300, deadline=None)
+    @given(conversation=conversations())
+    def explore(conversation: list[Frame]) -> None:
+        engines = new_engines(stages)
+        for frame in conversation:
+            try:
+                for engine in engines:
+                    frame = engine.process(decode(encode(frame)))
+            except (ProtocolError, StaleEpochError):
+                seen["refused"] += 1
+                return  # the plan has ended
+            finally:
+                for engine in engines:
+                    check_budget(engine)
+            seen["computed"] += 1
+            assert len(frame.outcomes) == len(frame.segments)
+
+    explore()
+    assert min(seen["computed"], seen["refused"]) > 50, seen
+
+
+def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
+    """Room for some entries is no room for any number of them: one too many is refused, and not kept."""
+    engine = new_engines(stages)[0]
+    engine.process(Frame(1, 0, (Admit(0, 12, 2),), (Segment(0, 0, 0, (1, 2)),)))
+    engine.process(Frame(1, 1, (SavePrefix(0, 0),)))
+    entry = engine.holdings().prefixes[0].nbytes
+    assert 0 < entry <= PREFIX_BYTES < 9 * entry
+    with pytest.raises(ProtocolError, match="budget"):
+        engine.process(Frame(1, 2, tuple(SavePrefix(0, number) for number in range(1, 9))))
+    check_budget(engine)
+
+
+def new_engines(stages: Sequence[Stage]) -> list[StageEngine]:
+    first, last = stages
+    verifier = Verifier(last.modules, KVFormat())
+    return [
+        StageEngine(first, epoch=1, first=True, verifier=None, budget=BUDGET),
+        StageEngine(last, epoch=1, first=False, verifier=verifier, budget=BUDGET),
+    ]
+
+
+def check_budget(engine: StageEngine) -> None:
+    held = engine.holdings()
+    assert len(held.sequences) <= BUDGET.sequences
+    assert sum(s.capacity for s in held.sequences) <= BUDGET.kv_tokens
+    assert all(s.committed <= s.capacity for s in held.sequences)
+    assert sum(p.nbytes for p in held.prefixes) <= PREFIX_BYTES
