@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -21,13 +20,13 @@ from typing import Any
 
 import httpx
 
-from tests.cluster.chaos_faults import KINDS, SURVIVOR, Faults, wait_until
+from tests.cluster.chaos_faults import KINDS, SURVIVOR, Fault, Faults, schedule, wait_until
 from tests.cluster.chaos_load import QUESTIONS, Clients, Outcome, ask, clients
-from tests.cluster.chaos_pauses import PARTS, Episode, Injected, episodes, spread
+from tests.cluster.chaos_pauses import PARTS, REPLAN, Episode, Injected, episodes, spread
 from tests.cluster.processes import Coordinator, as_coordinator, ending, launch
 from tests.cluster.task_count import TASKS
 from tests.cluster.team import Team, running_team
-from tests.cluster.vitals import Vitals, vitals
+from tests.cluster.vitals import Vitals, grown, vitals
 
 FAILURE_TIMEOUT = 2.0
 WORKERS = 4
@@ -58,7 +57,19 @@ class Report:
     """Faults after which a worker was not seen again in time."""
     outcome: Outcome = field(default_factory=Outcome)
     episodes: list[Episode] = field(default_factory=list)
+    """Faults that ended a plan."""
+    replans: list[Episode] = field(default_factory=list)
+    """Changes of plan that were asked for."""
     vitals: dict[str, list[Vitals]] = field(default_factory=dict)
+
+    @property
+    def over(self) -> int:
+        """Pauses longer than all that the coordinator's log accounts for."""
+        return sum(episode.over for episode in (*self.episodes, *self.replans))
+
+    @property
+    def grew(self) -> list[str]:
+        return [f"{name}: {what}" for name, found in self.vitals.items() for what in grown(found)]
 
     def rows(self) -> Iterator[tuple[str, str]]:
         o = self.outcome
@@ -77,8 +88,11 @@ class Report:
         for kind in KINDS:
             values = [e.detection for e in self.episodes if e.kind == kind]
             yield f"detection of {kind}, s", "".join(f"{v:8.2f}" for v in spread(values))
-        over = sum(e.pause > e.bound + 0.1 for e in self.episodes)
-        yield "pauses over detection + plan + load + prefill", str(over)
+        for name in ("pause", "bound"):
+            values = [getattr(e, name) for e in self.replans]
+            yield f"{name} of a replan, s", "".join(f"{v:8.2f}" for v in spread(values))
+        yield "pauses over detection + plan + load + prefill", str(self.over)
+        yield "grew", "; ".join(self.grew) or "nothing"
         for name, samples in self.vitals.items():
             for what in ("descriptors", "threads", "tasks", "memory"):
                 yield f"{name}: {what}", " ".join(f"{getattr(s, what):g}" for s in samples)
@@ -93,6 +107,7 @@ class Report:
             "faults": dict(self.faults),
             "outcome": outcome,
             "episodes": [asdict(episode) for episode in self.episodes],
+            "replans": [asdict(episode) for episode in self.replans],
             "vitals": {name: [asdict(v) for v in found] for name, found in self.vitals.items()},
             "pauses": [answer.pause for answer in self.outcome.answers],
         }
@@ -114,18 +129,13 @@ class Run:
 
     def __init__(self, folder: Path, model: str, team: Team, coordinator: Coordinator, seed: int):
         self.folder, self.team, self.coordinator = folder, team, coordinator
-        self.chance = random.Random(seed)
-        self.faults = Faults(team, model, coordinator.pid, self.chance)
+        self.faults = Faults(team, model, coordinator.pid)
         self.report = Report(seed)
         self.injected: list[Injected] = []
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=10).json()
         return found
-
-    def in_use(self) -> list[int]:
-        used = {node["address"] for node in self.status()["nodes"] if node["span"]}
-        return [i for i, address in enumerate(self.team.addresses) if address in used]
 
     def all_well(self) -> bool:
         """Every worker may serve, and a plan does."""
@@ -144,41 +154,40 @@ class Run:
         for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
             self.report.vitals.setdefault(name, []).append(vitals(process.pid, self.folder))
 
-    def hurt(self, kind: str, pace: float) -> None:
+    def hurt(self, fault: Fault, pace: float) -> None:
         """One fault from its beginning until all are back, and used again."""
-        number = self.faults.choose(kind, self.in_use())
         epoch = self.status()["epoch"]
         started = time.time()
-        self.faults.inject(kind, number)
-        time.sleep(self.chance.uniform(*FAULT_SECONDS))
-        if kind == "stuck":  # a frame of a new size may take its time
+        self.faults.inject(fault)
+        time.sleep(fault.seconds)
+        if fault.kind == "stuck":  # a frame of a new size may take its time
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
-        self.faults.mend(kind, number)
+        self.faults.mend(fault)
         if not wait_until(self.all_well, BACK_SECONDS):
-            self.report.not_back.append(f"w{number} after {kind}: {self.health()}")
-        self.injected.append(Injected(kind, started, time.time()))
-        self.report.faults[kind] += 1
+            self.report.not_back.append(f"w{fault.victim} after {fault.kind}: {self.health()}")
+        self.injected.append(Injected(fault.kind, started, time.time()))
+        self.report.faults[fault.kind] += 1
         self.replan()
         time.sleep(max(0.0, pace - (time.time() - started)))
 
     def replan(self) -> None:
         """Have whoever is back used again."""
         headers = {"Content-Type": "application/json"}
+        started = time.time()
         httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=10)
         wait_until(self.all_well, BACK_SECONDS)
+        self.injected.append(Injected(REPLAN, started, time.time()))
 
     def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
-        # Every kind as often as any other, in a random order.
-        kinds = [KINDS[i % len(KINDS)] for i in range(faults)]
-        self.chance.shuffle(kinds)
         time.sleep(1.0)  # the clients are under way
-        for i, kind in enumerate(kinds):
+        due = schedule(self.report.seed, faults, len(self.team.workers), FAULT_SECONDS)
+        for i, fault in enumerate(due):
             if i % max(1, faults // SAMPLES) == 0:
                 self.sample()
-            self.hurt(kind, pace)
+            self.hurt(fault, pace)
             if verbose:
                 outcome = asking.outcome
-                done = f"{i + 1}/{faults} {kind}: {outcome.finished} finished"
+                done = f"{i + 1}/{faults} {fault.kind}: {outcome.finished} finished"
                 print(done, f"{len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
         self.sample()
 
@@ -200,7 +209,9 @@ def run(
         report = doing.report
         report.outcome = asking.outcome
         records = coordinator.records()
-        report.episodes = episodes(doing.injected, records, asking.outcome.answers)
+        found = episodes(doing.injected, records, asking.outcome.answers)
+        report.episodes = [episode for episode in found if episode.kind != REPLAN]
+        report.replans = [episode for episode in found if episode.kind == REPLAN]
     report.seconds = time.monotonic() - started
     return report
 

@@ -1,4 +1,8 @@
-"""How long faults made clients wait, and with what that time was spent: read from the coordinator's log."""
+"""How long faults made clients wait, and with what that time was spent.
+
+The parts of a pause are read from the coordinator's log alone, the pause from what clients saw: so a pause may well be
+longer than its parts, and it is said how often one is.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,15 @@ from typing import Any
 
 from tests.cluster.chaos_load import Answer
 
-NOTICED = ("worker lost", "pipeline failed", "cluster: waiting for workers")
-LOADING, SERVING = "cluster: loading", "cluster: serving"
+LOADING, SERVING, REBUILT = "cluster: loading", "cluster: serving", "sequences rebuilt"
+NOTICED = ("worker lost", "pipeline failed", "cluster: waiting for workers", LOADING)
 PARTS = ("detection", "plan", "load", "prefill")
+
+REPLAN = "replan"
+"""The kind of a change of plan that was asked for, to have a worker used again."""
+
+DELIVERY_SECONDS = 0.25
+"""From the loop to a client over HTTP, where clients, workers and the coordinator share two cores."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,11 @@ class Injected:
 
 @dataclass(frozen=True)
 class Episode:
-    """A fault that ended a plan, in seconds. `pause` is the longest silence of a client that it touched."""
+    """A fault that ended a plan, in seconds: until it was noticed, until workers were told to load another plan, until
+    that one served (tries that failed included), and until the last sequence that lived through it had its next token.
+
+    `pause` is the longest silence of a client that it touched, from the fault on.
+    """
 
     kind: str
     detection: float
@@ -38,6 +52,11 @@ class Episode:
     @property
     def bound(self) -> float:
         return self.detection + self.plan + self.load + self.prefill
+
+    @property
+    def over(self) -> bool:
+        """Whether a client waited longer than can be told from the coordinator's log."""
+        return self.pause > self.bound + DELIVERY_SECONDS
 
 
 def episodes(
@@ -57,21 +76,22 @@ def _episode(
     noticed = next((t for t, message in within if message in NOTICED), None)
     if noticed is None:
         return None
-    serving = next((t for t, message in within if message == SERVING and t > noticed), None)
-    if serving is None:
+    served = [t for t, message in within if message == SERVING and t > noticed]
+    if not served:
         return None
-    loading = max(
-        (t for t, message in within if message == LOADING and t <= serving), default=noticed
-    )
     # Silences that lie over the change of plans: those of clients that waited for it.
-    touched = [(start, end) for start, end in gaps if start <= noticed and end >= serving]
-    ends = [end for _, end in touched]
+    touched = [(start, end) for start, end in gaps if start <= noticed and end >= served[0]]
+    rebuilt = next((t for t, message in log if message == REBUILT and t >= served[0]), None)
+    if not touched or rebuilt is None:
+        rebuilt = served[0]  # nobody had to be fed again
+    serving = max(t for t in served if t <= rebuilt)
+    loading = next((t for t, message in within if message == LOADING and t >= noticed), serving)
     return Episode(
         fault.kind,
         detection=noticed - fault.at,
-        plan=max(0.0, loading - noticed),
-        load=serving - max(loading, noticed),
-        prefill=max(ends, default=serving) - serving,
+        plan=loading - noticed,
+        load=serving - loading,
+        prefill=rebuilt - serving,
         pause=max((end - max(start, fault.at) for start, end in touched), default=0.0),
     )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tests.cluster.task_count import ask_for_tasks
+
+FEW = 6
+"""Descriptors, threads or tasks more or less are those of the calls that happen to be under way."""
 
 
 @dataclass(frozen=True)
@@ -29,3 +33,16 @@ def vitals(pid: int, folder: Path) -> Vitals:
         ask_for_tasks(folder, pid),
         round(process.memory_info().rss / 1e6, 1),
     )
+
+
+def grown(samples: Sequence[Vitals]) -> list[str]:
+    """What there is more of in the last sample than in the second, which is from after the first tenth of a run.
+
+    Memory is not judged: allocators keep what they once had, and how much that is shows only over many samples.
+    """
+    if len(samples) < 2:
+        return []
+    early, late = samples[1], samples[-1]
+    counts = ("descriptors", "threads", "tasks")
+    pairs = {what: (getattr(early, what), getattr(late, what)) for what in counts}
+    return [f"{what} {a} to {b}" for what, (a, b) in pairs.items() if b - a > FEW]
