@@ -56,8 +56,8 @@ def filtered(
     """Scores whose softmax is the distribution of the tokens at `first_position` and after: fp32 `[w, vocab]`.
 
     `logits` is `[w, vocab]` of any float type; row i predicts position `first_position + i`. A removed token's
-    score is -inf, and each row keeps at least one. `spared` are tokens XTC never removes: end of text and newline
-    should be, lest it make the model unable to stop. Not for greedy params: see `sampling.choose`.
+    score is -inf, and each row keeps at least one. `spared` are tokens XTC never removes, besides those of `params`:
+    end of text should be, lest it make the model unable to stop. Not for greedy params: see `sampling.choose`.
     """
     scores = adjusted(logits, params, history, pending)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)
@@ -69,6 +69,7 @@ def filtered(
         positions = range(first_position, first_position + scores.shape[0])
         draw = uniform(params.seed, positions, Stream.XTC)
         acts = (draw < params.xtc_probability)[:, None]
+        spared = (*spared, *params.xtc_spared)
         scores = mx.where(acts, _top_excluded(scores, params.xtc_threshold, spared), scores)
     return scores
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.params import SamplingParams
-from tests.api_client import USER, ApiClient
+from tests.api_client import USER, ApiClient, tiny_tokenizer
 
 
 def error_of(response: Any, status: int = 400) -> dict[str, Any]:
@@ -40,7 +40,11 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     api = ApiClient()
     await api.chat(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=True, top_logprobs=3)
     await api.complete(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=3)
-    expected = SamplingParams(**SAMPLING, logit_bias={5: -100, 6: 2.5}, logprobs=3)
+    newline = tiny_tokenizer().encode("\n")
+    assert newline, "XTC leaves line breaks alone, as mlx-lm's server has it"
+    expected = SamplingParams(
+        **SAMPLING, xtc_spared=newline, logit_bias={5: -100, 6: 2.5}, logprobs=3
+    )
     assert [request.params for request in api.generator.requests] == [expected, expected]
 
 

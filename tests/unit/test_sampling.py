@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -245,6 +246,9 @@ def test_xtc_removes_what_mlx_lm_removes() -> None:
         ours = filtered(logits, params, 0, spared=spared)
         theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(spared))
         assert survivors(ours) == survivors(theirs) == expected
+        named = replace(params, xtc_spared=spared)
+        assert survivors(filtered(logits, named, 0)) == expected
+        assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(named.to_wire()))) == named
 
 
 def test_xtc_acts_at_its_share_of_positions() -> None:
