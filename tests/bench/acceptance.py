@@ -28,6 +28,9 @@ from tests.local_run import Answered, run
 
 DEPTH = 4
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
+PAIRED = 8
+"""Prompts of each kind whose distributions are compared: those take long, and one gives dozens of windows."""
+
 RULES: tuple[Acceptance, ...] = ("coupled", "ratio")
 
 
@@ -66,9 +69,9 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
     return kept
 
 
-def coupling_rows(path: Path, prompts: Prompts, windows: int) -> dict[str, Rates]:
-    """Simulated pairs, then the model's own by draft position at temperature 1."""
-    found = [(f"simulated at {d}", rates(*simulated(d))) for d in DISTANCES]
+def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
+    """The model's own pairs by draft position, at temperature 1."""
+    found = []
     params = SamplingParams(temperature=1.0)
     pairs: list[list[tuple[Floats, Floats]]] = [[] for _ in range(DEPTH)]
     for seed, prompt in enumerate(prompts):
@@ -77,7 +80,7 @@ def coupling_rows(path: Path, prompts: Prompts, windows: int) -> dict[str, Rates
             pairs[position].append(pair)
     for position, of_prompts in enumerate(pairs):
         p, q = (np.concatenate(list(side)) for side in zip(*of_prompts, strict=True))
-        found.append((f"draft {position + 1}, {len(p)} windows", rates(p, q)))
+        found.append((f"{name}, draft {position + 1} ({len(p)} windows)", rates(p, q)))
     return dict(found)
 
 
@@ -104,7 +107,9 @@ def main() -> None:
     kept |= acceptance_rows(options.model, "seen", seen, options.tokens)
     print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
     print("| --- " * 5 + "|")
-    coupled = coupling_rows(options.model, held_out[:8], options.windows)
+    coupled = {f"simulated at {d}": rates(*simulated(d)) for d in DISTANCES}
+    for name, prompts in (("held out", held_out), ("seen", seen)):
+        coupled |= coupling_rows(options.model, name, prompts[:PAIRED], options.windows)
     print("\n".join(_coupling_row(name, rate) for name, rate in coupled.items()))
     publish(
         "acceptance",
