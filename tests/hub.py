@@ -63,6 +63,7 @@ class Hub:
         self.sent: Counter[str] = Counter()
         self.requests: list[str] = []
         self.lock = threading.Lock()
+        self._etags: dict[tuple[Path, int, int], str] = {}
         hub = self
 
         class Handler(_Handler):
@@ -96,6 +97,16 @@ class Hub:
     @property
     def weights_sent(self) -> int:
         return sum(count for file, count in self.sent.items() if file.endswith(".safetensors"))
+
+    def etag(self, file: Path) -> str:
+        """SHA-256 of the content of weights, as a hub knows it from the upload; another, shorter hash of small files."""
+        state = file.stat()
+        key = (file, state.st_mtime_ns, state.st_size)
+        if key not in self._etags:
+            with file.open("rb") as stream:
+                kind = "sha256" if file.suffix == ".safetensors" else "sha1"
+                self._etags[key] = hashlib.file_digest(stream, kind).hexdigest()
+        return self._etags[key]
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
         """For a process of ours: this hub, and a cache of its own."""
@@ -192,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._empty(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": repo.commit})
         elif file.suffix == ".safetensors":
             size = str(file.stat().st_size)
-            etag = f'"{hashlib.sha256(file.name.encode()).hexdigest()}"'
+            etag = f'"{self.server_hub.etag(file)}"'
             self._empty(
                 302,
                 {
@@ -218,10 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         else:
             self.send_response(200)
-        etag = hashlib.sha256(f"{repo.commit}{file.name}".encode()).hexdigest()
         for name, value in {
             "Content-Length": str(end - start),
-            "ETag": f'"{etag}"',
+            "ETag": f'"{hub.etag(file)}"',
             "X-Repo-Commit": repo.commit,
             "Accept-Ranges": "bytes",
         }.items():

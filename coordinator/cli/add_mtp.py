@@ -72,7 +72,7 @@ def add_mtp(
         if not dry_run:
             directory = mlx_path / _DOWNLOADS
             with byte_bar("downloading") as on_progress:
-                source = remote.fetch(graft.needed, directory, on_progress)
+                source = remote.fetch(graft.needed, directory, on_progress, beside=graft.nbytes)
             _write(graft, source)
             shutil.rmtree(directory)
         _tell(graft, hf_path, graft.source_bytes if dry_run else remote.received, dry_run)

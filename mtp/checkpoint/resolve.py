@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -27,6 +28,12 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """What a checkpoint and its tokenizer are made of; a repo's other formats are not fetched."""
+
+
+_LAST = "config.json"
+"""Downloaded when all else is there and checked: without it there is no model."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def resolve_model(name: str) -> Path:
@@ -65,6 +72,8 @@ def snapshot_of(path: Path) -> tuple[str, str] | None:
 def _is_whole(snapshot: Path) -> bool:
     """The cache also keeps what a broken download, or another program that wanted one file, has left."""
     index = snapshot / INDEX
+    if not (snapshot / _LAST).exists():
+        return False
     if not index.exists():
         return any(snapshot.glob("*.safetensors"))
     return all((snapshot / file).exists() for file in set(weight_map_of(index).values()))
@@ -78,11 +87,43 @@ def _unknown(name: str) -> CheckpointError:
 
 
 def _download(repo: str) -> Path:
+    """All of a repo, every file that the hub has a SHA-256 of held to it before config.json makes it a model."""
     log.info(
         "downloading all of the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE}
     )
+    found = _snapshot(repo, ignore_patterns=_LAST)
+    _check_hashes(repo, found)
+    return _snapshot(repo, revision=found.name)
+
+
+def _check_hashes(repo: str, snapshot: Path) -> None:
+    """The hub's library looks at sizes only. It names a file of the cache by the hub's hash: of large files their
+    SHA-256. Raises CheckpointError for one that is not what its name says, and removes it."""
+    log.info("checking the files against the hub's hashes", extra={"model": repo})
+    for link in sorted(snapshot.iterdir()):
+        file = link.resolve()
+        if not _SHA256.fullmatch(file.name):
+            continue
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != file.name:
+            link.unlink()
+            file.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"model {repo}: {link.name} was damaged on its way or on this disk, its SHA-256 is not the hub's; "
+                "it is removed: try again",
+                public="a download was damaged",
+            )
+
+
+def _snapshot(repo: str, revision: str | None = None, ignore_patterns: str | None = None) -> Path:
+    """Download what is missing. Every failure is a CheckpointError that says what to do."""
     try:
-        return Path(snapshot_download(repo, allow_patterns=FILES))
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=FILES, ignore_patterns=ignore_patterns
+            )
+        )
     except GatedRepoError as error:
         raise CheckpointError(
             f"model {repo}: its owner asks you to accept terms first; do so on its page, then set HF_TOKEN"

@@ -162,11 +162,18 @@ class ShardWriter:
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
 
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._error(error) from error
+
     def finish(self) -> None:
         """Give the file its name, once its bytes are on the disk."""
         assert self.written == self.nbytes, f"{self.path}: {self.written} of {self.nbytes} bytes"
+        self.sync()
         try:
-            os.fsync(self._file)
             self._part.replace(self.path)
         except OSError as error:
             raise self._error(error) from error

@@ -24,6 +24,7 @@ from proto.span import Span
 from tests.checkpoints import Weights, read_tensors, write_checkpoint
 from tests.conftest import Checkpoints
 from tests.hub import Hub
+from tests.small_disk import Plenty, small_disk
 from worker.model.loader import load_stage
 
 REPO = "someone/some-model"
@@ -302,6 +303,78 @@ def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub
     assert Checkpoint.open(target).mtp.complete
     assert hub.weights_sent < sum(head) + 40_000  # the header twice
     assert not (target / "mtp-source").exists()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "no note", "half a note", "lost bytes"])
+def test_after_a_crash_nothing_is_believed_unseen(
+    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, damage: str
+) -> None:
+    """A machine that loses power may keep a file's length and not its bytes: the head is right all the same."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    target = stripped(source, tmp_path / "target", Settings())
+    hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
+    with pytest.raises(CheckpointError, match="try again later"):
+        add(target, REPO)
+    (part,) = (target / "mtp-source").glob("*.part")
+    (note,) = (target / "mtp-source").glob("*.journal")
+    content = bytearray(part.read_bytes())
+    match damage:
+        case "a bit":
+            content[-5000] ^= 1
+        case "no note":
+            content[-5000] ^= 1
+            note.unlink()
+        case "half a note":
+            content[-5000] ^= 1
+            note.write_bytes(note.read_bytes()[:12])
+        case "lost bytes":
+            del content[-5000:]
+    part.write_bytes(content)
+    hub.faults.cut_after = []
+    add(target, REPO)
+    expected = head_of(source)
+    assert all(mx.array_equal(w, expected[n]) for n, w in head_of(target).items())
+
+
+def test_a_damaged_header_is_refused(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
+    """Of ranges the hub has no hash, but what says where they lie must make sense; nothing is written."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    target = stripped(source, tmp_path / "target", Settings())
+    before = content(target)
+    (file,) = {i.file.name for n, i in Checkpoint.open(source).tensors.items() if is_head(n)}
+    hub.faults.flip[file] = 8  # the brace its header begins with
+    with pytest.raises(CheckpointError, match=file):
+        add(target, REPO)
+    assert content(target) == before
+
+
+def test_a_full_disk(
+    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the head is fetched; and when others fill the disk meanwhile, in the middle. With room it goes on."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    made = stripped(source, tmp_path / "made", Settings())
+    size = sum(i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n))
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        target = Path(shutil.copytree(made, disk / "target"))
+        # The head fits once; it has to be there twice until it is in.
+        filler = disk / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - size * 3 // 2))
+        with pytest.raises(CheckpointError, match="are to be written, and the disk has"):
+            add(target, REPO)
+        assert hub.weights_sent < size
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", lambda path: Plenty())
+            with pytest.raises(CheckpointError, match="the disk is full.*it goes on from here"):
+                add(target, REPO)
+        assert not Checkpoint.open(target).mtp.present
+        filler.unlink()
+        add(target, REPO)
+        assert Checkpoint.open(target).mtp.complete
+        assert hub.weights_sent < 2 * size
 
 
 def test_a_repo_without_access(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:

@@ -183,6 +183,46 @@ def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
     assert set(hub.sent) <= {FILE}
 
 
+@pytest.mark.parametrize("model", ["serve", "convert"])
+def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> None:
+    """A whole download is held to the hub's hashes; what is damaged is told, removed, and fetched anew."""
+    out = tmp_path / "out"
+
+    def take() -> Path:
+        if model == "serve":
+            return resolve_model(REPO)
+        load_command("convert").main(["--hf-path", REPO, "--mlx-path", out], standalone_mode=False)
+        return out
+
+    hub.faults.flip[FILE] = 100_000
+    with pytest.raises(CheckpointError, match=f"{FILE} was damaged.*its SHA-256 is not the hub's"):
+        take()
+    assert find_model(REPO) is None
+    assert not out.exists()
+    hub.faults.flip.clear()
+    hub.sent.clear()
+    assert Checkpoint.open(take()).mtp.complete
+    assert {file for file in hub.sent if file.endswith(".safetensors")} == {FILE}
+
+
+def test_a_download_that_was_not_checked_is_not_a_model(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the last byte and the check: what makes it a model is not there yet."""
+    hub.faults.flip[FILE] = 100_000
+    with monkeypatch.context() as patched:
+        patched.setattr("mtp.checkpoint.resolve._check_hashes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(REPO)
+    assert find_model(REPO) is None
+    with pytest.raises(CheckpointError, match="was damaged"):
+        resolve_model(REPO)
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("gate", "name", "message"),
     [

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.names import is_head
 from mtp.checkpoint.shard import Entry, ShardWriter
+from mtp.convert.output import check_room
 from proto.errors import CheckpointError
 from worker.fetch.hub import HubRepo
+from worker.fetch.journal import Journal
 from worker.fetch.ranges import read_tensors
 from worker.fetch.remote import open_remote
 
@@ -47,9 +50,16 @@ class RemoteHead:
         return self._hub.received
 
     def fetch(
-        self, names: Sequence[str], directory: Path, on_progress: Callable[[int, int], None]
+        self,
+        names: Sequence[str],
+        directory: Path,
+        on_progress: Callable[[int, int], None],
+        beside: int = 0,
     ) -> Checkpoint:
-        """The same checkpoint with tensors `names` in a file in `directory`, where a broken call is gone on with."""
+        """The same checkpoint with tensors `names` in a file in `directory`, where a broken call is gone on with.
+
+        Raises CheckpointError when they cannot be had, or the disk has no room for them and `beside` bytes more.
+        """
         try:
             directory.mkdir(exist_ok=True)
         except OSError as error:
@@ -61,9 +71,17 @@ class RemoteHead:
         # The commit is in the name: what broke off at another one is not gone on with.
         writer = ShardWriter(directory / f"{self._hub.revision}.safetensors", entries, "pt")
         if not writer.is_finished():
+            check_room(directory, writer.missing_bytes() + beside)
             with writer:
-                for piece in read_tensors(self._hub, list(infos.values()), skip=writer.written):
-                    writer.write(piece)
-                    on_progress(writer.written, writer.nbytes)
+                journal = Journal(directory / f"{self._hub.revision}.journal", writer)
+                journal.resume()
+                try:
+                    for piece in read_tensors(self._hub, list(infos.values()), writer.written):
+                        journal.write(piece)
+                        on_progress(writer.written, writer.nbytes)
+                except BaseException:
+                    with suppress(CheckpointError):  # the disk may be full; the first error is told
+                        journal.note()
+                    raise
                 writer.finish()
         return Checkpoint.assemble(directory, remote.config, remote.layout, writer.tensors())
