@@ -20,14 +20,15 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
             f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
         )
     total = len(request.prompt) + request.max_tokens
+    field = "prompt" if len(request.prompt) >= min(context, kv_tokens) else "max_tokens"
     if total > context:
         raise RequestError(
             f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens}"
             f" exceed the context of {context} tokens",
-            param="max_tokens",
+            param=field,
         )
     if total > kv_tokens:
         raise RequestError(
             f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
-            param="max_tokens",
+            param=field,
         )

@@ -154,10 +154,10 @@ class LeavingClient:
         async with self._news:
             self._news.notify_all()
 
-    async def hear(self, what: bytes) -> None:
-        """Wait until `what` was sent."""
+    async def hear(self, what: bytes, start: int = 0) -> None:
+        """Wait until `what` was sent, behind the first `start` bytes."""
         async with asyncio.timeout(5), self._news:
-            await self._news.wait_for(lambda: what in self.heard)
+            await self._news.wait_for(lambda: what in self.heard[start:])
 
     async def leave(self) -> None:
         """Go away, and wait until the app has noticed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.api.choice import Choice
@@ -21,7 +21,8 @@ def new_id(prefix: str) -> str:
 class Answer:
     """Choices of one prompt or several: each prompt has `per_prompt` of them in a row.
 
-    `kind` and `chunk_kind` are what OpenAI calls the object, whole and streamed.
+    `kind` and `chunk_kind` are what OpenAI calls the object, whole and streamed. `user` is the client's label for the
+    log, `names` what the client calls the engine's fields where it calls them something else.
     """
 
     id: str
@@ -32,6 +33,8 @@ class Answer:
     per_prompt: int = 1
     stream: bool = False
     include_usage: bool = False
+    user: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,7 +24,7 @@ from coordinator.chat import ChatParser, Content, Part, Reasoning, ToolCall, joi
 from coordinator.model_info import Json
 from coordinator.request import GenerationRequest
 from coordinator.text import Piece
-from coordinator.tokenizer import Tokenizer
+from coordinator.tokenizer import ChatPrompt, Tokenizer
 from proto.errors import RequestError
 from proto.frame import TokenLogprob
 
@@ -43,9 +45,11 @@ async def prepare(api: Api, request: Request) -> Answer:
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     if body.tool_choice == "none":
         tools = []  # what the model is not told of it will not call
-    prompt = await asyncio.to_thread(
-        api.tokenizer.chat_prompt, messages, tools, body.chat_template_kwargs
+    render = partial(
+        api.tokenizer.chat_prompt, tools=tools, template_kwargs=body.chat_template_kwargs
     )
+    prompt = await asyncio.to_thread(render, messages)
+    await asyncio.to_thread(_check_names, messages, prompt, render)
     answer_id = new_id("chatcmpl")
     stops = stops_of(api, body)
     requests = requests_of(
@@ -54,7 +58,6 @@ async def prepare(api: Api, request: Request) -> Answer:
         [prompt.tokens],
         request_id=answer_id,
         stops=stops,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     requests = [replace(r, turn=prompt.turn, continued=prompt.continued) for r in requests]
@@ -76,7 +79,26 @@ async def prepare(api: Api, request: Request) -> Answer:
         per_prompt=len(requests),
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        user=body.user,
+        names={"max_tokens": body.limit_field, "prompt": body.prompt_field},
     )
+
+
+def _check_names(
+    messages: list[Json], prompt: ChatPrompt, render: Callable[[list[Json]], ChatPrompt]
+) -> None:
+    """Raise RequestError, naming the first, where the names in the turns of a role do not show in the prompt."""
+    named = {m["role"]: i for i, m in reversed([*enumerate(messages)]) if "name" in m}
+    for role, first in named.items():
+        without = [
+            {key: value for key, value in m.items() if key != "name" or m["role"] != role}
+            for m in messages
+        ]
+        if render(without) == prompt:
+            param = f"messages[{first}].name"
+            raise RequestError(
+                f"{param}: this model's chat template does not look at it", param=param
+            )
 
 
 def as_template_reads(message: Message) -> Json:

@@ -45,7 +45,6 @@ async def prepare(api: Api, request: Request) -> Answer:
         prompts,
         request_id=answer_id,
         stops=stops,
-        max_tokens=body.max_tokens,
         logprobs=body.logprobs,
     )
     return Answer(
@@ -60,6 +59,8 @@ async def prepare(api: Api, request: Request) -> Answer:
         per_prompt=body.n or 1,
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        user=body.user,
+        names={"max_tokens": body.limit_field, "prompt": body.prompt_field},
     )
 
 

@@ -19,7 +19,7 @@ from coordinator.api.merge import Merge
 from coordinator.metrics import RequestMeter
 from coordinator.model_info import Json
 from coordinator.request import GenerationEvent, PrefillProgress
-from proto.errors import ClusterError
+from proto.errors import ClusterError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Delivery:
         with closing(self):
             try:
                 while not self._answer.done:
-                    item = await self._merge.next(DISCONNECT_POLL_SECONDS)
+                    item = await self._next(DISCONNECT_POLL_SECONDS)
                     self._accept(item)
                     if await request.is_disconnected():
                         return Response(status_code=CLIENT_LEFT)
@@ -80,7 +80,7 @@ class Delivery:
         """Send it as it comes. An error before anything came gets its own status, a later one an event."""
         try:
             # A refusal comes at once; a long queue must not leave the client without a sign for longer.
-            first = await self._merge.next(self._keep_alive)
+            first = await self._next(self._keep_alive)
         except BaseException as error:
             self._outcome = _outcome(error)
             self.close()
@@ -95,7 +95,7 @@ class Delivery:
                     yield content
                 if self._answer.done:
                     break
-                item = await self._merge.next(self._keep_alive)
+                item = await self._next(self._keep_alive)
             self._succeed()
             yield _data(self._answer.closing()) + DONE
         except ClusterError as error:
@@ -105,6 +105,14 @@ class Delivery:
             log.exception("stream failed", extra={"request_id": self._answer.id})
             self._outcome = _outcome(error)
             yield _data([error_body(error)])
+
+    async def _next(self, seconds: float) -> Item:
+        """As `Merge.next`; a field that the engine refuses is named as the client wrote it."""
+        try:
+            return await self._merge.next(seconds)
+        except RequestError as error:
+            error.param = self._answer.names.get(error.param or "", error.param)
+            raise
 
     def _accept(self, item: Item) -> list[Json]:
         if item is None:
@@ -137,6 +145,7 @@ class Delivery:
                 "prompt_tokens": self._answer.prompt_tokens,
                 "completion_tokens": sum(choice.tokens for choice in self._answer.choices),
                 "seconds": round(self._meter.seconds, 3),
+                **({} if self._answer.user is None else {"user": self._answer.user}),
             },
         )
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api.schemas import FIELD
 from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError
 
 RETRY_SECONDS = 5.0
@@ -83,6 +84,8 @@ def request_error(error: ValidationError) -> RequestError:
     """What pydantic found, as one of our errors: the first finding, by the name the client wrote."""
     found = error.errors(include_url=False, include_input=False)[0]
     where = found["loc"]
+    if found["type"] == FIELD:
+        where = (*where, found["ctx"]["field"])
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
     if found["type"] == "extra_forbidden":
         return RequestError(f"{name} has no effect on this server: leave it out", param=name)

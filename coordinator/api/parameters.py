@@ -65,7 +65,6 @@ def requests_of(
     *,
     request_id: str,
     stops: Stops,
-    max_tokens: int | None,
     logprobs: int | None,
 ) -> list[GenerationRequest]:
     """`n` requests a prompt, in the order of their choices; the i-th of a prompt has the seed plus i.
@@ -82,7 +81,7 @@ def requests_of(
     seed = body.seed if body.seed is not None else secrets.randbits(64)
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        limit = _token_limit(api, len(prompt), max_tokens)
+        limit = _token_limit(api, body, len(prompt))
         for i in range(count):
             requests.append(
                 GenerationRequest(
@@ -139,17 +138,25 @@ def _check_tokens(api: Api, tokens: Sequence[int] | dict[int, float], param: str
         )
 
 
-def _token_limit(api: Api, prompt: int, max_tokens: int | None) -> int:
-    """Most tokens of one answer. Raises RequestError where prompt and answer cannot fit."""
+def _token_limit(api: Api, body: GenerationBody, prompt: int) -> int:
+    """Most tokens of one answer to `prompt` tokens. Raises RequestError where the two cannot fit."""
     context = api.model.context_length
     if prompt == 0:
-        raise RequestError("the prompt is empty: there is nothing to go on from", param="prompt")
-    if prompt + (max_tokens or 1) > context:
-        wanted = f" and max_tokens {max_tokens}" if max_tokens else ""
+        raise RequestError(
+            "the prompt is empty: there is nothing to go on from", param=body.prompt_field
+        )
+    if prompt >= context:
         raise ContextLengthError(
-            f"a prompt of {prompt} tokens{wanted} exceed the model's context of {context} tokens",
-            param="messages" if not wanted else "max_tokens",
+            f"{body.prompt_field}: {prompt} tokens leave no room for an answer in the model's context of "
+            f"{context} tokens",
+            param=body.prompt_field,
+        )
+    if body.limit and prompt + body.limit > context:
+        raise ContextLengthError(
+            f"a prompt of {prompt} tokens and {body.limit_field} {body.limit} exceed the model's context of "
+            f"{context} tokens",
+            param=body.limit_field,
         )
     # Without a wish it is what fits, into the memory of the plan in force too.
     room = min(context, api.status.status().kv_limit or context)
-    return max_tokens or max(1, min(api.options.default_max_tokens, room - prompt))
+    return body.limit or max(1, min(api.options.default_max_tokens, room - prompt))

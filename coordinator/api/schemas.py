@@ -6,7 +6,7 @@ out. Numbers are checked by `proto.params.SamplingParams`, what depends on the m
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,16 @@ MAX_STOP = 4
 
 MAX_STOP_CHARACTERS = 256
 """Longest stop string: the end of the text is compared with it at every token."""
+
+MAX_USER = 256
+"""Longest `user`, in characters: it goes into a line of the log."""
+
+FIELD = "field"
+"""Type of an error of a whole object that is one field's fault: its context names that field."""
+
+
+def _fault(field: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError(FIELD, "{problem}", {"field": field, "problem": problem})
 
 
 def _shape(description: str) -> WrapValidator:
@@ -66,6 +76,9 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What chat and text completions have in common."""
 
+    prompt_field: ClassVar[str]
+    """Where the client put the prompt."""
+
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -87,7 +100,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    user: str | None = Field(None, description="the client's own label; never kept")
+    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log")
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -99,11 +112,30 @@ class GenerationBody(Body):
             raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
         return stop
 
+    @field_validator("user", mode="after")
+    @classmethod
+    def _user_can_be_shown(cls, user: str | None) -> str | None:
+        if user is not None and not user.isprintable():
+            raise ValueError("it goes into the log: no control characters")
+        return user
+
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> GenerationBody:
+    def _no_field_waits_for_another(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options has no effect without stream")
+            raise _fault("stream_options", "has no effect without stream")
+        if self.xtc_threshold is not None and self.xtc_probability is None:
+            raise _fault("xtc_threshold", "has no effect without xtc_probability")
         return self
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls the most tokens of an answer."""
+        return "max_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, where the client says."""
+        return self.max_tokens
 
     @property
     def stop_strings(self) -> list[str]:
@@ -125,6 +157,14 @@ class MessageToolCall(Body):
     type: Literal["function"] = "function"
     index: int | None = None
     function: FunctionCall
+
+
+_OF_ONE_ROLE = {
+    "reasoning_content": "assistant",
+    "tool_calls": "assistant",
+    "tool_call_id": "tool",
+}
+"""Fields of a message that chat templates look at in one kind of turn alone."""
 
 
 class Message(Body):
@@ -162,6 +202,9 @@ class Message(Body):
     def _says_something(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message has content")
+        for field, role in _OF_ONE_ROLE.items():
+            if getattr(self, field) is not None and self.role != role:
+                raise _fault(field, f"has no effect in a turn of the {self.role}")
         return self
 
 
@@ -184,6 +227,8 @@ class TextFormat(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    prompt_field = "messages"
+
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -202,15 +247,25 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs has no effect without logprobs")
+            raise _fault("top_logprobs", "has no effect without logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are one limit: give one of them")
+            raise _fault("max_completion_tokens", "is max_tokens by another name: give one of them")
         return self
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
+
+    prompt_field = "prompt"
 
     prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=20)

@@ -57,7 +57,7 @@ async def test_a_refusal_has_its_status_streamed_or_not(
     assert SECRET not in response.text
     assert response.json()["error"]["message"]
     if isinstance(refusal, RequestError):
-        assert response.json()["error"]["param"] == "prompt"
+        assert response.json()["error"]["param"] == "messages"
     await tasks_end()
 
 
@@ -153,14 +153,17 @@ async def test_an_error_of_a_choice_that_is_done_is_nobodys() -> None:
 
 async def test_silence_is_filled_with_keep_alives() -> None:
     """While nothing comes the client hears a comment every so often, also amid an answer."""
-    client = LeavingClient(
-        api(keep_alive=0.02, hang_after=1),
-        "/v1/completions",
-        {"prompt": "Hi", "stream": True},
-    )
-    await client.hear(b": keep-alive\n\n: keep-alive\n\n")
+    served = api(keep_alive=0.02, hang_after=1)
+    client = LeavingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
+    async with asyncio.timeout(5):
+        await (
+            served.generator.hanging.acquire()
+        )  # nothing more will come: before, a slow machine is silent too
+    await client.hear(b"data: {")
+    start = len(client.heard)
+    await client.hear(b": keep-alive\n\n: keep-alive\n\n", start)
     assert client.status == 200
-    assert client.heard.index(b"data: {") < client.heard.index(b": keep-alive")
+    assert b"data: {" not in client.heard[start:]
     await client.leave()
 
 

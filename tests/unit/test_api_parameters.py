@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.api.context import ApiOptions
+from coordinator.tokenizer import Tokenizer
+from proto.errors import RequestError
 from proto.params import SamplingParams
 from tests.api_client import USER, ApiClient, tiny_tokenizer
+from tests.fake_generator import FakeGenerator
+from tests.tiny_tokenizer import TEMPLATE, write_tokenizer
 
 
 def error_of(response: Any, status: int = 400) -> dict[str, Any]:
@@ -104,6 +110,23 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs"),
+    ({"xtc_threshold": 0.2}, "xtc_threshold"),
+    ({"user": "x" * 257}, "user"),
+    ({"user": "me\ninfo: all is well"}, "user"),
+    ({"user": "me\x1b[2J"}, "user"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"messages": [{**USER, "name": "Ann"}]}, "messages[0].name"),
+    ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [USER, {**USER, "reasoning_content": "hm"}]}, "messages[1].reasoning_content"),
+    ({"messages": [{**USER, "role": "tool", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "role": "system", "tool_calls": []}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{**USER, "role": "assistant", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -175,16 +198,47 @@ async def test_a_completion_field_that_is_wrong_or_unknown_is_named(
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "param"),
     [
-        ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"xtc_threshold": 0.2}, "xtc_threshold"),
+        ({"user": "\u2028"}, "user"),
     ],
 )
-async def test_fields_that_need_another_say_so(body: dict[str, Any], says: str) -> None:
+async def test_both_endpoints_name_a_field_that_needs_another(
+    body: dict[str, Any], param: str
+) -> None:
     """A field without effect for want of another is refused too."""
-    assert says in error_of(await ApiClient().chat(**body))["message"]
+    assert error_of(await ApiClient().complete(**body))["param"] == param
+    assert error_of(await ApiClient().chat(**body))["param"] == param
+
+
+async def test_a_name_is_taken_where_the_template_looks_at_it(tmp_path: Path) -> None:
+    """In the turns of a role that it shows, and in no others."""
+    template = TEMPLATE.replace(
+        "message.content }}",
+        "message.content ~ (message.name or '' if message.role == 'user' else '') }}",
+    )
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template=template))
+    api = ApiClient(FakeGenerator(tokenizer))
+    ann = {**USER, "name": "Ann"}
+    assert (await api.chat(messages=[USER, ann])).status_code == 200
+    prompt = b"".join(map(tokenizer.token_bytes, api.generator.requests[0].prompt))
+    assert prompt.count(b"Ann") == 1
+    robot = {"role": "assistant", "content": "Hello", "name": "Robot"}
+    error = error_of(await api.chat(messages=[ann, robot, ann, robot]))
+    assert error["param"] == "messages[1].name"
+
+
+async def test_the_clients_label_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """`user` goes into the line a request ends with, whole or streamed; a request without one has no such field."""
+    caplog.set_level(logging.INFO)
+    api = ApiClient()
+    await api.chat(user="Ann Ö.")
+    await api.stream("/v1/completions", user="Bob")
+    await api.complete()
+    ends = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert [end.get("user") for end in ends] == ["Ann Ö.", "Bob", None]
 
 
 @pytest.mark.parametrize(
@@ -222,14 +276,52 @@ async def test_another_model_is_a_404() -> None:
         assert (await api.chat(model=name)).status_code == 200
 
 
-async def test_what_exceeds_the_context_is_refused_with_openais_code() -> None:
-    """A prompt that fills it, or a prompt and max_tokens that do together."""
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": None}, "prompt"),
+        ({"max_tokens": 5}, "prompt"),
+        ({"max_completion_tokens": 5}, "prompt"),
+        ({"max_tokens": 30, "prompt": "a"}, "max_tokens"),
+        ({"max_completion_tokens": 30, "prompt": "a"}, "max_completion_tokens"),
+    ],
+)
+async def test_what_exceeds_the_context_is_refused_with_openais_code(
+    body: dict[str, Any], param: str
+) -> None:
+    """Naming what is too much: a prompt that fills it, or the limit that would with the prompt, as the client calls
+    them."""
     api = ApiClient(context_length=30)
-    for body in ({"prompt": "word " * 40}, {"prompt": "a", "max_tokens": 30}):
-        error = error_of(await api.complete(**body))
-        assert error["code"] == "context_length_exceeded"
+    body = {"prompt": "word " * 40, **body}
+    chat = {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
+    del chat["prompt"]
+    errors = [(error_of(await api.chat(**chat)), "messages" if param == "prompt" else param)]
+    if "max_completion_tokens" not in body:
+        errors.append((error_of(await api.complete(**body)), param))
+    for error, name in errors:
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+        assert name in error["message"]
         assert "30" in error["message"]
     assert (await api.complete(prompt="a", max_tokens=29)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("engines", "chats"), [("prompt", "messages"), ("max_tokens", "max_completion_tokens")]
+)
+async def test_what_the_engine_refuses_is_named_as_the_client_wrote_it(
+    engines: str, chats: str, stream: bool
+) -> None:
+    """The engine knows of prompts and max_tokens; a chat has messages, and another name for its limit."""
+
+    def api() -> ApiClient:
+        refusal = RequestError("too much", param=engines)
+        return ApiClient(FakeGenerator(tiny_tokenizer(), refuse=refusal))
+
+    chat = await api().chat(max_completion_tokens=5, stream=stream)
+    assert error_of(chat)["param"] == chats
+    text = await api().complete(max_tokens=5, stream=stream)
+    assert error_of(text)["param"] == engines
 
 
 async def test_without_a_limit_an_answer_may_fill_the_context_up_to_the_default() -> None:

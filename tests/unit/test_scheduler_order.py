@@ -199,7 +199,12 @@ def test_room_freed_is_room_given() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "param"),
-    [((), 5, "prompt"), ((1,), 0, "max_tokens"), (range(990), 11, "max_tokens")],
+    [
+        ((), 5, "prompt"),
+        ((1,), 0, "max_tokens"),
+        (range(990), 11, "max_tokens"),
+        (range(1000), 1, "prompt"),
+    ],
 )
 def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, param: str) -> None:
     """An error that names the field, before anything is queued."""
@@ -213,8 +218,12 @@ def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, p
 def test_more_than_the_memory_holds_is_refused() -> None:
     """A request beyond kv_tokens is told so, not left to wait for ever."""
     drive = Drive(room=replace(ROOM, kv_tokens=20))
-    with pytest.raises(RequestError, match="20 tokens"):
+    with pytest.raises(RequestError, match="20 tokens") as caught:
         drive.submit(tokens=18)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(RequestError, match="20 tokens") as caught:
+        drive.submit(range(20), tokens=1)
+    assert caught.value.param == "prompt"
     drive.submit(tokens=17)
 
 
