@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +19,8 @@ from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.view import Phase, Settings
 from coordinator.request import GenerationRequest
+from coordinator.worker_client import WorkerClient
+from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
 from tests.checkpoints import write_checkpoint
 from tests.cluster.head import TIMEOUT, Head, Told, requests, running_head
@@ -155,7 +158,8 @@ async def test_a_connection(
     toy: Path,
     wanted: Wanted,
 ) -> None:
-    """Cut, it is noticed at once; gone silent, after the timeout. Between workers, too, where both are well."""
+    """Cut, it is noticed at once; gone silent, after the timeout. Between workers, too, where both are well:
+    cut, they serve on with the weights they have."""
     async with (
         running_head(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
@@ -164,12 +168,21 @@ async def test_a_connection(
         opener = team.workers[before].pid if between == "workers" else None
         fault = getattr(team.proxies[after], how)
         limit = AT_ONCE if how == "cut" else TIMEOUT + SLACK
+        serving, loads = head.view.serving, stages_loaded(team)
         assert await clients.noticed(lambda: fault(opener)) < limit
         await clients.end_well()
+        if (how, between) == ("cut", "workers"):
+            assert head.view.epoch > 1
+            assert (head.view.serving, stages_loaded(team)) == (serving, loads)
         team.heal()
         await head.until(
             lambda: all(head.state(a) is MemberState.READY for a in team.addresses), "both back"
         )
+
+
+def stages_loaded(team: Team) -> list[int]:
+    """How often each worker has read weights."""
+    return [len(worker.records("stage loaded")) for worker in team.workers]
 
 
 @pytest.mark.slow
@@ -244,7 +257,9 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
 
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
-    impatient = Settings(nodes=2, wait=1.5, recovery_wait=3.0, not_alone="it serves nothing alone here")
+    impatient = Settings(
+        nodes=2, wait=1.5, recovery_wait=3.0, not_alone="it serves nothing alone here"
+    )
     async with running_head(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
         with pytest.raises(NotReadyError, match="serves coordinator first"):
@@ -286,7 +301,9 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
     """It disturbs nobody by coming; asked for, the next plan uses it, and the answers go on."""
     first, second = team.addresses
     team.proxies[1].refuse()
-    alone = Settings(nodes=1, wait=10.0, recovery_wait=20.0, not_alone="it serves nothing alone here")
+    alone = Settings(
+        nodes=1, wait=10.0, recovery_wait=20.0, not_alone="it serves nothing alone here"
+    )
     async with (
         running_head(toy, team.addresses, settings=alone) as head,
         load(head, wanted, requests()) as clients,
@@ -342,7 +359,9 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
 
 async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
     """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
-    settings = Settings(nodes=2, wait=10.0, recovery_wait=2.0, not_alone="it serves nothing alone here")
+    settings = Settings(
+        nodes=2, wait=10.0, recovery_wait=2.0, not_alone="it serves nothing alone here"
+    )
     async with (
         running_head(toy, team.addresses, settings=settings) as head,
         load(head, wanted, requests()) as clients,
@@ -386,6 +405,22 @@ def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> No
     assert team.workers[0].records("claim lapsed") == []
 
 
+async def let_go(team: Team, seconds: float) -> None:
+    """Within so many seconds nobody claims the workers and they hold no sequence; their weights stay."""
+    deadline = time.monotonic() + seconds
+    for worker in team.workers:
+        client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
+        try:
+            info, held = await client.describe(), await client.holdings()
+            while info.HasField("claimed_by") or held.sequences:
+                assert time.monotonic() < deadline, (worker.name, info, held)
+                await asyncio.sleep(0.02)
+                info, held = await client.describe(), await client.holdings()
+            assert info.HasField("loaded")
+        finally:
+            await client.close()
+
+
 async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wanted: Wanted) -> None:
     """Its streams are cut, but its workers drop what they held and serve the next one, without being started anew."""
     team.tell(0, "slow 0.1")
@@ -396,6 +431,7 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
             lines = stream(coordinator.url, toy.name)
             assert "choices" in next(line for line in lines if line.startswith("data: "))
             coordinator.kill()
+            asyncio.run(let_go(team, AT_ONCE))  # long before its lease ends
             with pytest.raises(httpx.HTTPError):
                 list(lines)
 
@@ -405,3 +441,20 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
         await clients.end_well()
         assert head.view.epoch == 1
         await head.check_nothing_left()
+
+
+def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> None:
+    """SIGSTOP: its connections stand and nobody speaks. After three timeouts its workers drop what they held for it."""
+    team.tell(0, "slow 0.1")
+    before = [len(worker.records("claim lapsed")) for worker in team.workers]
+    flags = ("--dtype", "float32", "--failure-timeout", "1")
+    with serving(tmp_path, toy, team.addresses, *flags, name="stopped") as coordinator:
+        lines = stream(coordinator.url, toy.name)
+        assert "choices" in next(line for line in lines if line.startswith("data: "))
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        try:
+            for worker, count in zip(team.workers, before, strict=True):
+                worker.wait_for("claim lapsed", timeout=3.0 + SLACK, count=count + 1)
+            asyncio.run(let_go(team, AT_ONCE))
+        finally:
+            coordinator.kill()  # it would hear no SIGTERM
