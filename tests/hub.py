@@ -99,7 +99,7 @@ class Hub:
         return sum(count for file, count in self.sent.items() if file.endswith(".safetensors"))
 
     def etag(self, file: Path) -> str:
-        """SHA-256 of the content of weights, as a hub knows it from the upload; another, shorter hash of small files."""
+        """SHA-256 of weights, as a hub knows it from the upload; of small files another, shorter hash."""
         state = file.stat()
         key = (file, state.st_mtime_ns, state.st_size)
         if key not in self._etags:

@@ -51,9 +51,9 @@ def workers(pool: Pool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Drafts by `auto`, so that depths differ along the way."""
+    """It drafts: three tokens a window, whether that pays or not."""
     folder = tmp_path_factory.mktemp("many")
-    flags = ("--mtp", "auto", "--dtype", "float32", "--max-sequences", str(SEQUENCES))
+    flags = ("--mtp", "3", "--dtype", "float32", "--max-sequences", str(SEQUENCES))
     with serving(folder, "builtin", workers, *flags, "--prefill-chunk", str(CHUNK)) as coordinator:
         yield coordinator.url
 
@@ -85,6 +85,8 @@ def as_request(body: Body) -> GenerationRequest:
     given.pop("ignore_eos")
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if given.get("xtc_probability"):  # the API spares line breaks
+        given["xtc_spared"] = Tokenizer.load(checkpoint_dir()).encode("\n")
     return GenerationRequest(prompt, most, SamplingParams(logprobs=0, **given))
 
 
@@ -134,6 +136,12 @@ def cached(reply: dict[str, Any]) -> int:
     return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def drafted(url: str) -> list[int]:
+    """Drafts so far, by position."""
+    found: list[int] = httpx.get(f"{url}/status").json()["drafted_by_position"]
+    return found or [0, 0, 0]
+
+
 def holdings(address: str) -> pb.HoldingsReply:
     """What a worker says it holds."""
     with grpc.insecure_channel(address) as channel:
@@ -160,7 +168,11 @@ def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: 
     """Whatever stands beside it, waits before it or drafts for it, each request gets the answer it gets alone."""
     asked = bodies(tokenizer)
     expected = alone([as_request(body) for body in asked], tokenizer)
+    before = drafted(url)
     replies = asyncio.run(ask_all(url, asked))
+    grown = [after - count for after, count in zip(drafted(url), before, strict=True)]
+    assert len(grown) == 3
+    assert all(count > 0 for count in grown)
     for body, reply, words in zip(asked, replies, expected, strict=True):
         assert said(reply) == words, body
     assert_nothing_is_held(workers)

@@ -6,6 +6,7 @@ equal bit for bit. docs/mtp.md says what is found in other precisions, and which
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from coordinator.request import GenerationRequest
 from coordinator.scheduler import Limits
 from coordinator.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.controller import Controller, MtpMode
+from mtp.shape import Shape
 from proto.params import SamplingParams
 from tests.checkpoints import convert_checkpoint
 from tests.local_run import Answered, run
@@ -99,6 +102,50 @@ def test_drafts_stages_and_company_change_nothing(
     check_same(found, expected)
     if mtp in ("1", "2", "3", "filled"):
         assert accepted(found) > 0, "nothing was drafted right, so nothing was tested"
+
+
+class AnyDepth(Controller):
+    """Gives every lane another depth, by chance, and notes it."""
+
+    def __init__(self, mode: MtpMode) -> None:
+        super().__init__(mode)
+        self.chance = random.Random(7)
+
+    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
+        shape = Shape(1 + self.chance.randrange(5))
+        DEPTHS.append(shape.depth)
+        return shape
+
+
+DEPTHS: list[int] = []
+
+
+def sixteen() -> list[GenerationRequest]:
+    """Prompts of 1 to 180 tokens, answers of 1 to 24, every kind of sampling."""
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    long = tokenizer.encode(" ".join(PROMPTS[13:]))
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:13]]
+    prompts += [long[:1], long[:180], long[90:200]]
+    xtc = SamplingParams(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.1)
+    biased = SamplingParams(temperature=0.9, top_k=20, logit_bias={17: 3.0})
+    settings = (*SETTINGS, xtc, biased)
+    return [
+        GenerationRequest(prompt, 1 + 13 * i % 24, replace(settings[i % 5], seed=i, logprobs=0))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of any depth beside each other, and of another one the next time: each answer is what it is alone."""
+    asked = sixteen()
+    expected = answers(asked, "off", one_by_one=True)
+    monkeypatch.setattr("coordinator.session.Controller", AnyDepth)
+    DEPTHS.clear()
+    found = answers(asked, "4", stages=2)
+    check_same(found, expected)
+    assert len(set(DEPTHS)) >= 3
+    assert accepted(found) > 0
+    assert max(len(answer.stats.drafted_by_position) for answer in found) >= 3
 
 
 def test_seeds_differ() -> None:

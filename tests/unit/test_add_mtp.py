@@ -368,7 +368,7 @@ def test_a_full_disk(
         assert hub.weights_sent < size
         with monkeypatch.context() as patched:
             patched.setattr("shutil.disk_usage", lambda path: Plenty())
-            with pytest.raises(CheckpointError, match="the disk is full.*it goes on from here"):
+            with pytest.raises(CheckpointError, match=r"the disk is full.*it goes on from here"):
                 add(target, REPO)
         assert not Checkpoint.open(target).mtp.present
         filler.unlink()

@@ -191,7 +191,8 @@ def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> No
     def take() -> Path:
         if model == "serve":
             return resolve_model(REPO)
-        load_command("convert").main(["--hf-path", REPO, "--mlx-path", out], standalone_mode=False)
+        args = ["--hf-path", REPO, "--mlx-path", str(out)]
+        load_command("convert").main(args, standalone_mode=False)
         return out
 
     hub.faults.flip[FILE] = 100_000
