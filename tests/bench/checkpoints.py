@@ -13,8 +13,8 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from proto.size import format_size
 from proto.span import Span
 from tests import converting
 from tests.bench.machine import about
+from tests.bench.report import bars, publish
 from tests.checkpoints import write_checkpoint
 from tests.hub import Hub
 from worker.fetch.head import RemoteHead
@@ -157,10 +158,19 @@ def main() -> None:
         size = sum(info.nbytes for info in checkpoint.tensors.values())
         print(f"{about()}; a checkpoint of {format_size(size)}\n")
         print("| | size | cost | cost / size | time |\n| --- | --- | --- | --- | --- |")
-        for row in [*conversions(checkpoint, folder), *from_hub(checkpoint, folder, hub)]:
-            print(row)
-        for row in asyncio.run(spans(checkpoint, hub, patch)):
-            print(row)
+        rows = [*conversions(checkpoint, folder), *from_hub(checkpoint, folder, hub)]
+        rows += asyncio.run(spans(checkpoint, hub, patch))
+        print(*rows, sep="\n")
+        show(rows, size)
+
+
+def show(rows: Sequence[Row], size: int) -> None:
+    """Leave the figures of a checkpoint of `size` bytes, and a chart of what each of them cost."""
+    figures = {"checkpoint": size, "rows": [asdict(row) for row in rows]}
+    costs = {row.what: row.cost / row.size for row in rows}
+    seconds = {row.what: row.seconds for row in rows}
+    charts = {"cost": bars(costs, "cost / size"), "time": bars(seconds, "s")}
+    publish("checkpoints", figures, charts)
 
 
 if __name__ == "__main__":

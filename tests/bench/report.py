@@ -45,7 +45,7 @@ def bars(heights: Mapping[str, float], unit: str) -> Draw:
         drawn = axes.bar(list(heights), list(heights.values()), color="tab:blue")
         axes.bar_label(drawn, fmt="%.3g")
         axes.margins(y=0.1)
-        axes.tick_params(axis="x", labelrotation=20)
+        axes.set_xticks(range(len(heights)), list(heights), rotation=25, ha="right")
         axes.set_ylabel(unit)
 
     return draw

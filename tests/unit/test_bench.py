@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.request import GenerationRequest
 from coordinator.tokenizer import Tokenizer
-from tests.bench import report, servers
+from tests.bench import checkpoints, report, servers
 from tests.bench.random_model import prompt_of, words, write_random_model
 from tests.local_run import run
 
@@ -43,6 +43,18 @@ def test_figures_and_chart_are_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert written["figures"] == {"a": 1.5}
     assert "cores" in written["machine"]
     assert (tmp_path / "bench" / "name.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bench_of_checkpoints_leaves_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row it prints is in its JSON file, and there is a chart."""
+    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    checkpoints.show([checkpoints.Row("convert", 4, 6, 0.5), checkpoints.Row("add", 2, 2, 1.0)], 9)
+    figures = json.loads((tmp_path / "checkpoints.json").read_text())["figures"]
+    assert figures["checkpoint"] == 9
+    assert figures["rows"][0] == {"what": "convert", "size": 4, "cost": 6, "seconds": 0.5}
+    assert (tmp_path / "checkpoints.png").exists()
 
 
 def test_ratios_are_taken_within_a_round() -> None:
