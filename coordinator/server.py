@@ -12,12 +12,13 @@ import secrets
 import socket
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import mlx.core as mx
 
 from coordinator.api.app import create_app
+from coordinator.api.context import ApiOptions
 from coordinator.api.http import HttpServer
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
@@ -71,6 +72,7 @@ class ServeOptions:
     step_tokens: int
     prefix_cache: bool
     share_weights: bool
+    api_keys: tuple[str, ...] = field(repr=False)  # secrets
     name: str
 
 
@@ -110,7 +112,14 @@ async def serve(options: ServeOptions) -> None:
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
         )
         status = LiveStatus(loop, manager, model.id, local.status)
-        app = create_app(loop, tokenizer, model, status, replan=manager.replan if manager else None)
+        app = create_app(
+            loop,
+            tokenizer,
+            model,
+            status,
+            ApiOptions(api_keys=options.api_keys),
+            replan=manager.replan if manager else None,
+        )
         server = HttpServer(app, loop.close)
         await _run(server, listener, loop, options)
     _leave(INTERRUPTED if server.interrupted else 0)

@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from proto.errors import UsageError
 from proto.span import Span
@@ -28,32 +29,44 @@ class WorkerOptions:
     state_dir: Path | None
 
 
-def remembered_port(state_dir: Path | None, name: str) -> int:
-    """The port this worker had when it last ran with the same state directory; 0 when there is none, or it is taken.
+def remembered_port(state_dir: Path | None, name: str, host: str) -> int:
+    """The port this worker had when it last ran with the same state directory; 0 when there is none, or it is taken
+    on `host`.
 
     A restarted worker that returns to its address is found there by a coordinator without mDNS.
     """
     if state_dir is None:
         return 0
     try:
-        port = int(json.loads((state_dir / _STATE_FILE).read_text())[name])
-        with socket.socket() as probe:
-            probe.bind(("", port))
+        port = int(_known_ports(state_dir)[name])
+        if not 0 < port < 2**16:
+            return 0
+        # As the server will: what is left of connections of a worker that was killed does not hold the port.
+        with socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ):
+            return port
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    return port
 
 
 def remember_port(state_dir: Path | None, name: str, port: int) -> None:
     """Write the port down for `remembered_port`. Raises UsageError when the directory cannot be written."""
     if state_dir is None:
         return
-    file = state_dir / _STATE_FILE
+    part = state_dir / f"{_STATE_FILE}.part"
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({**known, name: port}))
-        part.replace(file)
-    except (OSError, ValueError, TypeError) as error:
+        part.write_text(json.dumps({**_known_ports(state_dir), name: port}))
+        part.replace(state_dir / _STATE_FILE)
+    except OSError as error:
         raise UsageError(f"--state-dir {state_dir}: cannot be used: {error}") from error
+
+
+def _known_ports(state_dir: Path) -> dict[str, Any]:
+    """What the file says, by worker; nothing where it is not there, or damaged: it is only a convenience."""
+    try:
+        known = json.loads((state_dir / _STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

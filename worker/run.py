@@ -67,7 +67,7 @@ def _announcement(identity: Identity, port: int) -> Announcement:
 
 
 def _bind(server: grpc.aio.Server, options: WorkerOptions) -> int:
-    port = options.port or remembered_port(options.state_dir, options.name)
+    port = options.port or remembered_port(options.state_dir, options.name, options.host)
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
         return server.add_insecure_port(f"{host}:{port}")

@@ -6,6 +6,7 @@ Everything a cluster does, with real processes and sockets, on the model that sh
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -109,6 +110,8 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", start, *arguments, "--log-format", "json"],
+            # A key of the user's own servers is not for this one.
+            env={name: value for name, value in os.environ.items() if name != "MTP_API_KEY"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
@@ -194,7 +197,11 @@ def _figures(client: httpx.Client, console: Console) -> None:
 
 
 def _chat(client: httpx.Client, console: Console) -> None:
-    """Questions from the terminal until an empty line or the end of input."""
+    """Questions from the terminal until an empty line or the end of input.
+
+    The model is led past its reasoning, where there is little to read of one so small; what it reasons all the same is
+    shown dimly.
+    """
     console.print(
         "\n[dim]Chat with it: an empty line ends. It has read Python and little else.[/dim]"
     )
@@ -202,11 +209,19 @@ def _chat(client: httpx.Client, console: Console) -> None:
     while question := _ask(console):
         messages.append({"role": "user", "content": question})
         answer = ""
-        body = {"messages": messages, "max_tokens": 200, "temperature": 0.6, "stream": True}
+        body = {
+            "messages": messages,
+            "max_tokens": 200,
+            "temperature": 0.6,
+            "stream": True,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
         for event in _events(client, "/chat/completions", body):
             for choice in event["choices"]:
                 piece = choice["delta"].get("content") or ""
                 answer += piece
+                thought = choice["delta"].get("reasoning_content") or ""
+                console.print(thought, style="dim", end="", markup=False, soft_wrap=True)
                 console.print(piece, end="", markup=False, soft_wrap=True)
         console.print()
         messages.append({"role": "assistant", "content": answer})

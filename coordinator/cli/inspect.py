@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.checkup import Checkup, check
+from coordinator.cli.model import ModelArgument, ModelOption, the_model
 from coordinator.model_costs import model_costs
 from coordinator.plan import NodeSpec, make_plan
 from mtp.checkpoint.checkpoint import Checkpoint
@@ -25,7 +26,8 @@ from worker.fetch.remote import open_model
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A directory, a hub repo, or 'builtin'.")],
+    argument: ModelArgument = None,
+    option: ModelOption = None,
     nodes: Annotated[int, typer.Option(min=1, help="Show what each of N nodes would hold.")] = 1,
     no_trial: Annotated[
         bool, typer.Option("--no-trial", help="Read headers only, and do not try the head.")
@@ -38,6 +40,7 @@ def inspect(
     tried: it answers a short prompt, and the head's drafts are counted. Of a hub repo that is not on this machine
     only headers are read.
     """
+    model = the_model(argument, option)
     checkpoint = open_model(model)
     cut = _cut(checkpoint, nodes)
     with byte_bar("loading for a trial") as on_progress:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.budget import Capacity, Room, capacity, reserve_bytes
+from coordinator.cli.model import ModelArgument, ModelOption, the_model
 from coordinator.model_costs import model_costs
 from coordinator.partition import Objective
 from coordinator.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
@@ -41,7 +42,8 @@ class Question:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A directory, a hub repo, or 'builtin'.")],
+    argument: ModelArgument = None,
+    option: ModelOption = None,
     node: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,6 +93,7 @@ def plan(
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
+    model = the_model(argument, option)
     question = Question(objective, spare, mtp, sequences, context, dtype, kv_bits)
     specs = given_nodes(node or [], nodes, memory)
     # Workers are asked for a fingerprint, which is of weights; to cut the layers headers are enough.

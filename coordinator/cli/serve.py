@@ -89,6 +89,15 @@ def serve(
         float,
         typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost."),
     ] = 3.0,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="MTP_API_KEY",
+            help="Answer only who sends this key, or another one given; repeatable. The variable takes several, "
+            "with spaces between, and is not seen in a list of processes.",
+        ),
+    ] = None,
     insecure: Annotated[
         bool,
         typer.Option("--insecure", help="Allow --host on a network, unencrypted and open to all."),
@@ -107,6 +116,8 @@ def serve(
     check_exposure("--host", host, insecure=insecure)
     if single_node and (worker or nodes):
         raise UsageError("--single-node looks for no worker: leave out --worker and --nodes")
+    if any(not key.strip() for key in api_key or ()):
+        raise UsageError("--api-key: an empty key would let everybody in")
     options = ServeOptions(
         model=model,
         host=host,
@@ -126,6 +137,7 @@ def serve(
         step_tokens=max_step_tokens,
         prefix_cache=not no_prefix_cache,
         share_weights=share_weights,
+        api_keys=tuple(key.strip() for key in api_key or ()),
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

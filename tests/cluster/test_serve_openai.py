@@ -12,8 +12,10 @@ import pytest
 from coordinator.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import serving
+from tests.cluster.processes import Coordinator, serving
 
+KEY = "of-this-test-alone"
+BEARER = {"Authorization": f"Bearer {KEY}"}
 CODE = "import os\nimport sys\n\n\ndef find_files(path, suffix):\n    "
 USER: Any = [{"role": "user", "content": "Write a function that adds two numbers."}]
 TOOL: Any = {
@@ -23,16 +25,21 @@ TOOL: Any = {
 
 
 @pytest.fixture(scope="module")
-def url(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def coordinator(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     folder = tmp_path_factory.mktemp("serve")
-    flags = ("--mtp", "2", "--dtype", "float32")
-    with serving(folder, "builtin", pool(2), *flags) as coordinator:
-        yield coordinator.url
+    flags = ("--mtp", "2", "--dtype", "float32", "--log-level", "debug")
+    with serving(folder, "builtin", pool(2), *flags, env={"MTP_API_KEY": f"other {KEY}"}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(coordinator: Coordinator) -> str:
+    return coordinator.url
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -173,13 +180,29 @@ def test_models_and_health(client: openai.OpenAI, url: str) -> None:
     """The served model is listed by its name; /health, /ready, /status and /metrics answer."""
     assert [model.id for model in client.models.list()] == ["builtin"]
     for path in ("/health", "/ready", "/status", "/metrics"):
-        assert httpx.get(url + path).status_code == 200
-    status = httpx.get(url + "/status").json()
+        assert httpx.get(url + path, headers=BEARER).status_code == 200
+    status = httpx.get(url + "/status", headers=BEARER).json()
     layers = [node["span"].split("-") for node in status["nodes"]]
     assert [n for a, b in layers for n in range(int(a), int(b) + 1)] == list(range(8))
     assert {node["health"] for node in status["nodes"]} == {"ready"}
+    assert all(0 < node["memory_used"] < node["memory_limit"] for node in status["nodes"])
+    assert all(0 < node["stage_ms"] < 60_000 for node in status["nodes"])
     assert status["mtp"] == "2"
     assert 0 < status["accepted_by_position"][0] <= status["drafted_by_position"][0]
+
+
+def test_keys_of_the_server(coordinator: Coordinator, client: openai.OpenAI) -> None:
+    """With keys nobody is told anything without one, but for supervisors; a key is not in the log."""
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert client.with_options(api_key="other").models.list().data
+    found = [
+        httpx.get(coordinator.url + path).status_code
+        for path in ("/health", "/ready", "/v1/models", "/status", "/metrics")
+    ]
+    assert found == [200, 200, 401, 401, 401]
+    assert coordinator.records("serving")
+    assert KEY not in coordinator.text()
 
 
 def test_refusals_name_the_field(client: openai.OpenAI) -> None:
@@ -216,7 +239,7 @@ def test_a_body_that_is_no_json_object(url: str, body: bytes) -> None:
     """400 in OpenAI's shape, whatever the bytes."""
     for path in ("completions", "chat/completions"):
         reply = httpx.post(
-            f"{url}/v1/{path}", content=body, headers={"Content-Type": "application/json"}
+            f"{url}/v1/{path}", content=body, headers={"Content-Type": "application/json", **BEARER}
         )
         assert reply.status_code == 400, reply.text
         assert reply.json()["error"]["message"]

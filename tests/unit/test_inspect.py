@@ -118,14 +118,15 @@ def test_errors_end_with_status_2_and_one_line(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong directory, a wrong name, more nodes than layers: no traceback."""
-    jobs: list[tuple[str, int, str]] = [
-        (str(tmp_path), 1, "config.json"),
-        ("no-such-model", 1, "no-such-model"),
-        (str(checkpoints()), 9, "--nodes 9"),
+    jobs: list[tuple[str | None, str | None, int, str]] = [
+        (str(tmp_path), None, 1, "config.json"),
+        (None, "no-such-model", 1, "no-such-model"),
+        (str(checkpoints()), None, 9, "--nodes 9"),
+        (None, None, 1, "name one model"),
     ]
-    for model, nodes, message in jobs:
+    for argument, option, nodes, message in jobs:
         with pytest.raises(SystemExit) as stopped:
-            console.run("mtp-coord", partial(inspect, model, nodes=nodes))
+            console.run("mtp-coord", partial(inspect, argument, option, nodes=nodes))
         assert stopped.value.code == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1

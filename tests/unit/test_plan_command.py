@@ -63,6 +63,15 @@ def test_the_table_names_what_matters(model: Path) -> None:
     assert "Room for 16 requests" in text
 
 
+def test_a_model_is_an_argument_or_an_option(model: Path) -> None:
+    """As all other commands take it, `--model`, or first; one of the two."""
+    nodes = ("--nodes", "2", "--memory", "1GB")
+    assert facts_of("--model", str(model), *nodes) == facts_of(str(model), *nodes)
+    for words in ((), (str(model), "--model", str(model))):
+        with pytest.raises(UsageError, match="name one model"):
+            run(*words, *nodes)
+
+
 def test_flags_change_the_plan(model: Path) -> None:
     """Speed and drafts move the cut, --spare leaves a slow machine out, --objective is passed on."""
     equal = facts_of(str(model), "--node", "a=1GB", "--node", "b=1GB", "--mtp", "0")
