@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,15 @@ from typing import Any
 import httpx
 
 from tests.cluster.chaos_faults import KINDS, SURVIVOR, Fault, Faults, schedule, wait_until
-from tests.cluster.chaos_load import QUESTIONS, Clients, Outcome, ask, clients
+from tests.cluster.chaos_load import (
+    QUESTIONS,
+    Answer,
+    Clients,
+    Outcome,
+    Question,
+    ask,
+    clients,
+)
 from tests.cluster.chaos_pauses import PARTS, REPLAN, Episode, Injected, episodes, spread
 from tests.cluster.processes import Coordinator, as_coordinator, ending, launch
 from tests.cluster.task_count import TASKS
@@ -192,6 +201,13 @@ class Run:
         self.sample()
 
 
+def undisturbed(url: str, model: str) -> dict[Question, Answer]:
+    """The answers while nobody is hurt, to as many clients at once as there will be."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = pool.map(lambda question: ask(url, model, question), QUESTIONS)
+        return dict(zip(QUESTIONS, answers, strict=True))
+
+
 def run(
     folder: Path, model: str, faults: int, *, seed: int, pace: float = 0.0, verbose: bool = False
 ) -> Report:
@@ -202,7 +218,7 @@ def run(
         coordinating(folder, model, team) as coordinator,
     ):
         name = Path(model).name
-        wanted = {q: ask(coordinator.url, name, q) for q in QUESTIONS}
+        wanted = undisturbed(coordinator.url, name)
         doing = Run(folder, model, team, coordinator, seed)
         with clients(coordinator.url, name, wanted, CLIENTS) as asking:
             doing.go(faults, pace, asking, verbose=verbose)
