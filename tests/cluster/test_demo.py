@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -10,11 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
+from rich.console import Console
 
 from coordinator.cli import PROGRAM, app
+from coordinator.cli.demo import _chat
 from proto import console
 from tests.cluster.processes import WITHOUT_TORCH
 
@@ -23,6 +31,8 @@ DEMO_SECONDS = 180.0
 
 PROMPT = "def at(x, y): return x[i] + y[a:key:b] if x[/i] else"
 """Brackets and colons that mean something to rich."""
+
+QUESTION = "Write a function that adds two numbers."
 
 COMMAND = [
     sys.executable,
@@ -33,14 +43,17 @@ COMMAND = [
 
 
 @contextmanager
-def demo(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """The demo in a session of its own, so that whatever it starts can be told from the rest."""
+def demo(*flags: str, terminal: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """The demo in a session of its own, so that whatever it starts can be told from the rest.
+
+    `terminal` is what it reads from and writes to; without one nothing.
+    """
     with subprocess.Popen(
         [*COMMAND, *flags],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL if terminal is None else terminal,
+        stdout=subprocess.DEVNULL if terminal is None else terminal,
         stderr=subprocess.STDOUT,
-        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
         start_new_session=True,
     ) as process:
         try:
@@ -49,6 +62,37 @@ def demo(*flags: str) -> Iterator[subprocess.Popen[str]]:
             for left in descendants(process.pid):
                 left.kill()
             process.kill()
+
+
+class Terminal:
+    """A terminal, by the end that a person sits at."""
+
+    def __init__(self) -> None:
+        self.person, self.program = os.openpty()
+        self._shown = b""
+
+    @property
+    def text(self) -> str:
+        """All that was shown so far, what was typed too, without colours."""
+        return STYLE.sub("", self._shown.decode(errors="replace")).replace("\r", "")
+
+    def look(self) -> None:
+        """Take note of what is there to see."""
+        while select.select([self.person], [], [], 0)[0]:
+            self._shown += os.read(self.person, 65536)
+
+    def type(self, text: str) -> None:
+        os.write(self.person, text.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.person)
+        os.close(self.program)
+
+
+STYLE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -103,16 +147,29 @@ def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., st
 @pytest.mark.timeout(DEMO_SECONDS + 20)
 def test_the_demo_from_start_to_end() -> None:
     """Three workers with a third of the layers each, text through HTTP, the share of drafts kept, the table of
-    stages; status 0, and every process it started has ended."""
-    with demo("--max-tokens", "24", "--prompt", PROMPT) as process:
+    stages; on a terminal a chat, which answers until Ctrl-D; status 0, and every process it started has ended."""
+    flags = ("--max-tokens", "24", "--prompt", PROMPT)
+    with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
         started: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + DEMO_SECONDS
+        typing = [f"{QUESTION}\n", "\x04"]
+        seen = 0
         while process.poll() is None and time.monotonic() < deadline:
             started |= {child.pid: child for child in descendants(process.pid)}
+            terminal.look()
+            if typing and terminal.text[seen:].endswith("\n> "):
+                seen = len(terminal.text)
+                terminal.type(typing.pop(0))
             time.sleep(0.1)
-        assert process.returncode == 0
-        assert process.stdout is not None
-        output = process.stdout.read()
+        terminal.look()
+        output = terminal.text
+        assert process.returncode == 0, output
+    head, _, chat = output.partition("Chat with it")
+    assert not typing, output
+    _, question, answer = chat.partition(f"> {QUESTION}\n")
+    assert question, chat
+    assert answer.rpartition("\n> ")[0].strip(), chat
+    output = head
     assert PROMPT in output
     assert re.search(r"24 tokens, first after [\d.]+ s, then [\d.]+ tokens/s", output), output
     assert re.search(r"\d+ % of \d+ drafts kept", output), output
@@ -122,6 +179,34 @@ def test_the_demo_from_start_to_end() -> None:
     assert layers == list(range(8)), output
     assert len(started) >= 4  # some run a program for a moment, to know their hardware
     assert not any(child.is_running() for child in started.values())
+
+
+def test_a_chat_shows_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is asked to answer at once; what it reasons all the same is dim, and no part of the next turn."""
+    asked: list[dict[str, Any]] = []
+    questions = iter(["first?", "second?", ""])
+    said = {"first?": ({"reasoning_content": "let me [see]"}, {"content": "an [answer]"})}
+
+    def events(client: object, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        asked.append(json.loads(json.dumps(body)))
+        for delta in said.get(body["messages"][-1]["content"], ()):
+            yield {"choices": [{"delta": delta}]}
+
+    monkeypatch.setattr("coordinator.cli.demo._events", events)
+    monkeypatch.setattr("coordinator.cli.demo._ask", lambda console: next(questions))
+    shown = Console(
+        file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False
+    )
+    with httpx.Client() as client:
+        _chat(client, shown)
+    assert isinstance(shown.file, io.StringIO)
+    assert "\x1b[2mlet me [see]\x1b[0man [answer]\n" in shown.file.getvalue()
+    assert [body["chat_template_kwargs"] for body in asked] == [{"enable_thinking": False}] * 2
+    assert [turn["content"] for turn in asked[1]["messages"]] == [
+        "first?",
+        "an [answer]",
+        "second?",
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
