@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -178,7 +179,8 @@ def test_a_client_that_gives_up_waiting_cancels_the_request(served: Served) -> N
 
 
 def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) -> None:
-    """Comments flow amid a pause as they are made, not gathered up."""
+    """Comments flow amid a pause as they are made, not gathered up: of the prompt each once and in order, and as often
+    as nothing is heard of it, that all is well."""
     served.generator.hang_after = 0
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"prompt": "Hi", "stream": True}
@@ -186,12 +188,11 @@ def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) ->
         "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=5
     ) as response:
         lines = (line for line in response.iter_lines() if line)
-        assert [next(lines) for _ in range(4)] == [
-            ": prefill 1/2",
-            ": prefill 2/2",
-            ": keep-alive",
-            ": keep-alive",
-        ]
+        # A slow machine is silent between the two as well.
+        heard = list(itertools.islice(lines, 2))
+        while heard[-2:] != [": keep-alive"] * 2 or ": prefill 2/2" not in heard:
+            heard.append(next(lines))
+    assert [line for line in heard if line != ": keep-alive"] == [": prefill 1/2", ": prefill 2/2"]
 
 
 def _eventually(holds: Any, seconds: float = 3.0) -> bool:

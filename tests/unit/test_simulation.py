@@ -18,11 +18,14 @@ STAGES = (2, 4, 8, 16)
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_many_streams_fill_the_pipeline(stages: int) -> None:
-    """2N streams over N stages yield at least .9 N times the tokens a second of one stream."""
+    """N streams over N stages yield at least .9 N times the tokens a second of one stream, and 2N streams 1.8 N times:
+    two rows of a lane cost what one costs."""
     timing = Timing(stages)
-    one = run_virtually(decode_rate(timing, 1))
-    many = run_virtually(decode_rate(timing, 2 * stages))
-    assert many >= 0.9 * stages * one
+    one, lanes, many = (
+        run_virtually(decode_rate(timing, streams)) for streams in (1, stages, 2 * stages)
+    )
+    assert lanes >= 0.9 * stages * one
+    assert many >= 1.8 * stages * one
 
 
 @pytest.mark.parametrize("stages", STAGES)
