@@ -33,8 +33,12 @@ DECODE_HEADER_BYTES = 256
 
 @dataclass(frozen=True)
 class Wire:
-    """All messages of one request, those before it, and the draft tokens its usage calls rejected."""
+    """All messages of one request, those before it, and the draft tokens its usage calls rejected.
 
+    `filled`: windows of one token follow each other, built on hope; else each waits for the one before it.
+    """
+
+    filled: bool
     before: list[Message]
     messages: list[Message]
     rejected: int
@@ -60,14 +64,19 @@ class Wire:
         return found
 
 
-@pytest.fixture(scope="module")
-def wire(pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Wire:
+@pytest.fixture(scope="module", params=["2", "filled"])
+def wire(
+    request: pytest.FixtureRequest,
+    pool: Pool,
+    toy: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Wire:
     """Three workers on a random model, whose head is wrong more often than not, answering one request."""
     folder = tmp_path_factory.mktemp("wire")
     with (
         tapped(pool(STAGES)) as taps,
         serving(
-            folder, toy, [tap.address for tap in taps], "--mtp", "2", "--dtype", "float32"
+            folder, toy, [tap.address for tap in taps], "--mtp", request.param, "--dtype", "float32"
         ) as coordinator,
     ):
         messages = taps[0].messages
@@ -78,7 +87,12 @@ def wire(pool: Pool, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Wir
         usage = reply.json()["usage"]["completion_tokens_details"]
         _hear_pulses(messages)
         numbered = _by_stage(messages)
-        return Wire(numbered[:before], numbered[before:], usage["rejected_prediction_tokens"])
+        return Wire(
+            request.param == "filled",
+            numbered[:before],
+            numbered[before:],
+            usage["rejected_prediction_tokens"],
+        )
 
 
 def _by_stage(messages: list[Message]) -> list[Message]:
@@ -130,24 +144,36 @@ def test_hidden_states_of_the_windows_rows_and_nothing_else(wire: Wire) -> None:
 
 
 def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
-    """One signal of at most 128 bytes to every worker; the next window goes on behind what was kept, nothing is
-    sent again, and its message is no larger than one after a window that was kept whole."""
-    results = [f for f in wire.frames(STAGES) if f.segments and f.segments[0].open]
-    rejected = [
-        (s.seq_id, s.window, o.kept, s.width - o.kept)
-        for f in results
-        for s, o in zip(f.segments, f.outcomes, strict=True)
-        if o.kept < s.width
+    """One signal of at most 128 bytes to every worker, for all windows in flight that are void with it; the next window
+    goes on behind what was kept, nothing is sent again, and what is void comes back without a word."""
+    results = [
+        (f.segments[0], f.outcomes[0])
+        for f in wire.frames(STAGES)
+        if f.segments and f.segments[0].open
     ]
+    rejected: list[tuple[int, int, int, int]] = []
+    for s, o in results:
+        if o.cancelled:  # void with the rejection before it, whose signal counts its tokens
+            seq_id, window, kept, trim = rejected.pop()
+            rejected.append((seq_id, window, kept, trim + s.width))
+        elif o.kept < s.width:
+            rejected.append((s.seq_id, s.window, o.kept, s.width - o.kept))
     assert len(rejected) > 5
     for worker in range(STAGES):
         told = wire.rollbacks(worker)
         assert [(r.seq_id, r.window, r.kept, r.trim) for r, _ in told] == rejected
-        assert max(size for _, size in told) <= MAX_SIGNAL_BYTES
-    for before, after in pairwise(results):
-        (old,), (new,), (outcome,) = before.segments, after.segments, before.outcomes
+        assert max(size for _, size in told) <= MAX_SIGNAL_BYTES == 128
+    void = [o for _, o in results if o.cancelled]
+    assert len(void) > 5 if wire.filled else not void
+    assert all((o.kept, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void)
+    truth = None
+    for (old, outcome), (new, _) in pairwise((s, o) for s, o in results if not o.cancelled):
+        truth = truth if outcome.token is None else outcome.token
         assert new.position == old.position + outcome.kept
-        assert new.tokens == (outcome.token, *outcome.drafts)
+        if not wire.filled:
+            assert new.tokens == (truth, *outcome.drafts)
+        elif outcome.kept < old.width:
+            assert new.tokens == (truth,)
     assert wire.rejected == sum(trim for *_, trim in rejected)
 
 
