@@ -266,26 +266,32 @@ def test_quantized_keys_and_values(
 # ---- those who leave
 
 
-async def leave_after(client: httpx.AsyncClient, body: Body, lines: int) -> None:
-    """Open a stream, read so many of its lines, and hang up."""
+async def leave_after(
+    client: httpx.AsyncClient, body: Body, beginning: str, lines: int
+) -> tuple[str, dict[str, Any]]:
+    """Open a stream, read so many of its lines that begin like this, and hang up.
+
+    Returns the last of them, and the status while the stream was still open.
+    """
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
         assert reply.status_code == 200
-        seen = reply.aiter_lines()
+        heard = (line async for line in reply.aiter_lines() if line.startswith(beginning))
         for _ in range(lines):
-            await anext(seen)
+            last = await anext(heard)
+        return last, (await client.get("/status")).json()
 
 
 async def leave_unanswered(client: httpx.AsyncClient, body: Body, seconds: float) -> None:
     """Hang up on a request that is answered whole, before it is."""
     with pytest.raises(httpx.ReadTimeout):
-        await client.post("/v1/completions", json=body, timeout=seconds)
+        await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=seconds))
 
 
 def test_clients_that_vanish_leave_nothing(
     url: str, workers: list[str], tokenizer: Tokenizer
 ) -> None:
     """Mid-prefill, mid-decode, while queued, streamed or not: no worker keeps anything of them, and those that stay
-    get their answers."""
+    get their answers. `status` tells of the prompts under way and of the queue."""
     text = list(tokenizer.encode(LONG))
     stays = {"prompt": text[40:90], "max_tokens": 40, "temperature": 0.6, "seed": 9}
     stays["ignore_eos"] = True
@@ -293,16 +299,23 @@ def test_clients_that_vanish_leave_nothing(
     prefill = {**endless, "prompt": [*text[::-1], *text[::-1]]}
     decode = {**endless, "prompt": text[7:19]}
 
-    async def scene() -> list[dict[str, Any]]:
+    async def scene() -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:
         async with httpx.AsyncClient(base_url=url, timeout=90) as client:
             staying = [asyncio.create_task(ask(client, stays)) for _ in range(2)]
-            leaving = [leave_after(client, prefill, 2) for _ in range(2)]
-            leaving += [leave_after(client, decode, 14) for _ in range(4)]
-            leaving += [leave_unanswered(client, decode, 0.7) for _ in range(4)]
-            await asyncio.gather(*leaving)
-            return list(await asyncio.gather(*staying))
+            leaving = [leave_after(client, prefill, ": prefill", 1) for _ in range(2)]
+            leaving += [leave_after(client, decode, "data: {", 6) for _ in range(4)]
+            unanswered = [leave_unanswered(client, decode, 0.7) for _ in range(4)]
+            left, _ = await asyncio.gather(asyncio.gather(*leaving), asyncio.gather(*unanswered))
+            return list(await asyncio.gather(*staying)), left
 
-    replies = asyncio.run(scene())
+    replies, left = asyncio.run(scene())
+    length = len(prefill["prompt"])
+    for line, status in left[:2]:
+        done, _, total = line.removeprefix(": prefill ").partition("/")
+        assert int(done) < int(total) == length
+        assert any(p["done"] < p["total"] == length for p in status["prefilling"]), status
+    assert all('"finish_reason":null' in line for line, _ in left[2:])
+    assert max(status["waiting"] for _, status in left) > 0
     (expected,) = alone([as_request(stays)], tokenizer)
     assert [said(reply) for reply in replies] == [expected, expected]
     assert_nothing_is_held(workers)
@@ -341,12 +354,15 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
             waiting = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)
             ]
-            for _ in range(400):
-                status = (await client.get("/status")).json()
-                if status["waiting"] == limit - SEQUENCES:
-                    break
-                await asyncio.sleep(0.05)
-            assert status["running"] == status["running_limit"] == SEQUENCES
+            async with asyncio.timeout(
+                30
+            ):  # until a third of them is too many, though some may have ended
+                while True:
+                    status = (await client.get("/status")).json()
+                    if status["running"] == SEQUENCES and status["waiting"] > limit - half:
+                        break
+                    await asyncio.sleep(0.05)
+            assert status["running_limit"] == SEQUENCES
             refused = await client.post("/v1/completions", json=body)
             after = (await client.get("/status")).json()["waiting"]
             assert after <= limit - SEQUENCES  # none of the refused request's stayed
