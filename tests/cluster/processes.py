@@ -122,7 +122,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "MTP_API_KEY": "", **(env or {})},  # not the tester's own
         )
     return Process(name, popen, log)
 

@@ -296,7 +296,7 @@ def test_clients_that_vanish_leave_nothing(
     stays = {"prompt": text[40:90], "max_tokens": 40, "temperature": 0.6, "seed": 9}
     stays["ignore_eos"] = True
     endless = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.5}
-    prefill = {**endless, "prompt": [*text[::-1], *text[::-1]]}
+    prefill: Body = {**endless, "prompt": [*text[::-1], *text[::-1]]}
     decode = {**endless, "prompt": text[7:19]}
 
     async def scene() -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:

@@ -177,7 +177,9 @@ def test_tools_reach_the_prompt(client: openai.OpenAI) -> None:
 
 
 def test_models_and_health(client: openai.OpenAI, url: str) -> None:
-    """The served model is listed by its name; /health, /ready, /status and /metrics answer."""
+    """The served model is listed by its name; /health, /ready, /status and /metrics answer, and /status has figures of
+    what was served."""
+    client.completions.create(model="builtin", prompt=CODE, max_tokens=24, temperature=0)
     assert [model.id for model in client.models.list()] == ["builtin"]
     for path in ("/health", "/ready", "/status", "/metrics"):
         assert httpx.get(url + path, headers=BEARER).status_code == 200
