@@ -21,9 +21,10 @@ class SamplingParams:
     """Everything but the logits that decides the token at a position (DESIGN §6).
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off, as does
-    `xtc_probability` 0; `xtc_spared` are tokens that XTC never removes, besides end of text. Repetition penalty covers prompt and output; presence and frequency penalties cover
-    output only (vLLM's reading of OpenAI's API). `logprobs` is how many alternatives are
-    reported with each token; None reports none, 0 the chosen token alone.
+    `xtc_probability` 0; `xtc_spared` are tokens that XTC never removes, besides end of text. Repetition
+    penalty covers prompt and output; presence and frequency penalties cover output only (vLLM's reading of
+    OpenAI's API). `logprobs` is how many alternatives are reported with each token; None reports none, 0 the
+    chosen token alone.
 
     Raises RequestError, naming the field, for a value out of range.
     """

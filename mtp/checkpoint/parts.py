@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import DecoderLayer
@@ -23,6 +24,14 @@ _SCALES = (*_FLOATS, "U8")
 
 def part_module(config: ModelConfig, part: str) -> nn.Module:
     """The unquantized module of a part. Its random weights are lazy and never computed."""
+    module = _part_module(config, part)
+    # Every random weight hangs a split on the generator's key, lazy as the weight is: unless the key is computed, they
+    # add up over the loads of a worker.
+    mx.eval(mx.random.state)
+    return module
+
+
+def _part_module(config: ModelConfig, part: str) -> nn.Module:
     args = config.text_args()
     match part.partition("."):
         case "embed", _, _:

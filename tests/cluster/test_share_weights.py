@@ -114,7 +114,9 @@ async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 2
     async def alone(epoch: int) -> Pipeline:
         raise NotReadyError("this test serves from workers alone")
 
-    settings = Settings(nodes=len(workers), wait=wait, recovery_wait=5.0, not_alone="it serves nothing alone here")
+    settings = Settings(
+        nodes=len(workers), wait=wait, recovery_wait=5.0, not_alone="it serves nothing alone here"
+    )
     options = ManagerOptions(ME, settings, tuple(worker.address for worker in workers))
     manager = ClusterManager(model, options, alone)
     loop = GenerationLoop(manager, Scheduler(Limits(1024, 256), Controller(MtpMode(2))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -296,3 +297,13 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
             peak <= span + 2 * largest
         )  # fused experts are twice the size of what they are split into
         assert kept <= span + 20_000
+
+
+def test_loads_leave_nothing_behind_in_the_generator(checkpoints: Checkpoints) -> None:
+    """Modules are made with random weights nobody computes. The keys those would be drawn with are not kept, load
+    after load: a worker of many plans grew by them."""
+    _whole(checkpoints())
+    state: Any = mx.random.state
+    graph = io.StringIO()
+    mx.export_to_dot(graph, state[0])
+    assert graph.getvalue().count("->") == 0, "the key hangs on splits that nobody computed"
