@@ -6,11 +6,10 @@ from functools import partial
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.api.app import create_app
 from coordinator.api.context import ApiOptions
 
 
 def main() -> None:
-    talkative = partial(create_app, options=ApiOptions(keep_alive_seconds=0.1))
-    with patch("coordinator.server.create_app", talkative):
+    talkative = partial(ApiOptions, keep_alive_seconds=0.1)
+    with patch("coordinator.server.ApiOptions", talkative):
         cli.main()
