@@ -60,7 +60,8 @@ class Room:
 class Capacity:
     """`kv_tokens` over at most `sequences` sequences, and `prefix_bytes` a stage: what every stage has room for.
 
-    `token_bytes` of K/V and `state_bytes` of GDN states are those of a prefix entry on the stage where they are most.
+    `token_bytes` of K/V, and `state_bytes` of GDN states and of what waits for the head, are those of a prefix entry on
+    the stage where they are most.
     """
 
     sequences: int
@@ -129,4 +130,5 @@ def _token_bytes(costs: ModelCosts, room: Room) -> int:
 
 
 def _state_bytes(costs: ModelCosts, room: Room) -> int:
-    return sum(costs.layers[layer].state_bytes for layer in room.span)
+    own = sum(costs.layers[layer].state_bytes for layer in room.span)
+    return own + (costs.head_state_bytes if room.last else 0)

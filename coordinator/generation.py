@@ -47,7 +47,7 @@ class GenerationLoop:
         self.scheduler = scheduler
         self.clock = clock
         self.pipeline: Pipeline | None = None
-        self._listeners: dict[int, asyncio.Queue[GenerationEvent]] = {}
+        self._listeners: dict[int, tuple[Sequence, asyncio.Queue[GenerationEvent]]] = {}
         self._task: asyncio.Task[None] | None = None
         self.meter = Meter()
         self.recoveries = 0
@@ -82,7 +82,7 @@ class GenerationLoop:
             raise NotReadyError("this server is not serving: it is starting or shutting down")
         sequence = self.scheduler.submit(request, self.clock())
         queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
-        self._listeners[sequence.seq_id] = queue
+        self._listeners[sequence.seq_id] = sequence, queue
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         try:
             self._pump()
@@ -124,13 +124,13 @@ class GenerationLoop:
         """A frame came back: hear what it says, send what follows, tell who waits."""
         now = self.clock()
         settlement = self.scheduler.settle(frame, now)
-        self.meter.observe(frame, settlement, now)
-        log_frame(frame)
         self._failures = 0
         # The stages first: they idle until they hear, and telling clients costs as much as a hop.
         try:
             self._reject(settlement)
             self._pump()
+            self.meter.observe(frame, settlement, now)
+            log_frame(frame)
         finally:  # what is settled will not be told again
             self._deliver(settlement)
         self._note_rebuilt()
@@ -192,13 +192,13 @@ class GenerationLoop:
     def _deliver(self, settlement: Settlement) -> None:
         for seq_id, event in settlement.events:
             if seq_id in self._listeners:
-                self._listeners[seq_id].put_nowait(event)
+                self._listeners[seq_id][1].put_nowait(event)
 
     def _fail_all(self, message: str) -> None:
-        """End every open request with an error event: never a cut."""
+        """End every open request with an error event: never a cut. Also one that has left the scheduler, whose end a
+        failure has kept from its client; to others a second end says nothing."""
         now = self.clock()
+        for sequence, events in self._listeners.values():
+            events.put_nowait(Finished("error", sequence.stats(now), error=message))
         for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
-            if sequence.seq_id in self._listeners:
-                event = Finished("error", sequence.stats(now), error=message)
-                self._listeners[sequence.seq_id].put_nowait(event)
             self.scheduler.cancel(sequence.seq_id)

@@ -7,6 +7,7 @@ fallback and the tests run on it; the frames, engines and answers are those of t
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -175,9 +176,11 @@ class LocalPipeline:
                 out = engine.process(out)
         except Exception as error:
             self._engines = []
-            cluster_error = isinstance(error, ClusterError)
-            told = error if cluster_error else _lost("the engine failed", error)
-            self.thread.post(self._outbox.put_nowait, told)
+            if not isinstance(error, ClusterError):
+                log.exception("engine failed")
+            told = error if isinstance(error, ClusterError) else _lost("the engine failed", error)
+            # Without the frames it came through: they hold the engine, and its weights, while the next is loaded.
+            self.thread.post(self._outbox.put_nowait, told.with_traceback(None))
         else:
             self._allowance.observe(frame, time.monotonic() - started)
             self.thread.post(self._outbox.put_nowait, out)
@@ -231,9 +234,10 @@ class LocalPipelines:
 
         Raises NotReadyError while an earlier one is stuck, and what starting raises.
         """
-        if self._last is not None and self._last.thread.alive:
-            stall = self._last.thread.stall
-            raise NotReadyError(f"{STUCK} {stall:.0f} s: wait, or restart mtp-coord")
+        if self._last is not None:
+            await self._ended(self._last.thread)
+            self._last = None
+            gc.collect()  # whatever still points to the weights
         pipeline = self._last = LocalPipeline(self.model, epoch)
         if on_progress is not None:
             await pipeline.start(on_progress)
@@ -241,6 +245,13 @@ class LocalPipelines:
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
+
+    async def _ended(self, thread: EngineThread) -> None:
+        """Wait for a thread that finishes its work. Raises NotReadyError for one that is stuck."""
+        while thread.alive:
+            await thread.close()
+            if (stall := thread.stall) > 0:
+                raise NotReadyError(f"{STUCK} {stall:.0f} s: wait, or restart mtp-coord")
 
 
 class LocalSource:
@@ -259,6 +270,4 @@ class LocalSource:
 
 
 def _lost(what: str, error: Exception) -> WorkerLostError:
-    lost = WorkerLostError(f"{what}: {type(error).__name__}: {error}")
-    lost.__cause__ = error
-    return lost
+    return WorkerLostError(f"{what}: {type(error).__name__}: {error}")

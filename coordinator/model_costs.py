@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 
 from coordinator.plan import LayerCost, ModelCosts
+from mtp.attention import KVFormat
 from mtp.checkpoint.checkpoint import Checkpoint
 from mtp.checkpoint.header import TensorInfo
+from mtp.drafter import MOST_WAITING
 from proto.frame import DTYPE_BYTES
 
 REFERENCE_BANDWIDTH = 100e9
 """Bytes a second of a node of speed 1: an M1's or M2's, and what the M4 has 1.2 times of."""
-
-KV_GROUP = 64
-"""Elements that share a scale and a bias where K/V is quantized."""
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _EXPERT = re.compile(r"\.mlp\.(switch_mlp|experts)\.")
@@ -40,7 +39,8 @@ def model_costs(
     head = with_head and checkpoint.mtp.complete
     lm_head, lm_head_active = sizes["embed" if tied else "lm_head"]
     itemsize = DTYPE_BYTES[dtype] if dtype else _stored_itemsize(checkpoint)
-    kv_bytes = _kv_bytes(config.kv_bytes_per_token(1), kv_bits, itemsize)
+    kv_format = KVFormat.of(config.head_dim, kv_bits)
+    kv_bytes = _kv_bytes(config.kv_bytes_per_token(1), kv_format, itemsize)
     layers = []
     for layer, kind in enumerate(config.layer_kinds):
         total, active = sizes[f"layers.{layer}"]
@@ -60,6 +60,7 @@ def model_costs(
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=kv_bytes if head else 0,
+        head_state_bytes=MOST_WAITING * config.hidden_size * itemsize if head else 0,
         tail_needs_embed=head or tied,
     )
 
@@ -93,8 +94,8 @@ def _stored_itemsize(checkpoint: Checkpoint) -> int:
     return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), 4)
 
 
-def _kv_bytes(elements: int, bits: int | None, itemsize: int) -> int:
+def _kv_bytes(elements: int, form: KVFormat, itemsize: int) -> int:
     """Bytes of `elements` of K/V; quantized, each group adds a scale and a bias."""
-    if not bits:
+    if not form.bits:
         return elements * itemsize
-    return elements * bits // 8 + elements // KV_GROUP * 2 * itemsize
+    return elements * form.bits // 8 + elements // form.group_size * 2 * itemsize

@@ -41,7 +41,8 @@ class LayerCost:
 class ModelCosts:
     """A model as a planner sees it. `tail_bytes`: final norm, lm_head and MTP head, without an embedding.
 
-    `draft_seconds` is one step of the MTP head, lm_head included; `head_kv_bytes` its K/V bytes a token.
+    `draft_seconds` is one step of the MTP head, lm_head included; `head_kv_bytes` its K/V bytes a token, and
+    `head_state_bytes` the hidden states of a sequence that may wait for it.
     `tail_needs_embed`: the last stage holds a copy of the embedding (tied lm_head, or MTP head).
     """
 
@@ -51,6 +52,7 @@ class ModelCosts:
     lm_head_seconds: float = 0.0
     draft_seconds: float = 0.0
     head_kv_bytes: int = 0
+    head_state_bytes: int = 0
     tail_needs_embed: bool = False
 
 

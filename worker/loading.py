@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def read_stage(
     CheckpointError for a checkpoint that is not here or not whole.
     """
     expect(PART_SECONDS)
+    gc.collect()  # an error that ended the last stage may still point to its weights
     mx.clear_cache()
     checkpoint = identity.models.find(model)
     sizes = checkpoint.part_bytes()

@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 
 from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
 
+API_KEY = "MTP_API_KEY"
+"""The environment's variable for --api-key, which a list of processes does not show."""
+
 REPLY_SECONDS = 5.0
 MAX_REPLY_BYTES = 4 * 2**20
 
@@ -29,8 +32,9 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
     if not host:
         raise UsageError(f"--url {url!r} names no host: write it as in http://127.0.0.1:8080")
     headers = {"Content-Type": b"application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key.strip()}".encode()
+    if api_key and api_key.strip():
+        # Any of those the server takes: its variable may hold several.
+        headers["Authorization"] = f"Bearer {api_key.split()[0]}".encode()
     connection = kind(host, port, timeout=REPLY_SECONDS)
     try:
         connection.request(method, f"{parts.path.rstrip('/')}{path}", headers=headers)
@@ -43,7 +47,7 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
     finally:
         connection.close()
     if response.status == 401:
-        raise AccessError(f"{url} wants an API key: give one with --api-key or MTP_API_KEY")
+        raise AccessError(f"{url} wants an API key: give one with --api-key or {API_KEY}")
     if response.status != expected:
         raise ProtocolError(
             f"{url} answered {response.status}: give the --url of an mtp-coord serve with workers, of this "

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.client import call
+from coordinator.cli.client import API_KEY, call
 
 
 def replan(
@@ -14,7 +14,7 @@ def replan(
         str, typer.Option(help="Where mtp-coord serve listens.")
     ] = "http://127.0.0.1:8080",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MTP_API_KEY", help="One of the server's API keys.")
+        str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
     ] = None,
 ) -> None:
     """Plan anew over all workers, those that joined since among them.

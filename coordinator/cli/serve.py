@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Annotated, Literal
 
 import typer
 
 from coordinator.budget import DEFAULT_SEQUENCES
+from coordinator.cli.client import API_KEY
 from coordinator.server import ServeOptions
 from coordinator.server import serve as run_server
 from mtp.controller import MtpMode
@@ -93,7 +95,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            envvar="MTP_API_KEY",
+            envvar=API_KEY,
             help="Answer only who sends this key, or another one given; repeatable. The variable takes several, "
             "with spaces between, and is not seen in a list of processes.",
         ),
@@ -118,6 +120,10 @@ def serve(
         raise UsageError("--single-node looks for no worker: leave out --worker and --nodes")
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
+    if not api_key and API_KEY in os.environ:
+        raise UsageError(
+            f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
+        )
     options = ServeOptions(
         model=model,
         host=host,

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.client import call
+from coordinator.cli.client import API_KEY, call
 from coordinator.status import ClusterStatus, NodeStatus
 from proto.errors import ProtocolError
 from proto.size import format_size
@@ -35,7 +35,7 @@ def status(
         str, typer.Option(help="Where mtp-coord serve listens.")
     ] = "http://127.0.0.1:8080",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MTP_API_KEY", help="One of the server's API keys.")
+        str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print once and exit; so does a pipe.")

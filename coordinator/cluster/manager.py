@@ -180,8 +180,9 @@ class ClusterManager:
         self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
     ) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
-        self._start = self._background.spawn(work)
+        # First: a plan over workers that gives way to none is stopped by it, with whatever is starting.
         self._happened(Starting(epoch, addresses))
+        self._start = self._background.spawn(work)
 
     async def _serve(self, plan: Plan) -> None:
         """Load and connect a plan, and give its pipeline to whoever waits."""

@@ -116,13 +116,14 @@ def launch(
     command = [*prefix, sys.executable, "-c", start, *arguments, *LOG_FORMAT]
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]
+    inherited = {name: value for name, value in os.environ.items() if name != "MTP_API_KEY"}
     with log.open("wb") as stream:
         popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
-            env={**os.environ, "MTP_API_KEY": "", **(env or {})},  # not the tester's own
+            env={**inherited, **(env or {})},
         )
     return Process(name, popen, log)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cluster.processes import Coordinator, as_coordinator, ending, launch, running_workers
 
@@ -47,9 +48,10 @@ class Client:
                         when_early()
 
 
-def test_streams_go_on_alone(tmp_path: Path) -> None:
-    """All workers are killed amid an answer: it goes on in this process with the tokens it would have had, its client
-    sees signs of life meanwhile, and a plain request that comes in between waits and is answered."""
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_streams_go_on_alone(tmp_path: Path, how: str) -> None:
+    """All workers are killed, or told to leave, amid an answer: it goes on in this process with the tokens it would
+    have had, its client sees signs of life meanwhile, and a plain request that comes in between waits and is answered."""
     with running_workers(tmp_path, "builtin", 2) as workers:
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         flags += ["--dtype", "float32", "--port", "0", "--no-mdns", "--wait", "1"]
@@ -63,7 +65,7 @@ def test_streams_go_on_alone(tmp_path: Path) -> None:
 
             def lose_all() -> None:
                 for worker in workers:
-                    worker.kill()
+                    getattr(worker.popen, how)()
                 coordinator.wait_for("pipeline failed")
                 asking.start()
 
@@ -76,7 +78,7 @@ def test_streams_go_on_alone(tmp_path: Path) -> None:
             assert reply.status_code == 200, reply.text
             assert reply.json()["choices"][0]["text"] == undisturbed.text
             status = httpx.get(f"{coordinator.url}/status", timeout=10).json()
-            assert status["recoveries"] == 1
+            assert 1 <= status["recoveries"] <= len(workers)
 
 
 def plain(coordinator: Coordinator) -> httpx.Response:

@@ -155,6 +155,16 @@ def test_an_empty_key_is_refused(decide_serve: Decide, key: str) -> None:
         decide_serve("--api-key", key)
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_variable_is_refused(
+    decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A service file whose variable was never filled in would let everybody in."""
+    monkeypatch.setenv("MTP_API_KEY", key)
+    with pytest.raises(UsageError, match="MTP_API_KEY"):
+        decide_serve()
+
+
 def test_a_key_makes_no_listener_safe(decide_serve: Decide) -> None:
     """What is sent is still not encrypted, the key neither: elsewhere than on loopback it takes --insecure."""
     with pytest.raises(UsageError, match="--insecure"):

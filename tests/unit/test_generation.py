@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -158,3 +160,35 @@ async def after_three_tokens() -> None:
             loop.pipeline.fail(WorkerLostError("gone"))
     assert told(found) == plain(PROMPT, 10)
     await loop.close()
+
+
+def test_who_has_ended_hears_so_though_the_frame_breaks_the_loop() -> None:
+    """Two answers in one frame: the first has its last token, the second's outcome is no outcome. By then the
+    scheduler has let go of the first."""
+
+    async def last_events() -> list[GenerationEvent]:
+        scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        assert loop.pipeline is not None
+        receive = loop.pipeline.receive
+
+        async def broken() -> Frame:
+            frame = await receive()
+            ending = scheduler.running.get(0)
+            if len(frame.segments) < 2 or ending is None or ending.remaining > 1:
+                return frame
+            first, second = frame.outcomes
+            return replace(frame, outcomes=(first, replace(second, token=None)))
+
+        async def last(number: int) -> GenerationEvent:
+            async with asyncio.timeout(3600):
+                request = GenerationRequest((1, 2, 3 + number), 5 + 3 * number)
+                return [event async for event in loop.generate(request)][-1]
+
+        with patch.object(loop.pipeline, "receive", broken):
+            found = await asyncio.gather(*map(last, range(4)))
+        await loop.close()
+        return found
+
+    assert all(isinstance(event, Finished) for event in run_virtually(last_events()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +15,7 @@ import pytest
 from coordinator import local
 from coordinator.local import LocalModel, LocalPipelines
 from mtp.checkpoint.checkpoint import Checkpoint
-from proto.errors import NotReadyError, WorkerLostError
+from proto.errors import NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import Admit, Frame
 from proto.segment import Segment
 from proto.span import Span
@@ -102,3 +104,41 @@ async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
             with pytest.raises(Exception, match="frame 5"):
                 await pipeline.receive()
     await pipeline.close()
+
+
+async def test_an_engine_that_failed_lets_go_of_its_weights(model: LocalModel) -> None:
+    """At once: the error that is told leads back to no frame that holds them, or the next load would need the memory
+    twice."""
+    pipeline = await LocalPipelines(model).make(1)
+    stage = weakref.ref(pipeline._engines[0].stage)
+    gc.disable()
+    try:
+        pipeline.send(Frame(1, 5, segments=FRAME.segments))
+        async with asyncio.timeout(20):
+            with pytest.raises(ProtocolError, match="frame 5"):
+                await pipeline.receive()
+        assert stage() is None
+    finally:
+        gc.enable()
+    await pipeline.close()
+
+
+async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
+    """A long chunk under way at the end of a plan is not stuck: the next plan waits for its end."""
+    free = threading.Event()
+    pipelines = LocalPipelines(model)
+    first = await pipelines.make(1)
+    with (
+        patch.object(StageEngine, "process", lambda self, frame: free.wait(30)),
+        patch("worker.thread.CLOSE_SECONDS", 0.05),
+    ):
+        first.send(FRAME)
+        await first.close()
+        assert first.thread.alive
+        making = asyncio.create_task(pipelines.make(2))
+        await asyncio.sleep(0.2)
+        assert not making.done()
+        free.set()
+        async with asyncio.timeout(20):
+            second = await making
+    await second.close()

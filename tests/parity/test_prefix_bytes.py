@@ -1,0 +1,37 @@
+"""What a prefix entry weighs is never more than the coordinator reckons: workers end a plan that holds more."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.local import LocalModel
+from mtp.attention import KVFormat
+from mtp.checkpoint.checkpoint import Checkpoint
+from proto.frame import Admit, Frame, SavePrefix
+from proto.segment import Segment
+from proto.span import Span
+from tests.chain import Chain
+from tests.conftest import Checkpoints
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("chunks", [(128, 52), (64, 64), (127, 1), (96, 63)])
+def test_entries_weigh_no_more_than_reckoned(
+    checkpoints: Checkpoints, bits: int | None, chunks: tuple[int, ...]
+) -> None:
+    """Whatever waits for the head when it is saved: up to 63 hidden states, wider than the K/V they become."""
+    path = checkpoints()
+    config = Checkpoint.open(path).config
+    form = KVFormat.of(config.head_dim, bits)
+    model = LocalModel(Checkpoint.open(path), [Span(0, config.num_layers)], kv_format=form)
+    chain = Chain(path, kv_format=form)
+    (engine,) = chain.engines
+    end = 0
+    for number, width in enumerate(chunks):
+        ops = (Admit(0, 300, 200),) if number == 0 else ()
+        segment = Segment(0, number, end, (1,) * width, sample=False)
+        engine.process(Frame(1, number, ops, (segment,)))
+        end += width
+    engine.process(Frame(1, len(chunks), (SavePrefix(0, 0),)))
+    (entry,) = engine.holdings().prefixes
+    assert entry.nbytes <= model.capacity().entry_bytes(end)
