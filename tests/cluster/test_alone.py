@@ -51,7 +51,7 @@ class Client:
 @pytest.mark.parametrize("how", ["kill", "terminate"])
 def test_streams_go_on_alone(tmp_path: Path, how: str) -> None:
     """All workers are killed, or told to leave, amid an answer: it goes on in this process with the tokens it would
-    have had, its client sees signs of life meanwhile, and a plain request that comes in between waits and is answered."""
+    have had, its client sees signs of life meanwhile, and a plain request that comes in between is answered."""
     with running_workers(tmp_path, "builtin", 2) as workers:
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         flags += ["--dtype", "float32", "--port", "0", "--no-mdns", "--wait", "1"]
