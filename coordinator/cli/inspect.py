@@ -28,7 +28,10 @@ from worker.fetch.remote import open_model
 def inspect(
     argument: ModelArgument = None,
     option: ModelOption = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Show what each of N nodes would hold.")] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(min=1, help="Show what each of N equal nodes would hold, drafts not charged."),
+    ] = 1,
     no_trial: Annotated[
         bool, typer.Option("--no-trial", help="Read headers only, and do not try the head.")
     ] = False,
@@ -39,6 +42,9 @@ def inspect(
     The last line says whether drafting with the head will work. Where this machine can hold the model, that was
     tried: it answers a short prompt, and the head's drafts are counted. Of a hub repo that is not on this machine
     only headers are read.
+
+    --nodes cuts for equal machines with room for anything, and charges the last one no drafts. mtp-coord plan and
+    serve charge them, and know each machine's memory and speed: theirs may cut elsewhere.
     """
     model = the_model(argument, option)
     checkpoint = open_model(model)

@@ -17,9 +17,10 @@ def replan(
         str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
     ] = None,
 ) -> None:
-    """Plan anew over all workers, those that joined since among them.
+    """Look for a better plan over all workers, those that joined since among them.
 
-    Open answers pause while layers move, and go on. `mtp-coord status` shows when it is done.
+    Where there is one, open answers pause while layers move, and go on; else the plan stays as it is.
+    `mtp-coord status` shows the plan that serves.
     """
     call("POST", url, "/replan", api_key, expected=202)
-    typer.echo("planning anew")
+    typer.echo("looking for a better plan; mtp-coord status shows the one that serves")

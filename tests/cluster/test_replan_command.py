@@ -32,7 +32,8 @@ def test_a_plan_is_asked_for_once() -> None:
     asked: list[str] = []
     with serving(app(lambda: asked.append("replan")).app) as url:
         done = run("--url", url, "--api-key", KEY)
-        assert (done.exit_code, done.output.strip()) == (0, "planning anew"), done.output
+        assert done.exit_code == 0, done.output
+        assert done.output.startswith("looking for a better plan"), done.output
         assert asked == ["replan"]
         assert run("--url", url, key=KEY).exit_code == 0
         assert len(asked) == 2
