@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "generate": "Generate text from one prompt, in this process.",
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
     "status": "Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance.",
-    "replan": "Plan anew over all workers, those that joined since among them.",
+    "replan": "Look for a better plan over all workers, those that joined since among them.",
     "plan": "Show who would hold what, and how fast, without loading.",
     "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
     "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",

@@ -55,11 +55,11 @@ def test_only_active_experts_cost_time(tmp_path: Path, fused: bool) -> None:
 
 
 def test_quantized_kv_costs_its_bits_and_scales(tmp_path: Path) -> None:
-    """8 bits an element, and a scale and a bias for every 64."""
+    """8 bits an element, and a scale and a bias for every group: of 32 elements where heads are no wider."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", dtype=mx.float16))
     elements = checkpoint.config.kv_bytes_per_token(1)
     layer = model_costs(checkpoint, kv_bits=8).layers[3]
-    assert layer.kv_bytes == elements + elements // 64 * 2 * 2
+    assert layer.kv_bytes == elements + elements // 32 * 2 * 2
 
 
 def test_packed_weights_are_not_cast(tmp_path: Path) -> None:
