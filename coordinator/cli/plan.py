@@ -104,7 +104,9 @@ def plan(
         asked, refused = asyncio.run(_ask(checkpoint, worker or [], wait if discover else None))
         specs += asked
     if not specs:
-        reasons = "; ".join(refused.values()) or "name machines with --node or --nodes"
+        reasons = "; ".join(refused.values()) or (
+            "name machines, as in --nodes 2 --memory 64GB, or workers with --worker or --discover"
+        )
         raise NotReadyError(f"no worker to plan for: {reasons}")
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.lacks(missing)
