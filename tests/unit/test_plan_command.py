@@ -94,7 +94,7 @@ def test_no_plan_is_an_error_that_says_why(model: Path) -> None:
         run(str(model), "--node", "a=1MB")
     with pytest.raises(SpanError, match="no worker holds layers 4-7"):
         run(str(model), "--node", "a=1GB,layers=0-3")
-    with pytest.raises(NotReadyError, match="--node or --nodes"):
+    with pytest.raises(NotReadyError, match="--nodes 2 --memory"):
         run(str(model))
 
 
