@@ -56,7 +56,7 @@ async def local_generator(
         checkpoint,
         even_spans(checkpoint, stages),
         dtype,
-        kv_format(checkpoint, kv_bits),
+        KVFormat.of(checkpoint.config.head_dim, kv_bits),
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,
     )
@@ -99,8 +99,3 @@ def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
         f"--mtp {asked}: this checkpoint has no whole MTP head, it lacks {missing}. "
         f"{head_remedy(checkpoint, replace=checkpoint.mtp.present)}. Or use --mtp off"
     )
-
-
-def kv_format(checkpoint: Checkpoint, bits: int | None) -> KVFormat:
-    """Quantized K/V in groups of 64 along the head, or of 32 where heads are narrower."""
-    return KVFormat(bits, group_size=32 if checkpoint.config.head_dim % 64 else 64)
