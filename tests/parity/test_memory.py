@@ -101,8 +101,7 @@ def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int)
 
 
 def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> None:
-    """The last stage too, its head, its drafts' scores, its penalties' counts: after every request the same bytes, to
-    less than one window could leave behind."""
+    """The last stage too, its head, its drafts' scores, its penalties' counts: after every request the same bytes."""
     chain = Chain(checkpoints(layers=4), (2,))
     params = SamplingParams(temperature=1.0, presence_penalty=0.5, acceptance="ratio")
     seen = []
@@ -115,7 +114,7 @@ def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> 
         chain.logits.clear()
         chain.draft_logits.clear()
         seen.append(_live())
-    assert max(seen[1:]) - min(seen[1:]) < CONV_STATE, seen
+    assert len(set(seen[1:])) == 1, seen
 
 
 def test_an_open_window_does_not_keep_its_neighbours_rows(checkpoints: Checkpoints) -> None:
@@ -160,4 +159,4 @@ def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints, company: i
         named = sum(h.nbytes for h in entries)
         assert named <= held < named + SHARED
         chain.send(ops=[DropPrefix(7)])
-        assert _live() - start < CONV_STATE or turn == 0
+        assert _live() == start or turn == 0
