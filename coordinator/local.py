@@ -170,20 +170,25 @@ class LocalPipeline:
             return  # an earlier frame has failed
         started = time.monotonic()
         self.thread.expect(self._allowance.seconds(frame))
+        result: Frame | ClusterError
         try:
-            out = frame
-            for engine in self._engines:
-                out = engine.process(out)
+            result = self._chain(frame)
         except Exception as error:
             self._engines = []
             if not isinstance(error, ClusterError):
                 log.exception("engine failed")
             told = error if isinstance(error, ClusterError) else _lost("the engine failed", error)
-            # Without the frames it came through: they hold the engine, and its weights, while the next is loaded.
-            self.thread.post(self._outbox.put_nowait, told.with_traceback(None))
+            result = _without_frames(told)
         else:
             self._allowance.observe(frame, time.monotonic() - started)
-            self.thread.post(self._outbox.put_nowait, out)
+        # Not from within `except`: until its end, the error there leads to the engine.
+        self.thread.post(self._outbox.put_nowait, result)
+
+    def _chain(self, frame: Frame) -> Frame:
+        """Through every stage. A call of its own: once it has failed, no variable holds an engine."""
+        for engine in self._engines:
+            frame = engine.process(frame)
+        return frame
 
     async def receive(self) -> Frame:
         result = await self._outbox.get()
@@ -267,6 +272,13 @@ class LocalSource:
 
     def failed(self, pipeline: Pipeline, error: Exception) -> None:
         """Nothing to find out: there is no other machine to leave out."""
+
+
+def _without_frames(error: ClusterError) -> ClusterError:
+    """The error alone: the frames that it came through, and those of what caused it, hold the engine and its weights
+    while the next is loaded."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _lost(what: str, error: Exception) -> WorkerLostError:

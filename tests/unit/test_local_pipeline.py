@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from proto.segment import Segment
 from proto.span import Span
 from tests.checkpoints import write_checkpoint
 from worker.engine import StageEngine
+from worker.thread import EngineThread
 
 FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 4), sample=True),))
 
@@ -106,18 +109,34 @@ async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
     await pipeline.close()
 
 
-async def test_an_engine_that_failed_lets_go_of_its_weights(model: LocalModel) -> None:
-    """At once: the error that is told leads back to no frame that holds them, or the next load would need the memory
-    twice."""
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (Frame(1, 5, segments=FRAME.segments), "frame 5"),
+        (replace(FRAME, ops=()), "never admitted"),  # an error with another in its context
+    ],
+)
+async def test_an_engine_that_failed_lets_go_of_its_weights(
+    model: LocalModel, frame: Frame, said: str
+) -> None:
+    """At once: neither the error that is told nor the thread that told it leads to a frame that holds them, or the next
+    load would need the memory twice."""
+
+    def post_and_linger(self: EngineThread, function: Callable[..., None], *args: object) -> None:
+        post(self, function, *args)
+        time.sleep(0.2)  # whoever waits for the error goes on before the thread does
+
+    post = EngineThread.post
     pipeline = await LocalPipelines(model).make(1)
     stage = weakref.ref(pipeline._engines[0].stage)
     gc.disable()
     try:
-        pipeline.send(Frame(1, 5, segments=FRAME.segments))
-        async with asyncio.timeout(20):
-            with pytest.raises(ProtocolError, match="frame 5"):
-                await pipeline.receive()
-        assert stage() is None
+        with patch.object(EngineThread, "post", post_and_linger):
+            pipeline.send(frame)
+            async with asyncio.timeout(20):
+                with pytest.raises(ProtocolError, match=said):
+                    await pipeline.receive()
+            assert stage() is None
     finally:
         gc.enable()
     await pipeline.close()
