@@ -73,6 +73,7 @@ class ServeOptions:
     prefix_cache: bool
     share_weights: bool
     api_keys: tuple[str, ...] = field(repr=False)  # secrets
+    allowed_origins: tuple[str, ...]
     name: str
 
 
@@ -117,7 +118,7 @@ async def serve(options: ServeOptions) -> None:
             tokenizer,
             model,
             status,
-            ApiOptions(api_keys=options.api_keys),
+            ApiOptions(options.api_keys, options.allowed_origins),
             replan=manager.replan if manager else None,
         )
         server = HttpServer(app, loop.close)

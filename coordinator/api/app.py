@@ -37,10 +37,10 @@ def create_app(
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
     errors.install(app)
-    if options.cors_origins:
+    if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(options.cors_origins),
+            allow_origins=list(options.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],

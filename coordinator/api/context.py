@@ -19,13 +19,13 @@ from coordinator.tokenizer import Tokenizer
 class ApiOptions:
     """How the API behaves. Seconds and bytes.
 
-    With `api_keys` every request but `/health` and `/ready` needs one as a bearer token. `cors_origins` are the web
+    With `api_keys` every request but `/health` and `/ready` needs one as a bearer token. `allowed_origins` are the web
     pages that may call from a browser; none by default. An answer with no `max_tokens` ends at
     `default_max_tokens`, the context's end or that of the K/V memory, whichever comes first.
     """
 
     api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     default_max_tokens: int = 8192
     keep_alive_seconds: float = 10.0
     max_body_bytes: int = 16 * 2**20

@@ -100,6 +100,14 @@ def serve(
             "with spaces between, and is not seen in a list of processes.",
         ),
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web page's origin, as https://chat.example, that may call from a browser, or '*' for any; "
+            "repeatable.",
+        ),
+    ] = None,
     insecure: Annotated[
         bool,
         typer.Option("--insecure", help="Allow --host on a network, unencrypted and open to all."),
@@ -144,6 +152,7 @@ def serve(
         prefix_cache=not no_prefix_cache,
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
+        allowed_origins=tuple(allowed_origins or ()),
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -97,11 +98,18 @@ def _facts(cluster: ClusterStatus) -> Table:
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
         table.add_row("prefill", f"{escape(prompt.request_id)} {prompt.done}/{prompt.total}")
+    if idle := [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]:
+        names = escape(", ".join(idle))
+        table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
     return table
 
 
 def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
-    table = Table("node", "layers", "health", "memory", "ms a step", "address")
+    table = Table(box=SIMPLE, show_edge=False)
+    table.add_column("node", overflow="fold")
+    for title in ("layers", "health", "memory", "ms a step"):
+        table.add_column(title)
+    table.add_column("address", no_wrap=True)  # to be typed: whole, however narrow the terminal
     for node in nodes:
         loaded = "" if node.loaded is None else f" {node.loaded:.0%}"
         detail = f": {escape(node.detail)}" if node.detail else ""

@@ -16,6 +16,7 @@ from tests.cluster.processes import Coordinator, serving
 
 KEY = "of-this-test-alone"
 BEARER = {"Authorization": f"Bearer {KEY}"}
+PAGE = "https://chat.example"
 CODE = "import os\nimport sys\n\n\ndef find_files(path, suffix):\n    "
 USER: Any = [{"role": "user", "content": "Write a function that adds two numbers."}]
 TOOL: Any = {
@@ -27,7 +28,7 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def coordinator(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     folder = tmp_path_factory.mktemp("serve")
-    flags = ("--mtp", "2", "--dtype", "float32", "--log-level", "debug")
+    flags = ("--mtp", "2", "--dtype", "float32", "--log-level", "debug", "--allowed-origins", PAGE)
     with serving(folder, "builtin", pool(2), *flags, env={"MTP_API_KEY": f"other {KEY}"}) as found:
         yield found
 
@@ -69,6 +70,18 @@ def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, tokenizer: 
         assert details is not None
         assert details.accepted_prediction_tokens
         assert details.rejected_prediction_tokens is not None
+
+
+def test_a_page_that_is_named_may_call_from_a_browser(url: str) -> None:
+    """Its browser asks first, without the key; other pages are not let in."""
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    for page, status in ((PAGE, 200), ("https://evil.example", 400)):
+        reply = httpx.options(f"{url}/v1/chat/completions", headers={"Origin": page, **asks})
+        assert reply.status_code == status
+        assert reply.headers.get("access-control-allow-origin") == (PAGE if status == 200 else None)
 
 
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:

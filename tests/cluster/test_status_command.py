@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 
@@ -30,7 +31,9 @@ def url() -> Iterator[str]:
 def run(*arguments: str) -> Result:
     app = typer.Typer(add_completion=False)
     app.command("status")(command.status)
-    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(app, arguments)
+    return CliRunner(env={"COLUMNS": os.environ.get("COLUMNS", "120"), "MTP_API_KEY": ""}).invoke(
+        app, arguments
+    )
 
 
 def test_once_shows_the_cluster(url: str) -> None:
@@ -54,6 +57,35 @@ def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("--once")
     for part in (odd.name, "[fe80::a:1]:7000", odd.detail, cluster.model):
         assert part in done.output
+
+
+def test_a_narrow_terminal_shows_names_and_addresses_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may break over lines; an address is there to be copied."""
+    node = NodeStatus(
+        "macbook-pro-of-somebody", "192.168.100.123:50123", "32-63", "ready", memory_limit=48 << 30
+    )
+    body = TypeAdapter(ClusterStatus).dump_json(ClusterStatus(True, "m", nodes=(node,)))
+    monkeypatch.setattr(command, "fetch", lambda url, key: body)
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run("--once")
+    assert "192.168.100.123:50123" in done.output
+    assert "…" not in done.output
+
+
+def test_an_idle_worker_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One held back is idle for a reason that it says itself."""
+    nodes = (
+        NodeStatus("spare", "10.0.0.3:7000"),
+        NodeStatus("flapping", "10.0.0.4:7000", detail="held back 9 s after 3 losses"),
+        NodeStatus("busy", "10.0.0.5:7000", "0-3", "ready"),
+    )
+    body = TypeAdapter(ClusterStatus).dump_json(ClusterStatus(True, "m", nodes=nodes))
+    monkeypatch.setattr(command, "fetch", lambda url, key: body)
+    advice = [line for line in run("--once").output.splitlines() if "mtp-coord replan" in line]
+    assert len(advice) == 1
+    assert "spare" in advice[0]
+    assert "flapping" not in advice[0]
+    assert "busy" not in advice[0]
 
 
 def test_json_is_the_servers_own_object(url: str) -> None:

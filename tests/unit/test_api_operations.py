@@ -165,7 +165,7 @@ async def test_pages_of_other_origins_may_call_only_when_told() -> None:
         "access-control-allow-origin"
         not in (await ApiClient().get("/health", headers=origin)).headers
     )
-    api = ApiClient(options=ApiOptions(cors_origins=("https://chat.example",)))
+    api = ApiClient(options=ApiOptions(allowed_origins=("https://chat.example",)))
     allowed = (await api.get("/health", headers=origin)).headers
     assert allowed["access-control-allow-origin"] == "https://chat.example"
     other = (await api.get("/health", headers={"origin": "https://evil.example"})).headers

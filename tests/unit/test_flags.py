@@ -58,6 +58,7 @@ SERVE: Rows = {
     "--share-weights": ([], {"share_weights": True}),
     "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
     "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),
+    "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
     "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),
