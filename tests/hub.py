@@ -250,13 +250,15 @@ class _Handler(BaseHTTPRequestHandler):
         last = min(end, start + cut)
         while start < last:
             piece = content[start : min(start + 65536, last)]
+            with hub.lock:  # first: who has the last byte may look at once
+                hub.sent[file.name] += len(piece)
             try:
                 self.wfile.write(piece)
-            except OSError:
-                return  # the other side was killed
+            except OSError:  # the other side was killed
+                with hub.lock:
+                    hub.sent[file.name] -= len(piece)
+                return
             start += len(piece)
-            with hub.lock:
-                hub.sent[file.name] += len(piece)
             threading.Event().wait(hub.faults.pause)
         if last < end:
             self.close_connection = True
