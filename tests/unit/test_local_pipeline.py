@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -35,9 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
     return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
 
 
-@pytest.fixture
+@contextmanager
 def impatient() -> Iterator[None]:
-    """Stuck after a moment, and not waited for at the end."""
+    """Stuck after a moment, and not waited for at the end. For what gets stuck alone: to a machine in use any real work
+    looks so."""
     with (
         patch.object(local, "STUCK_SECONDS", 0.1),
         patch.object(local, "WATCH_SECONDS", 0.02),
@@ -47,38 +49,40 @@ def impatient() -> Iterator[None]:
         yield
 
 
-async def test_a_stuck_engine_is_an_error(model: LocalModel, impatient: None) -> None:
+async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
     """Whoever waits for a frame hears so. No second copy of the model is loaded beside the stuck one; once that
     has ended, another serves."""
     free = threading.Event()
     pipelines = LocalPipelines(model)
     pipeline = await pipelines.make(1)
-    with patch.object(StageEngine, "process", lambda self, frame: free.wait(30)):
-        pipeline.send(FRAME)
-        async with asyncio.timeout(20):
-            with pytest.raises(WorkerLostError, match="stuck"):
-                await pipeline.receive()
-        await pipeline.close()
-        with pytest.raises(NotReadyError, match="restart mtp-coord"):
-            await pipelines.make(2)
+    with patch.object(StageEngine, "process", lambda self, frame: free.wait(100)):
+        with impatient():
+            pipeline.send(FRAME)
+            async with asyncio.timeout(60):
+                with pytest.raises(WorkerLostError, match="stuck"):
+                    await pipeline.receive()
+            await pipeline.close()
+            with pytest.raises(NotReadyError, match="restart mtp-coord"):
+                await pipelines.make(2)
         free.set()
         while pipeline.thread.alive:
             await pipeline.thread.close()
     other = await pipelines.make(1)
     other.send(FRAME)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert (await other.receive()).outcomes[0].token is not None
     await other.close()
 
 
-async def test_a_stuck_load_is_an_error(model: LocalModel, impatient: None) -> None:
+async def test_a_stuck_load_is_an_error(model: LocalModel) -> None:
     """A disk that never answers: the wait for it ends."""
     free = threading.Event()
     with (
-        patch.object(local, "load_stage", lambda *_, **__: free.wait(30)),
+        impatient(),
+        patch.object(local, "load_stage", lambda *_, **__: free.wait(100)),
         patch("worker.loading.PART_SECONDS", 0.1),
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(WorkerLostError, match="stuck"):
                 await LocalPipelines(model).make(1)
         free.set()
@@ -102,7 +106,7 @@ async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
     pipeline = await LocalPipelines(model).make(1)
     pipeline.send(Frame(1, 5, segments=FRAME.segments))
     pipeline.send(FRAME)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in range(2):
             with pytest.raises(Exception, match="frame 5"):
                 await pipeline.receive()
@@ -133,7 +137,7 @@ async def test_an_engine_that_failed_lets_go_of_its_weights(
     try:
         with patch.object(EngineThread, "post", post_and_linger):
             pipeline.send(frame)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with pytest.raises(ProtocolError, match=said):
                     await pipeline.receive()
             assert stage() is None
@@ -148,7 +152,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
     pipelines = LocalPipelines(model)
     first = await pipelines.make(1)
     with (
-        patch.object(StageEngine, "process", lambda self, frame: free.wait(30)),
+        patch.object(StageEngine, "process", lambda self, frame: free.wait(100)),
         patch("worker.thread.CLOSE_SECONDS", 0.05),
     ):
         first.send(FRAME)
@@ -158,6 +162,6 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
         await asyncio.sleep(0.2)
         assert not making.done()
         free.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             second = await making
     await second.close()
