@@ -22,6 +22,9 @@ from proto.params import SamplingParams
 from tests.fake_generator import FakeGenerator, FakeStatus
 from tests.tiny_tokenizer import write_tokenizer
 
+PATIENCE = 60.0
+"""Seconds for what is bound to come: on a machine in use only a clock would say that it did not."""
+
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -156,11 +159,11 @@ class LeavingClient:
 
     async def hear(self, what: bytes, start: int = 0) -> None:
         """Wait until `what` was sent, behind the first `start` bytes."""
-        async with asyncio.timeout(5), self._news:
+        async with asyncio.timeout(PATIENCE), self._news:
             await self._news.wait_for(lambda: what in self.heard[start:])
 
     async def leave(self) -> None:
         """Go away, and wait until the app has noticed."""
         self._left.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await self.task

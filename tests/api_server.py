@@ -24,5 +24,5 @@ def serving(app: FastAPI) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             assert not thread.is_alive(), "the server did not stop"

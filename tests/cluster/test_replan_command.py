@@ -48,7 +48,8 @@ def test_what_goes_wrong_says_what_to_do() -> None:
         assert asked == []
     with serving(app(None).app) as url, pytest.raises(ProtocolError, match="serve with workers"):
         command.replan(url, KEY)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(NotReadyError, match="start mtp-coord serve"):
-        command.replan(f"http://127.0.0.1:{port}", None)
+    with socket.socket() as taken:  # nobody listens there, and nobody else will
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(NotReadyError, match="start mtp-coord serve"):
+            command.replan(f"http://127.0.0.1:{port}", None)

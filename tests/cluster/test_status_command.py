@@ -100,10 +100,11 @@ def test_what_goes_wrong_says_what_to_do(url: str) -> None:
         command.fetch(url, None)
     with pytest.raises(ProtocolError, match="404"):
         command.fetch(f"{url}/elsewhere", KEY)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(NotReadyError, match="start mtp-coord serve"):
-        command.fetch(f"http://127.0.0.1:{port}", None)
+    with socket.socket() as taken:  # nobody listens there, and nobody else will
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(NotReadyError, match="start mtp-coord serve"):
+            command.fetch(f"http://127.0.0.1:{port}", None)
     for wrong in ("ftp://x", "http://", "http://x:port", "http://x[/b]"):
         with pytest.raises(UsageError, match="--url"):
             command.fetch(wrong, None)

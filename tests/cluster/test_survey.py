@@ -130,12 +130,15 @@ async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
 
 async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that accepts the call and never answers is left out after the deadline."""
-    monkeypatch.setattr(survey, "ASK_SECONDS", 0.3)
-    async with serving(FakeWorker(info("a"), delay=30.0), FakeWorker(info("b"))) as addresses:
-        async with asyncio.timeout(5.0):
-            slow, quick = await ask_all(named(*addresses), MODEL, ME)
-    assert slow.node is None
-    assert "in time" in slow.reason
+    async with serving(FakeWorker(info("a"), delay=100.0), FakeWorker(info("b"))) as addresses:
+        for seconds in (0.3, 1.0, 10.0):  # on a busy machine the quick one may take some, too
+            monkeypatch.setattr(survey, "ASK_SECONDS", seconds)
+            async with asyncio.timeout(60.0):
+                slow, quick = await ask_all(named(*addresses), MODEL, ME)
+            assert slow.node is None
+            assert "in time" in slow.reason
+            if quick.node is not None:
+                break
     assert quick.node is not None
 
 

@@ -16,7 +16,7 @@ from proto.errors import (
     RequestError,
     WorkerLostError,
 )
-from tests.api_client import USER, ApiClient, Events, LeavingClient, tiny_tokenizer
+from tests.api_client import PATIENCE, USER, ApiClient, Events, LeavingClient, tiny_tokenizer
 from tests.fake_generator import FakeGenerator
 
 SECRET = "/srv/models/secret"  # stands for any path of the server
@@ -29,7 +29,7 @@ def api(*, keep_alive: float = 10.0, **generator: Any) -> ApiClient:
 
 async def tasks_end() -> None:
     """Wait until nothing but this test runs."""
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE):
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_just_stops_is_an_error() -> None:
                 yield event
 
     client = ApiClient(Mute(tiny_tokenizer()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert (await client.chat()).status_code == 500
         assert "error" in (await client.stream()).data[-1]
 
@@ -155,7 +155,7 @@ async def test_silence_is_filled_with_keep_alives() -> None:
     """While nothing comes the client hears a comment every so often, also amid an answer."""
     served = api(keep_alive=0.02, hang_after=1)
     client = LeavingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
-    async with asyncio.timeout(5):  # nothing more will come: before, a slow machine is silent too
+    async with asyncio.timeout(PATIENCE):  # nothing more will come: before, a slow machine is silent too
         await served.generator.hanging.acquire()
     await client.hear(b"data: {")
     start = len(client.heard)
@@ -168,15 +168,22 @@ async def test_silence_is_filled_with_keep_alives() -> None:
 async def test_a_long_queue_is_filled_with_keep_alives_too() -> None:
     """No event yet, no refusal: the stream opens, and a refusal that comes later is an event."""
 
+    heard = asyncio.Event()
+
     class Slow(FakeGenerator):
         async def generate(self, request: Any) -> Any:
-            await asyncio.sleep(0.1)
+            await heard.wait()
             raise CapacityError("waited in vain")
             yield
 
-    client = ApiClient(Slow(tiny_tokenizer()), options=ApiOptions(keep_alive_seconds=0.02))
-    events = await client.stream()
-    assert "keep-alive" in events.comments
+    served = ApiClient(Slow(tiny_tokenizer()), options=ApiOptions(keep_alive_seconds=0.02))
+    client = LeavingClient(served, "/v1/chat/completions", {"messages": [USER], "stream": True})
+    await client.hear(b": keep-alive")
+    heard.set()
+    async with asyncio.timeout(PATIENCE):
+        await client.task
+    assert client.status == 200
+    events = Events.read(200, client.heard.decode())
     assert events.data[-1]["error"]["code"] == "server_full"
 
 
@@ -187,7 +194,7 @@ async def test_a_client_that_leaves_cancels_its_requests(stream: bool, hang_afte
     served = api(hang_after=hang_after)
     body = {"messages": [USER], "stream": stream, "n": 2}
     client = LeavingClient(served, "/v1/chat/completions", body)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE):
         await served.generator.hanging.acquire()
         await served.generator.hanging.acquire()
     if stream:

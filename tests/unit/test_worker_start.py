@@ -24,7 +24,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, model: Path, layers: Span | Non
 
     monkeypatch.setattr("worker.run.make_server", listens)
     options = WorkerOptions("127.0.0.1", 0, "w", layers, model, 2**30, mdns=False, state_dir=None)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run(options)
 
 
