@@ -76,6 +76,7 @@ class ClusterManager:
         self._waiting: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._background = Background()
+        self._closing = False
         self._told_no_mtp = False
 
     # ---- life
@@ -90,6 +91,8 @@ class ClusterManager:
 
     async def close(self) -> None:
         """Let the workers go; a process that must end does not wait for one that does not answer."""
+        # Who is let go ends its stream while others are still asked: that is no news to plan by.
+        self._closing = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._background.close()
@@ -138,6 +141,8 @@ class ClusterManager:
     # ---- events and actions
 
     def _happened(self, event: Event) -> None:
+        if self._closing:
+            return
         before = self.view
         self.view = apply(before, event, self.clock())
         if not isinstance(event, Tick):
