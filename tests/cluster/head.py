@@ -141,7 +141,7 @@ async def running_head(
     served = ServedModel(checkpoint, reference, "float32", 0, with_head=True, draft_depth=1)
     settings = settings or Settings(
         nodes=len(addresses),
-        wait=10.0,
+        wait=40.0,
         recovery_wait=20.0,
         not_alone="it serves nothing alone here",
     )

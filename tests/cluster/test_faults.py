@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
 
+from coordinator.cluster import manager
+from coordinator.cluster.events import Event
 from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.view import Phase, Settings
+from coordinator.cluster.view import Phase, Settings, View
 from coordinator.request import GenerationRequest
 from coordinator.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
 from tests.checkpoints import write_checkpoint
-from tests.cluster.head import TIMEOUT, Head, Told, requests, running_head
+from tests.cluster.head import DEADLINE, TIMEOUT, Head, Told, requests, running_head
 from tests.cluster.processes import as_worker, serving
 from tests.cluster.team import Team, running_team
 
@@ -46,6 +50,9 @@ FIRST = repr(requests(1)[0])
 LOADED = 5
 """Tokens every client has when the fault comes."""
 
+TRIES = 3
+"""What takes too long three times in a row is no hiccup of a machine that others use."""
+
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Team]:
@@ -66,6 +73,35 @@ def wanted() -> Wanted:
     return {}
 
 
+class SlowError(AssertionError):
+    """All is as it should be, but for the time it took."""
+
+
+def in_time(seconds: float, limit: float) -> None:
+    """Raises SlowError when it took longer than it may."""
+    if seconds >= limit:
+        raise SlowError(f"it took {seconds:.2f} s, and {limit:.2f} s are too long")
+
+
+def again_if_slow(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """A test whose times may be over their limits now and then; all else it finds is final."""
+
+    @functools.wraps(test)
+    async def tried(team: Team, toy: Path, **fixtures: object) -> None:
+        for _ in range(TRIES - 1):
+            try:
+                return await test(team=team, toy=toy, **fixtures)
+            except SlowError as error:
+                print(error)
+            team.heal()
+            for number, worker in enumerate(team.workers):
+                if not worker.running:
+                    await asyncio.to_thread(team.restart, number, toy)
+        return await test(team=team, toy=toy, **fixtures)
+
+    return tried
+
+
 @dataclass
 class Load:
     """Clients that have had some tokens each and wait for more."""
@@ -75,13 +111,14 @@ class Load:
     answers: asyncio.Future[list[Told]]
     wanted: list[list[int]]
 
-    async def noticed(self, fault: Callable[[], None]) -> float:
-        """Inject a fault, and say how long it took until the plan was given up."""
+    async def noticed(self, fault: Callable[[], None], limit: float) -> None:
+        """Inject a fault; the plan is given up within so many seconds."""
         pipeline = self.head.manager.pipeline
         fault()
-        return await self.head.until(
+        seconds = await self.head.until(
             lambda: self.head.manager.pipeline is not pipeline, "the fault was noticed"
         )
+        in_time(seconds, limit)
 
     async def end_well(self) -> None:
         """All answers end, and are what they would have been."""
@@ -110,6 +147,7 @@ async def load(head: Head, wanted: Wanted, asked: list[GenerationRequest]) -> As
 # ---- what is noticed, and when
 
 
+@again_if_slow
 async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) -> None:
     """It answers heartbeats and computes nothing: lost within the timeout, shown why, used again once it is well."""
     first, second = team.addresses
@@ -117,7 +155,7 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
         running_head(toy, team.addresses, timeout=USUAL) as head,
         load(head, wanted, requests()) as clients,
     ):
-        assert await clients.noticed(lambda: team.tell(1, "stuck")) < USUAL + SLACK / 2
+        await clients.noticed(lambda: team.tell(1, "stuck"), USUAL + SLACK / 2)
         await head.served_by(first)
         await clients.end_well()
         member = head.view.members[second]
@@ -127,6 +165,7 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
         await head.check_nothing_left()
 
 
+@again_if_slow
 async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -> None:
     """SIGSTOP: its connections stand and nobody speaks. Continued, it drops what it held and joins again."""
     first, second = team.addresses
@@ -134,7 +173,7 @@ async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -
         running_head(toy, team.addresses, timeout=USUAL) as head,
         load(head, wanted, requests()) as clients,
     ):
-        assert await clients.noticed(lambda: team.pause(0)) < USUAL + SLACK / 2
+        await clients.noticed(lambda: team.pause(0), USUAL + SLACK / 2)
         await head.served_by(second)
         await clients.end_well()
         team.resume(0)
@@ -151,6 +190,7 @@ async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -
         ("freeze", "coordinator and worker"),
     ],
 )
+@again_if_slow
 async def test_a_connection(
     how: str,
     between: str,
@@ -169,7 +209,7 @@ async def test_a_connection(
         fault = getattr(team.proxies[after], how)
         limit = AT_ONCE if how == "cut" else TIMEOUT + SLACK
         serving, loads = head.view.serving, stages_loaded(team)
-        assert await clients.noticed(lambda: fault(opener)) < limit
+        await clients.noticed(lambda: fault(opener), limit)
         await clients.end_well()
         if (how, between) == ("cut", "workers"):
             assert head.view.epoch > 1
@@ -232,17 +272,25 @@ async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
 async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted: Wanted) -> None:
     """Used again at once the first time; then held back, longer each time, and shown so."""
     first, second = team.addresses
+    holds: dict[int, float] = {}
+    apply = manager.apply
+
+    def noting(view: View, event: Event, now: float) -> View:
+        """Seconds it is held back from its so manieth loss on."""
+        after = apply(view, event, now)
+        if (member := after.members.get(second)) and member.losses:
+            holds.setdefault(member.losses, member.held_until - now)
+        return after
+
     async with (
         running_head(toy, team.addresses) as head,
         load(head, wanted, requests(2)) as clients,
     ):
-
-        async def held(losses: int) -> float:
-            await head.until(lambda: head.view.members[second].losses == losses, "blamed")
-            return head.view.members[second].held_until - head.view.now
-
-        team.tell(1, "raise")
-        assert 1.0 < await held(2) <= 2.0
+        with patch.object(manager, "apply", noting):
+            team.tell(1, "raise")
+            await head.until(lambda: 2 in holds, "blamed twice")
+        assert holds[1] <= 0.0
+        assert holds[2] == pytest.approx(2.0)
         (node,) = (n for n in head.status.status().nodes if n.address == second)
         assert (node.health, node.detail[:9]) == ("idle", "held back")
         await head.served_by(first)
@@ -250,8 +298,10 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
         await head.until(lambda: head.view.members[second].usable(head.view.now), "released")
         head.manager.replan()
         await head.served_by(first, second)
-        again = asyncio.create_task(head.answer(requests(1)[0]))
-        assert 3.0 < await held(3) <= 4.0
+        with patch.object(manager, "apply", noting):
+            again = asyncio.create_task(head.answer(requests(1)[0]))
+            await head.until(lambda: 3 in holds, "blamed again")
+        assert holds[3] == pytest.approx(4.0)
         assert (await again).tokens == wanted[FIRST]
 
 
@@ -271,6 +321,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 
+@again_if_slow
 async def test_a_worker_back_with_another_checkpoint(
     team: Team, toy: Path, tmp_path: Path, wanted: Wanted
 ) -> None:
@@ -281,7 +332,7 @@ async def test_a_worker_back_with_another_checkpoint(
         running_head(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
-        assert await clients.noticed(team.workers[1].kill) < AT_ONCE
+        await clients.noticed(team.workers[1].kill, AT_ONCE)
         launched = team.launch_again(1, other)
         await head.served_by(first)
         await clients.end_well()
@@ -302,7 +353,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(
-        nodes=1, wait=10.0, recovery_wait=20.0, not_alone="it serves nothing alone here"
+        nodes=1, wait=40.0, recovery_wait=20.0, not_alone="it serves nothing alone here"
     )
     async with (
         running_head(toy, team.addresses, settings=alone) as head,
@@ -336,6 +387,7 @@ async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> 
 # ---- when nothing can serve
 
 
+@again_if_slow
 async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -> None:
     """All workers are out of reach for a while: what was running goes on, what came meanwhile is answered."""
     async with (
@@ -347,8 +399,9 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
             for proxy in team.proxies:
                 proxy.refuse()
 
-        assert await clients.noticed(fault) < AT_ONCE
+        await clients.noticed(fault, AT_ONCE)
         late = asyncio.create_task(head.answer(requests(1)[0]))
+        await head.until(lambda: head.view.phase is Phase.GATHERING, "it waits for workers")
         await asyncio.sleep(1.0)
         assert head.view.phase is Phase.GATHERING
         assert not late.done()
@@ -357,10 +410,11 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
         assert (await late).tokens == wanted[FIRST]
 
 
+@again_if_slow
 async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
     """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
     settings = Settings(
-        nodes=2, wait=10.0, recovery_wait=2.0, not_alone="it serves nothing alone here"
+        nodes=2, wait=40.0, recovery_wait=2.0, not_alone="it serves nothing alone here"
     )
     async with (
         running_head(toy, team.addresses, settings=settings) as head,
@@ -370,7 +424,7 @@ async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wan
             proxy.refuse()
         started = time.monotonic()
         await clients.answers
-        assert time.monotonic() - started < 2.0 + AT_ONCE
+        in_time(time.monotonic() - started, 2.0 + AT_ONCE)
         for told, tokens in zip(clients.told, clients.wanted, strict=True):
             assert told.end is not None
             assert told.reason == "error"
@@ -386,7 +440,7 @@ async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wan
 def stream(url: str, model: str) -> Iterator[str]:
     """Lines of one long streamed answer."""
     body = {"model": model, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
         assert reply.status_code == 200
         yield from reply.iter_lines()
 
@@ -394,6 +448,7 @@ def stream(url: str, model: str) -> Iterator[str]:
 def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> None:
     """SIGTERM under load: open streams go on for a while, then end with an error event; status 0, workers freed."""
     team.tell(0, "slow 0.1")
+    lapsed = len(team.workers[0].records("claim lapsed"))
     with serving(tmp_path, toy, team.addresses, "--dtype", "float32") as coordinator:
         lines = stream(coordinator.url, toy.name)
         assert "choices" in next(line for line in lines if line.startswith("data: "))
@@ -402,25 +457,27 @@ def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> No
         assert coordinator.wait() == 0
     assert len(told) > 5
     assert json.loads(told[-1])["error"]["message"] == "the server is shutting down"
-    assert team.workers[0].records("claim lapsed") == []
+    assert len(team.workers[0].records("claim lapsed")) == lapsed
 
 
 async def let_go(team: Team, seconds: float) -> None:
     """Within so many seconds nobody claims the workers and they hold no sequence; their weights stay."""
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
     for worker in team.workers:
         client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
         try:
             info, held = await client.describe(), await client.holdings()
             while info.HasField("claimed_by") or held.sequences:
-                assert time.monotonic() < deadline, (worker.name, info, held)
+                assert time.monotonic() < started + DEADLINE, (worker.name, info, held)
                 await asyncio.sleep(0.02)
                 info, held = await client.describe(), await client.holdings()
             assert info.HasField("loaded")
         finally:
             await client.close()
+    in_time(time.monotonic() - started, seconds)
 
 
+@again_if_slow
 async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wanted: Wanted) -> None:
     """Its streams are cut, but its workers drop what they held and serve the next one, without being started anew."""
     team.tell(0, "slow 0.1")
@@ -443,8 +500,13 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
         await head.check_nothing_left()
 
 
-def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> None:
+@again_if_slow
+async def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> None:
     """SIGSTOP: its connections stand and nobody speaks. After three timeouts its workers drop what they held for it."""
+    await asyncio.to_thread(stop_a_coordinator, team, toy, tmp_path)
+
+
+def stop_a_coordinator(team: Team, toy: Path, tmp_path: Path) -> None:
     team.tell(0, "slow 0.1")
     before = [len(worker.records("claim lapsed")) for worker in team.workers]
     flags = ("--dtype", "float32", "--failure-timeout", "1")
@@ -452,9 +514,11 @@ def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> None:
         lines = stream(coordinator.url, toy.name)
         assert "choices" in next(line for line in lines if line.startswith("data: "))
         os.kill(coordinator.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
         try:
             for worker, count in zip(team.workers, before, strict=True):
-                worker.wait_for("claim lapsed", timeout=3.0 + SLACK, count=count + 1)
+                worker.wait_for("claim lapsed", count=count + 1)
+            in_time(time.monotonic() - stopped, 3.0 + SLACK)
             asyncio.run(let_go(team, AT_ONCE))
         finally:
             coordinator.kill()  # it would hear no SIGTERM
