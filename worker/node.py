@@ -42,6 +42,8 @@ class WorkerNode:
         self.budget: Budget | None = None
         self.binding: Binding | None = None
         """In force, or being connected."""
+        self._loading: object | None = None
+        """Stands for the load under way; any other is wanted no more."""
         self.draining = asyncio.Event()
         self.news = asyncio.Event()
         """Something the coordinator should hear of at once, not by the next pulse."""
@@ -67,14 +69,16 @@ class WorkerNode:
         """Forget the coordinator and its sequences; weights stay for the next one."""
         self.claim = None
         self.epoch = 0  # the next coordinator counts from its own beginning
-        self._unbind()
+        self._end_plan()
 
-    def _unbind(self) -> None:
+    def _end_plan(self) -> None:
+        """What is here of a plan: its load, or its binding."""
+        self._loading = None
         if self.binding is not None:
             self.binding.close()
             self.binding = None
-        if self.state in (pb.WORKER_STATE_SERVING, pb.WORKER_STATE_FAILED):
-            self.state = pb.WORKER_STATE_LOADED if self.loaded else pb.WORKER_STATE_IDLE
+        if self.state not in (pb.WORKER_STATE_IDLE, pb.WORKER_STATE_DRAINING):
+            self._become(pb.WORKER_STATE_LOADED if self.loaded else pb.WORKER_STATE_IDLE)
 
     # ---- load and connect
 
@@ -82,7 +86,7 @@ class WorkerNode:
         """Whatever plan there was has ended. Raises StaleEpochError for an epoch that has."""
         self._check_epoch(epoch)
         self.epoch = epoch
-        self._unbind()
+        self._end_plan()
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -120,12 +124,19 @@ class WorkerNode:
     async def _load_weights(
         self, key: StageKey, model: pb.ModelRef, on_progress: Callable[[int, int], None]
     ) -> LoadedStage:
-        self.state = pb.WORKER_STATE_LOADING
+        self._become(pb.WORKER_STATE_LOADING)
         self.loaded = None  # its memory is needed for the other
+        loading = self._loading = object()
         thread = self.machinery.thread
+
+        def check() -> None:
+            if self._loading is not loading:
+                raise StaleEpochError("the plan ended while its stage was being loaded")
+
         with byte_bar(f"loading layers {key.span}", log) as show:
 
             def report(done: int, total: int) -> None:
+                check()  # the next load waits for the thread, and its coordinator for a sign of it
                 show(done, total)
                 thread.post(on_progress, done, total)
 
@@ -133,10 +144,13 @@ class WorkerNode:
                 read_stage, self.identity, model, key, expect=thread.expect, on_progress=report
             )
             try:
-                loaded = self.loaded = await thread.call(read)
+                loaded = await thread.call(read)
+                check()
             except BaseException:
-                self.state = pb.WORKER_STATE_IDLE
+                if self._loading is loading:
+                    self._end_plan()
                 raise
+        self.loaded = loaded
         log.info("stage loaded", extra={"layers": str(key.span), "bytes": loaded.weight_bytes})
         return loaded
 
@@ -157,14 +171,14 @@ class WorkerNode:
             link_seconds = await binding.open(make_engine, request, self.identity.id)
         except BaseException:
             if self.binding is binding:
-                self._unbind()
+                self._end_plan()
             raise
         self._become(pb.WORKER_STATE_SERVING)
         log.info("connected", extra={"epoch": place.epoch, "stage": place.stage})
         return pb.ConnectReply(link_us=link_seconds * 1e6)
 
     def _failed(self) -> None:
-        self.state = pb.WORKER_STATE_FAILED
+        self._become(pb.WORKER_STATE_FAILED)
         self.news.set()
 
     def unload(self, request: pb.UnloadRequest) -> None:
@@ -174,6 +188,7 @@ class WorkerNode:
         self._check_epoch(request.epoch)
         self.release()
         self.loaded = None
+        self.machinery.thread.submit(mx.clear_cache)  # its last work, the load, still holds them
         self._become(pb.WORKER_STATE_IDLE)
 
     # ---- what comes for the plan in force
