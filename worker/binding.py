@@ -185,12 +185,16 @@ class Binding:
             self.engine = None
             self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
         except Exception as error:
-            log.exception("engine failed")
-            self.engine = None
-            message = f"{type(error).__name__}: {error}"
-            self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
+            self._engine_failed(error)
         else:
             self.thread.post(self._pass_on, encoded, out)
+
+    def _engine_failed(self, error: Exception) -> None:
+        """On the engine thread: a bug, or no memory. What the engine was at is half done."""
+        log.error("engine failed", exc_info=error)
+        self.engine = None
+        message = f"{type(error).__name__}: {error}"
+        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
 
     def _begun(self, nbytes: int) -> None:
         self._queued -= 1
@@ -233,6 +237,8 @@ class Binding:
                 self.engine.rollback(epoch, seq_id, window, kept)
             except ClusterError as error:  # a signal may be wrong; only a header may fail a plan
                 log.warning("signal ignored", extra={"error": str(error)})
+            except Exception as error:
+                self._engine_failed(error)
 
     def _cancel(self, epoch: int, seq_id: int) -> None:
         """On the engine thread."""

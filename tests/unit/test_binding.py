@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 
 from proto.errors import ProtocolError
-from proto.signal import Cancel, Signal
+from proto.signal import Cancel, Rollback, Signal
 from worker import binding
 from worker.allowance import Allowance
 from worker.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
@@ -40,3 +41,19 @@ async def test_bytes_are_counted(bound: Binding) -> None:
             bound.take(b"x" * 60)
         bound._begun(60)
         bound.take(b"x" * 60)
+
+
+async def test_a_signal_that_breaks_the_engine() -> None:
+    """No memory for what a rollback restores, or a bug there, ends the plan, and not the thread that the next plan
+    needs."""
+    failed = asyncio.Event()
+    machinery = Machinery()
+    bound = Binding(Place(1, 0, 1, b"token"), machinery, failed.set)
+    bound.engine = MagicMock()
+    bound.engine.rollback.side_effect = MemoryError("none left")
+    bound.signal(Signal(1, Rollback(0, 0, 0, 1)))
+    async with asyncio.timeout(20):
+        await failed.wait()
+        assert await machinery.thread.call(lambda: "well") == "well"
+        await machinery.thread.close()
+    assert bound.fault is not None and "none left" in bound.fault.message
