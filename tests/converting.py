@@ -1,7 +1,7 @@
 """A conversion in a process of its own, to be killed, starved of disk or measured by a test.
 
-`python -m tests.converting SOURCE OUT BITS SHARD_BYTES PAUSE` prints one JSON object: `peak`, the bytes that memory
-grew by at most. `PAUSE` seconds pass after each module, so that a test can end it on the way.
+`python -m tests.converting SOURCE OUT BITS SHARD_BYTES FILES` prints one JSON object: `peak`, the bytes that memory
+grew by at most. Once FILES of its files are whole, if that is not 0, it goes no further and waits to be killed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from mtp.convert.settings import Quantization, Settings
 from proto import console
 
 
+KILL_SECONDS = 100.0
+"""Longest wait to be killed."""
+
+
 def peak_memory() -> int:
     """Most bytes this process had resident. Linux's own figure counts in the process it was forked from."""
     if sys.platform == "darwin":
@@ -37,11 +41,11 @@ def start(
     *,
     bits: int = 0,
     shard_bytes: int = 2**31,
-    pause: float = 0.0,
+    files: int = 0,
     limit: Callable[[], None] | None = None,
 ) -> subprocess.Popen[str]:
     """Start one; `bits` 0 leaves the weights unquantized, `limit` runs in the child before it begins."""
-    arguments = [str(source), str(out), str(bits), str(shard_bytes), str(pause)]
+    arguments = [str(source), str(out), str(bits), str(shard_bytes), str(files)]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.converting", *arguments],
         stdout=subprocess.PIPE,
@@ -51,7 +55,12 @@ def start(
     )
 
 
-def _main(source: str, out: str, bits: str, shard_bytes: str, pause: str) -> None:
+def _main(source: str, out: str, bits: str, shard_bytes: str, files: str) -> None:
+    def wait_for_the_end(done: int, total: int) -> None:
+        if int(files) and len(list(Path(out).glob("*.safetensors"))) >= int(files):
+            time.sleep(KILL_SECONDS)
+            sys.exit("nobody killed it")
+
     settings = Settings(Quantization.of(int(bits), None) if int(bits) else None)
     checkpoint = Checkpoint.open(Path(source))
     mx.eval(mx.quantize(mx.ones((64, 64))))  # what the first use of the library costs is not ours
@@ -60,7 +69,7 @@ def _main(source: str, out: str, bits: str, shard_bytes: str, pause: str) -> Non
         checkpoint,
         Path(out),
         settings,
-        on_progress=lambda done, total: time.sleep(float(pause)),
+        on_progress=wait_for_the_end,
         shard_bytes=int(shard_bytes),
     )
     print(json.dumps({"peak": peak_memory() - before}))

@@ -308,7 +308,7 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
     impatient = Settings(
-        nodes=2, wait=1.5, recovery_wait=3.0, not_alone="it serves nothing alone here"
+        nodes=2, wait=3.0, recovery_wait=3.0, not_alone="it serves nothing alone here"
     )
     async with running_head(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
@@ -317,7 +317,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
                 pass
         assert (await answer).reason == "length"
         assert head.view.epoch == 1
-    async with running_head(toy, team.addresses, name="second", settings=impatient) as head:
+    async with running_head(toy, team.addresses, name="second") as head:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 

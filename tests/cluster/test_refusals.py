@@ -128,7 +128,7 @@ def test_gaps_and_overlaps_of_pinned_layers(
     def over(*layers: str) -> Process:
         flags = [flag for each in layers for flag in ("--worker", pinned[each].address)]
         return launch_coordinator(
-            tmp_path, "--model", str(toy), "--wait", "1", *flags, name="-".join(layers)
+            tmp_path, "--model", str(toy), "--wait", "3", *flags, name="-".join(layers)
         )
 
     for layers, problem in ((("0-2", "4-7"), "layer 3"), (("0-2", "2-7"), "layer 2")):
@@ -160,10 +160,13 @@ def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
     ):
         coordinator = as_coordinator(process)
         assert coordinator.records("serving alone")
-        (refused,) = coordinator.records("worker refused")
+        refused = coordinator.wait_for("worker refused")
         assert refused["address"] == one
         assert "another checkpoint" in refused["reason"]
-        assert f"version {VERSION + 1}" in coordinator.text()
+        no_worker = coordinator.wait_for("no worker")
+        assert no_worker["address"] == two
+        assert f"version {VERSION + 1}" in no_worker["error"]
+        assert len(coordinator.records("worker refused")) == 1
         nodes = httpx.get(f"{coordinator.url}/status").json()["nodes"]
         assert {node["health"] for node in nodes if node["address"] == one} == {"refused"}
 

@@ -155,7 +155,8 @@ async def test_silence_is_filled_with_keep_alives() -> None:
     """While nothing comes the client hears a comment every so often, also amid an answer."""
     served = api(keep_alive=0.02, hang_after=1)
     client = LeavingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
-    async with asyncio.timeout(PATIENCE):  # nothing more will come: before, a slow machine is silent too
+    # Nothing more will come: before, a slow machine is silent too.
+    async with asyncio.timeout(PATIENCE):
         await served.generator.hanging.acquire()
     await client.hear(b"data: {")
     start = len(client.heard)

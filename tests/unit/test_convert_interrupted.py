@@ -32,8 +32,8 @@ def content(path: Path) -> dict[str, bytes]:
 def killed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a conversion leaves that was killed as soon as three of its files were whole."""
     source, out = checkpoints(), tmp_path_factory.mktemp("killed") / "out"
-    process = converting.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, pause=0.01)
-    end = time.monotonic() + 30
+    process = converting.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, files=3)
+    end = time.monotonic() + 90
     while len(list(out.glob("*.safetensors"))) < 3:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.005)
@@ -108,7 +108,7 @@ def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path)
         shard_bytes=SHARD_BYTES,
         limit=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),
     )
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=100)
     assert process.returncode == 2
     assert said.count("\n") == 1
     assert "the disk is full" in said and "do the same again" in said

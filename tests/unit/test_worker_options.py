@@ -64,10 +64,12 @@ def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
 def test_connections_of_a_worker_that_was_killed_do_not_hold_its_port(tmp_path: Path) -> None:
     """The system remembers them for a minute; the worker is back before, at its address."""
     port = free_port()
-    with socket.create_server((HOST, port)) as listener:
-        with socket.create_connection((HOST, port)) as client:
-            listener.accept()[0].close()  # the side that closes first is the one that waits
-            client.recv(1)
+    with (
+        socket.create_server((HOST, port)) as listener,
+        socket.create_connection((HOST, port)) as client,
+    ):
+        listener.accept()[0].close()  # the side that closes first is the one that waits
+        client.recv(1)
     remember_port(tmp_path, "a", port)
     assert remembered_port(tmp_path, "a", HOST) == port
 
