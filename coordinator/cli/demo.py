@@ -91,6 +91,8 @@ def _worker(folder: Path, name: str) -> Iterator[Program]:
 @contextmanager
 def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Program]:
     command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
+    # It serves as soon as all are there, which on a busy machine takes its time.
+    command += ["--wait", "60"]
     for address in addresses:
         command += ["--worker", address]
     with _process(folder / "coordinator.log", "coordinator.cli", command) as program:
