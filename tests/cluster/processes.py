@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 60.0
+START_SECONDS = 100.0
 """Longest wait for a process to say that it is ready: importing MLX takes seconds where many share a core."""
 
-STOP_SECONDS = 25.0
+STOP_SECONDS = 40.0
 """Longest wait after SIGTERM: a worker drains for up to 20."""
 
 LOG_FORMAT = ("--log-format", "json")
@@ -220,7 +220,8 @@ def serving(
 ) -> Iterator[Coordinator]:
     """A coordinator over the workers at these addresses, serving; with none of them it serves alone."""
     flags = [flag for address in addresses for flag in ("--worker", address)]
-    flags += [] if addresses else ["--single-node"]
+    # It serves as soon as all of them are there, be the machine never so busy.
+    flags += ["--wait", str(START_SECONDS)] if addresses else ["--single-node"]
     process = launch_coordinator(
         folder, "--model", str(model), *flags, *arguments, name=name, **how
     )

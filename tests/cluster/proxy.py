@@ -14,7 +14,7 @@ import psutil
 
 T = TypeVar("T")
 
-START_SECONDS = 10.0
+START_SECONDS = 60.0
 CHUNK = 2**16
 
 

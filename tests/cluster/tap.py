@@ -17,7 +17,7 @@ import grpc.aio
 
 from proto.dataplane import CHANNEL_OPTIONS
 
-START_SECONDS = 10.0
+START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from proto import cluster_pb2 as pb
 from proto.dataplane import FRAMES, RESULTS
-from proto.frame import DTYPE_BYTES, Frame, decode
+from proto.frame import DTYPE_BYTES, Evict, Frame, decode
 from proto.signal import MAX_SIGNAL_BYTES
 from tests.cluster.conftest import Pool
 from tests.cluster.processes import serving
@@ -85,6 +86,7 @@ def wire(
         body = {"prompt": list(range(7, 40)), "max_tokens": 60, "ignore_eos": True, "seed": 1}
         reply = httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
         usage = reply.json()["usage"]["completion_tokens_details"]
+        _wait_until(lambda: _over(messages[before:]), "the last frame came back")
         _hear_pulses(messages)
         numbered = _by_stage(messages)
         return Wire(
@@ -117,19 +119,33 @@ def _pulses(messages: list[Message], worker: int) -> list[pb.WorkerPulse]:
 def _hear_pulses(messages: list[Message]) -> None:
     """Two more of every worker: the second was surely begun after this call."""
     start = len(messages)
-    deadline = time.monotonic() + 10
-    while any(len(_pulses(messages[start:], worker)) < 2 for worker in range(STAGES)):
-        assert time.monotonic() < deadline, "no pulses"
+    _wait_until(
+        lambda: all(len(_pulses(messages[start:], worker)) >= 2 for worker in range(STAGES)),
+        "pulses of all",
+    )
+
+
+def _over(messages: list[Message]) -> bool:
+    """Whether all frames have passed every hop, the one among them that tells stages to forget the sequence."""
+    hops = [[m for m in messages if m.method == FRAMES and m.worker == w] for w in range(STAGES)]
+    hops.append([m for m in messages if m.method == RESULTS and not m.inward])
+    told = any(isinstance(op, Evict) for m in hops[0] for op in decode(m.data).ops)
+    return told and len({len(hop) for hop in hops}) == 1
+
+
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: never"
         time.sleep(0.05)
 
 
 def test_a_step_is_one_message_a_hop(wire: Wire) -> None:
     """Every hop carries the same frames, each once and in order, and no call other than these and Signals is made."""
     numbers = [[frame.number for frame in wire.frames(hop)] for hop in range(STAGES + 1)]
-    # The last frame of the run may be an eviction alone, still on its way when the answer was whole.
     steps = len([f for f in wire.frames(STAGES) if f.segments])
     assert steps > 20
-    assert all(n[:steps] == list(range(n[0], n[0] + steps)) for n in numbers)
+    assert all(n == list(range(numbers[0][0], numbers[0][0] + len(n))) for n in numbers)
     assert {m.method for m in wire.messages} == {FRAMES, RESULTS, SIGNALS}
 
 
