@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proto.logs import OURS
 from tests.checkpoints import write_checkpoint
 
 Checkpoints = Callable[..., Path]
@@ -28,3 +30,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return written[key]
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """Give the loggers back as they were: a command that a test runs in this process configures them all, and what the
+    next test listens for would not be heard."""
+    root = logging.getLogger()
+    handlers, levels = root.handlers[:], {n: logging.getLogger(n).level for n in ("", *OURS)}
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pty
 import re
@@ -15,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,8 @@ def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
     """`call(model, *flags)`: the program as main() runs it, but in this process."""
-    handlers = logging.getLogger().handlers[:]
 
     def run(model: Path, *flags: str) -> Done:
         capfd.readouterr()
@@ -82,9 +80,7 @@ def call(capfd: pytest.CaptureFixture[str]) -> Iterator[Call]:
         assert isinstance(code, int)
         return Done(code, *capfd.readouterr())
 
-    yield run
-    logging.captureWarnings(False)
-    logging.getLogger().handlers[:] = handlers
+    return run
 
 
 def result_of(done: Done) -> dict[str, Any]:

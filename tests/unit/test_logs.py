@@ -6,25 +6,16 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
-from proto.logs import OURS, LogFormat, LogLevel, configure
+from proto.logs import LogFormat, LogLevel, configure
 
 
 @pytest.fixture(autouse=True)
-def untouched_root() -> Iterator[None]:
-    """Give the loggers back as pytest set them up."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers.clear()
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for package in OURS:
-        logging.getLogger(package).setLevel(logging.NOTSET)
+def bare_root() -> None:
+    """Without pytest's own handlers, which `configure` would close. The loggers are given back in tests/conftest.py."""
+    logging.getLogger().handlers.clear()
 
 
 def test_json_is_one_object_a_record_with_the_fields_given() -> None:
