@@ -173,7 +173,7 @@ def test_the_demo_from_start_to_end() -> None:
     assert PROMPT in output
     assert re.search(r"24 tokens, first after [\d.]+ s, then [\d.]+ tokens/s", output), output
     assert re.search(r"\d+ % of \d+ drafts kept", output), output
-    rows = re.findall(r"(worker-\d) +│ (\d)-(\d) ", output)
+    rows = re.findall(r"(worker-\d) +(\d)-(\d) ", output)
     assert {name for name, _, _ in rows} == {"worker-1", "worker-2", "worker-3"}
     layers = sorted(n for _, a, b in rows for n in range(int(a), int(b) + 1))
     assert layers == list(range(8)), output
