@@ -138,13 +138,15 @@ async def _run(
     server: HttpServer, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
 ) -> None:
     """Answer HTTP from the start, so that /health and /ready tell of a plan that is on its way."""
+    host, port = listener.getsockname()[
+        :2
+    ]  # now: who is told to stop closes it while the plan may still get ready
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     starting = asyncio.create_task(loop.start(), name="first plan")
     try:
         await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # raises why there is no plan
-            host, port = listener.getsockname()[:2]
             log.info("serving", extra={"url": f"http://{host}:{port}/v1", "model": options.model})
         await http
     finally:

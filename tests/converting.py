@@ -22,7 +22,6 @@ from mtp.convert.convert import convert
 from mtp.convert.settings import Quantization, Settings
 from proto import console
 
-
 KILL_SECONDS = 100.0
 """Longest wait to be killed."""
 
