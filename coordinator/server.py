@@ -138,9 +138,8 @@ async def _run(
     server: HttpServer, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
 ) -> None:
     """Answer HTTP from the start, so that /health and /ready tell of a plan that is on its way."""
-    host, port = listener.getsockname()[
-        :2
-    ]  # now: who is told to stop closes it while the plan may still get ready
+    # Asked now: who is told to stop closes it first, and the plan may get ready after that.
+    host, port = listener.getsockname()[:2]
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     starting = asyncio.create_task(loop.start(), name="first plan")
     try:
