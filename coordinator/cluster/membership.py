@@ -195,9 +195,11 @@ class Membership:
         client = self.clients.pop(address, None)
         if client is None:
             return
-        with contextlib.suppress(ClusterError):
-            await client.unload(self._view().epoch)
-        await client.close()
+        try:
+            with contextlib.suppress(ClusterError):
+                await client.unload(self._view().epoch)
+        finally:  # also where this process ends in between: nobody else would stop its heartbeats
+            await client.close()
         log.info("worker left", extra={"address": address})
         self._happened(Left(address))
 
