@@ -15,10 +15,13 @@ from proto import cluster_pb2 as pb
 class Leaving:
     """A client of a worker that drains, and is slow to answer its Unload."""
 
-    asked = closed = False
+    closed = False
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
 
     async def unload(self, epoch: int) -> None:
-        self.asked = True
+        self.asked.set()
         await asyncio.sleep(60)
 
     async def close(self) -> None:
@@ -35,7 +38,6 @@ async def test_the_end_amid_a_farewell() -> None:
     membership.clients["a"] = leaving
     membership._leaves("a")
     async with asyncio.timeout(10):
-        while not leaving.asked:
-            await asyncio.sleep(0)
+        await leaving.asked.wait()
         await membership.close()
     assert leaving.closed
