@@ -143,7 +143,7 @@ class Run:
         self.injected: list[Injected] = []
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=10).json()
+        found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=60).json()
         return found
 
     def all_well(self) -> bool:
@@ -183,7 +183,7 @@ class Run:
         """Have whoever is back used again."""
         headers = {"Content-Type": "application/json"}
         started = time.time()
-        httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=10)
+        httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=60)
         wait_until(self.all_well, BACK_SECONDS)
         self.injected.append(Injected(REPLAN, started, time.time()))
 

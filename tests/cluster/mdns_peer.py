@@ -1,7 +1,7 @@
 """One side of an mDNS conversation, for a process of its own: `announce NAME HOST` or `browse NAME`.
 
 `announce` prints a line once it has begun and goes on until its input ends; `browse` prints the addresses
-of the worker called NAME as a JSON list, or null after 15 seconds.
+of the worker called NAME as a JSON list, or null after 60 seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def announce(name: str, host: str) -> None:
 
 async def browse(name: str) -> tuple[str, ...] | None:
     try:
-        async with asyncio.timeout(15), Discovery() as discovery:
+        async with asyncio.timeout(60), Discovery() as discovery:
             async for event in discovery.events():
                 if isinstance(event, Found) and event.candidate.name == name:
                     return event.candidate.addresses

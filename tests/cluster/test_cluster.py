@@ -86,7 +86,7 @@ def expected(tokenizer: Tokenizer) -> Iterator[dict[Asked, Answer]]:
             for asked in (GREEDY, SAMPLED)
         }
         yield {
-            asked: _generated(process.communicate(timeout=60)[0], tokenizer)
+            asked: _generated(process.communicate(timeout=100)[0], tokenizer)
             for asked, process in running.items()
         }
 
@@ -113,6 +113,7 @@ def completed(url: str, prompt: tuple[int, ...], asked: Asked) -> Answer:
     )
 
 
+@pytest.mark.timeout(300)  # as many as eight workers start for the first that wants them
 @pytest.mark.parametrize(("workers", "mode"), CASES)
 def test_any_number_of_workers_gives_one_answer(
     pool: Pool,
@@ -128,7 +129,7 @@ def test_any_number_of_workers_gives_one_answer(
     with serving(tmp_path, "builtin", pool(workers), *flags) as coordinator:
         for asked, answer in expected.items():
             assert completed(coordinator.url, prompt, asked) == answer
-        status = httpx.get(f"{coordinator.url}/status").json()
+        status = httpx.get(f"{coordinator.url}/status", timeout=60).json()
     assert sum(1 for node in status["nodes"] if node["span"]) == max(1, workers), status
     if mode in ("1", "3", "filled"):
         assert status["accepted_by_position"][0] > 0, "no draft was kept: is --mtp heeded?"

@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from worker.announce import announced
 
 PEER = Path(__file__).with_name("mdns_peer.py")
 ROOT = Path(__file__).parents[2]
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds for news to arrive: announcing takes about one, and a shared machine may be slow."""
 
 
@@ -195,19 +197,24 @@ async def test_blocked_multicast_is_one_warning(
 ) -> None:
     """Neither side fails, hangs or repeats itself; the warning names the way around."""
 
-    def refuse(*_: object, **__: object) -> None:
+    tries: Counter[str] = Counter()
+
+    def refuse(name: str, *_: object, **__: object) -> None:
+        tries[name] += 1
         raise OSError(19, "No such device")
 
     for module in (announce_module, discovery_module):
-        monkeypatch.setattr(module, "AsyncZeroconf", refuse)
+        monkeypatch.setattr(module, "AsyncZeroconf", partial(refuse, module.__name__))
         monkeypatch.setattr(module, "RESCAN_SECONDS", 0.01)
+    ours = {module.__name__ for module in (announce_module, discovery_module)}
     with caplog.at_level(logging.WARNING):
         async with (
             Discovery(["10.9.8.7:1"]) as discovery,
             announced(unique_announcement(), "127.0.0.1"),
+            asyncio.timeout(PATIENCE),
         ):
-            assert len(await collect(discovery, 0.2)) == 1
-    ours = {module.__name__ for module in (announce_module, discovery_module)}
+            while min(tries[name] for name in ours) < 5:  # refused, and tried again
+                assert len(await collect(discovery, 0.01)) == 1
     warnings = [record for record in caplog.records if record.name in ours]
     assert sorted(record.name for record in warnings) == sorted(ours)
     assert all("--worker" in record.message for record in warnings)
@@ -238,10 +245,15 @@ async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch
 async def test_leaving_early_is_quick_and_clean() -> None:
     """Ending in the middle of announcing and resolving leaves no task and no socket."""
     before = asyncio.all_tasks()
-    async with Discovery(), announced(unique_announcement(), "127.0.0.1"):
-        await asyncio.sleep(0.05)
-        left = asyncio.get_running_loop().time()
-    assert asyncio.get_running_loop().time() - left < 5.0
+    seconds = []
+    while (
+        min(seconds, default=60.0) >= 5.0
+    ):  # not always: a machine may be busy, but not again and again
+        assert len(seconds) < 3, seconds
+        async with Discovery(), announced(unique_announcement(), "127.0.0.1"):
+            await asyncio.sleep(0.05)
+            left = asyncio.get_running_loop().time()
+        seconds.append(asyncio.get_running_loop().time() - left)
     async with asyncio.timeout(PATIENCE):
         while others := asyncio.all_tasks() - before:
             await asyncio.wait(others)
@@ -265,7 +277,7 @@ def announcing(*prefix: str, name: str, host: str) -> Iterator[None]:
             assert process.stdin is not None
             process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(40)
             process.kill()
 
 
@@ -273,7 +285,7 @@ def browse(*prefix: str, name: str) -> list[str] | None:
     """The addresses another process finds for the worker `name`."""
     command = [*prefix, sys.executable, str(PEER), "browse", name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    output = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=40)
+    output = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100)
     found: list[str] | None = json.loads(output.stdout)
     return found
 
@@ -341,7 +353,7 @@ def test_real_programs_on_two_machines_find_each_other(
     """`mtp-coord serve` on one machine, told of no worker, serves over the `mtp-worker` of the other."""
     here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
     listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "mac-1")
-    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "50")
+    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "90")
     worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here)
     coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there)
     with ending(worker), ending(coordinator):

@@ -60,7 +60,7 @@ async def test_a_head_that_is_not_there_is_told_once(
             epoch = over.view.epoch
             assert over.loop.pipeline is not None
             over.manager.failed(over.loop.pipeline, WorkerLostError("for another plan"))
-            await over.until(lambda: over.view.epoch > epoch, "another plan", timeout=20.0)
+            await over.until(lambda: over.view.epoch > epoch, "another plan")
             await over.served_by(address)
     heard = [r.name.partition(".")[0] for r in caplog.records if r.message.startswith("no MTP")]
     assert (heard.count("worker"), heard.count("coordinator")) == told
