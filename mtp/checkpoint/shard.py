@@ -107,17 +107,24 @@ class ShardWriter:
         """
         try:
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
-            self._lock()
-            if os.pread(self._file, len(self._header), 0) == self._header:
-                size = os.fstat(self._file).st_size
-                self.written = min(size - len(self._header), self.nbytes)
-            else:
-                os.ftruncate(self._file, 0)
-                self._write(self._header)
-            self.rewind(self.written)
+            try:
+                self._begin()
+            except BaseException:
+                os.close(self._file)  # and with it the lock, for which later calls would wait
+                raise
         except OSError as error:
             raise self._error(error) from error
         return self
+
+    def _begin(self) -> None:
+        self._lock()
+        if os.pread(self._file, len(self._header), 0) == self._header:
+            size = os.fstat(self._file).st_size
+            self.written = min(size - len(self._header), self.nbytes)
+        else:
+            os.ftruncate(self._file, 0)
+            self._write(self._header)
+        self.rewind(self.written)
 
     def _lock(self) -> None:
         """Two writers of one file would spoil it: processes of one machine share a cache."""
@@ -127,7 +134,6 @@ class ShardWriter:
         except (BlockingIOError, FileNotFoundError):
             mine = False  # or another has it, or had, and it has its name meanwhile
         if not mine:
-            os.close(self._file)
             raise BusyFileError(f"{self.path}: another process is writing it; wait for its end")
 
     def __exit__(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -17,6 +20,7 @@ from mlx.utils import tree_flatten
 
 from coordinator.weights import WeightProvider
 from mtp.checkpoint.checkpoint import Checkpoint
+from mtp.checkpoint.shard import Entry, ShardWriter
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ClusterError, ProtocolError
 from proto.span import Span
@@ -366,6 +370,19 @@ def test_a_full_disk(
         whole = copy.checkpoint()
         assert not whole.missing_sources("layers.0")
         assert not whole.mtp.complete
+
+
+def test_a_disk_too_full_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose first bytes cannot be written is nobody's: the next call has it, and does not wait for this one."""
+    path, entries = tmp_path / "layers.0.safetensors", [Entry("a", "F32", (4,))]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(CheckpointError, match="the disk is full"), ShardWriter(path, entries):
+            pass
+    with ShardWriter(path, entries) as writer:
+        writer.write(bytes(16))
+        writer.finish()
+    assert writer.is_finished()
 
 
 @pytest.mark.parametrize(
