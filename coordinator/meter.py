@@ -31,6 +31,7 @@ class Meter:
             self.drafted[number - 1] += 1
             self.accepted[number - 1] += right
         if settlement.tokens:
+            self._forget(now)  # here too: nobody need ever ask for the rate
             self._emitted.append((now, settlement.tokens))
             if all(segment.open for segment in frame.segments):
                 self._time(frame.stage_us)
@@ -46,8 +47,11 @@ class Meter:
 
     def tokens_per_second(self, now: float) -> float:
         """Over the last RATE_SECONDS, or since the first token in them."""
-        while self._emitted and self._emitted[0][0] < now - RATE_SECONDS:
-            self._emitted.popleft()
+        self._forget(now)
         if not self._emitted:
             return 0.0
         return sum(count for _, count in self._emitted) / max(now - self._emitted[0][0], 0.1)
+
+    def _forget(self, now: float) -> None:
+        while self._emitted and self._emitted[0][0] < now - RATE_SECONDS:
+            self._emitted.popleft()

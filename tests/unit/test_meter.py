@@ -85,3 +85,11 @@ def test_stage_times_are_those_of_decode_steps() -> None:
     seen(meter, 0.1, tokens=0, segments=PROMPT, stage_us=(90_000,))
     seen(meter, 0.2, segments=PROMPT, stage_us=(90_000,))
     assert meter.stage_ms == [1.0]
+
+
+def test_what_nobody_asks_for_does_not_grow() -> None:
+    """A server runs for months, and need have nobody who looks at its rate."""
+    meter = Meter()
+    for second in range(1000):
+        seen(meter, float(second))
+    assert len(meter._emitted) <= RATE_SECONDS + 1
