@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,8 +52,8 @@ class Faults:
     ignore_ranges: bool = False
     flip: dict[str, int] = field(default_factory=dict)
     """By file, a byte of it that is sent with a bit flipped."""
-    pause: float = 0.0
-    """Seconds between pieces, so that a test can interfere."""
+    hold_at: float = math.inf
+    """Once so many bytes of weights were sent, no more are before this is raised: a test can interfere."""
 
 
 class Hub:
@@ -250,6 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
         last = min(end, start + cut)
         while start < last:
             piece = content[start : min(start + 65536, last)]
+            while hub.weights_sent >= hub.faults.hold_at:
+                time.sleep(0.01)
             with hub.lock:  # first: who has the last byte may look at once
                 hub.sent[file.name] += len(piece)
             try:
@@ -259,7 +263,6 @@ class _Handler(BaseHTTPRequestHandler):
                     hub.sent[file.name] -= len(piece)
                 return
             start += len(piece)
-            threading.Event().wait(hub.faults.pause)
         if last < end:
             self.close_connection = True
 

@@ -135,7 +135,7 @@ def without_folder(hidden: Path) -> tuple[str, ...]:
         return ()
     mount = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
     prefix = (unshare, "--map-root-user", "--mount", "sh", "-c", mount, str(hidden))
-    tried = subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=10)
+    tried = subprocess.run([*prefix, "true"], capture_output=True, check=False, timeout=60)
     return () if tried.returncode else prefix
 
 

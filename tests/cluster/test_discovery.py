@@ -245,7 +245,7 @@ async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch
 async def test_leaving_early_is_quick_and_clean() -> None:
     """Ending in the middle of announcing and resolving leaves no task and no socket."""
     before = asyncio.all_tasks()
-    seconds = []
+    seconds: list[float] = []
     while (
         min(seconds, default=60.0) >= 5.0
     ):  # not always: a machine may be busy, but not again and again

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from coordinator.cluster import manager
+from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
 from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
@@ -273,7 +274,6 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
     """Used again at once the first time; then held back, longer each time, and shown so."""
     first, second = team.addresses
     holds: dict[int, float] = {}
-    apply = manager.apply
 
     def noting(view: View, event: Event, now: float) -> View:
         """Seconds it is held back from its so manieth loss on."""
