@@ -426,7 +426,7 @@ def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert sum(received) == span_bytes(checkpoint, Span(0, 8))
     assert_loads(Coordinator(checkpoint, share=True), Span(0, 8))
 

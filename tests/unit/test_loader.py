@@ -286,7 +286,7 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
         for i, (kind, dtype) in enumerate(cases)
     ]
     command = [sys.executable, "-c", _MEASURE, json.dumps(jobs)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
     lines = output.splitlines()[len(cases) :]
     assert len(lines) == len(cases)
     for line in lines:

@@ -167,7 +167,7 @@ def test_make_refuses_an_old_python(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     assert done.returncode != 0
