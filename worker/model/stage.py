@@ -53,6 +53,7 @@ class Stage:
             sequence.extend(segment)
         for index, layer in enumerate(self.modules.layers):
             x = self._layer(layer, index, x, runs)
+            mx.async_eval(x)  # a GPU computes this layer while Python builds the next
         return x
 
     def _layer(self, layer: DecoderLayer, index: int, x: mx.array, runs: Sequence[Run]) -> mx.array:
