@@ -49,6 +49,18 @@ class Traffic:
 
 
 @dataclass
+class Tally:
+    """Frames and bytes counted so far."""
+
+    frames: int = 0
+    nbytes: int = 0
+
+    def count(self, data: bytes) -> None:
+        self.frames += 1
+        self.nbytes += len(data)
+
+
+@dataclass
 class Machinery:
     """What a worker has one of, and every plan uses in its turn."""
 
@@ -88,8 +100,8 @@ class Binding:
         self.fault: pb.Fault | None = None
         self.bound = False
         """Whether frames may come."""
-        self._queued = self._queued_bytes = 0
-        """Frames that wait for the engine; signals are among the thread's work, too."""
+        self._came, self._begun = Tally(), Tally()
+        """Frames taken here and those the engine has begun: each counted by one thread alone."""
         self._closed = False
         self._on_failure = on_failure
 
@@ -162,19 +174,20 @@ class Binding:
 
     def take(self, data: bytes) -> None:
         """Queue a frame for the engine. Raises ProtocolError when too many are, or too much."""
-        if self._queued >= MAX_QUEUED_FRAMES or self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+        frames = self._came.frames - self._begun.frames
+        nbytes = self._came.nbytes - self._begun.nbytes
+        if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
             raise ProtocolError(
-                f"{self._queued} frames of {self._queued_bytes} bytes are queued already, and {len(data)} bytes come"
+                f"{frames} frames of {nbytes} bytes are queued already, and {len(data)} bytes come"
             )
-        self._queued += 1
-        self._queued_bytes += len(data)
+        self._came.count(data)
         self.traffic.bytes_in += len(data)
         self.traffic.messages_in += 1
         self.thread.submit(partial(self._process, data))
 
     def _process(self, data: bytes) -> None:
         """On the engine thread."""
-        self.thread.post(self._begun, len(data))
+        self._begun.count(data)
         engine = self.engine
         if engine is None or self._closed:
             return
@@ -195,10 +208,6 @@ class Binding:
         self.engine = None
         message = f"{type(error).__name__}: {error}"
         self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
-
-    def _begun(self, nbytes: int) -> None:
-        self._queued -= 1
-        self._queued_bytes -= nbytes
 
     def _run(self, engine: StageEngine, frame: Frame) -> Frame:
         started = time.monotonic()
