@@ -195,8 +195,8 @@ def test_models_and_health(client: openai.OpenAI, url: str) -> None:
     client.completions.create(model="builtin", prompt=CODE, max_tokens=24, temperature=0)
     assert [model.id for model in client.models.list()] == ["builtin"]
     for path in ("/health", "/ready", "/status", "/metrics"):
-        assert httpx.get(url + path, headers=BEARER).status_code == 200
-    status = httpx.get(url + "/status", headers=BEARER).json()
+        assert httpx.get(url + path, headers=BEARER, timeout=60).status_code == 200
+    status = httpx.get(url + "/status", headers=BEARER, timeout=60).json()
     layers = [node["span"].split("-") for node in status["nodes"]]
     assert [n for a, b in layers for n in range(int(a), int(b) + 1)] == list(range(8))
     assert {node["health"] for node in status["nodes"]} == {"ready"}
@@ -212,7 +212,7 @@ def test_keys_of_the_server(coordinator: Coordinator, client: openai.OpenAI) -> 
         client.with_options(api_key="wrong").models.list()
     assert client.with_options(api_key="other").models.list().data
     found = [
-        httpx.get(coordinator.url + path).status_code
+        httpx.get(coordinator.url + path, timeout=60).status_code
         for path in ("/health", "/ready", "/v1/models", "/status", "/metrics")
     ]
     assert found == [200, 200, 401, 401, 401]
