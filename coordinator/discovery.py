@@ -53,30 +53,8 @@ class Candidate:
         return self.announcement.name if self.announcement else self.addresses[0]
 
 
-@dataclass(frozen=True)
-class Found:
-    candidate: Candidate
-
-
-@dataclass(frozen=True)
-class Changed:
-    """The same source says something else: other addresses, other layers."""
-
-    candidate: Candidate
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The worker said goodbye, or was not heard for a minute. It may be alive all the same."""
-
-    candidate: Candidate
-
-
-Event = Found | Changed | Lost
-
-
 class Discovery:
-    """`async with Discovery(...) as discovery: async for event in discovery.events(): …`
+    """`async with Discovery(...) as discovery:` keeps `discovery.candidates()` up to date.
 
     Addresses in `static` are candidates from the start and are never lost; what mDNS says of them too is
     left out. Raises UsageError for a malformed one. Where multicast cannot be had, one warning says so.
@@ -85,7 +63,6 @@ class Discovery:
     def __init__(self, static: Sequence[str] = (), *, mdns: bool = True) -> None:
         self._static = tuple(dict.fromkeys(parse_address(text) for text in static))
         self._mdns = mdns
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._known: dict[str, Candidate] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._browser: asyncio.Task[None] | None = None
@@ -107,13 +84,9 @@ class Discovery:
             if task.done() and not task.cancelled() and task.exception():
                 log.error("looking for workers failed", exc_info=task.exception())
 
-    async def events(self) -> AsyncIterator[Event]:
-        """What is found, changes and is lost, in that order for each candidate; endless."""
-        while True:
-            yield await self._events.get()
-
     def candidates(self) -> list[Candidate]:
-        """Those known now, first found first."""
+        """Those known now, first found first. Who said goodbye, or was not heard for a minute, is not among them, and
+        may be alive all the same."""
         return list(self._known.values())
 
     # ---- mDNS
@@ -142,7 +115,7 @@ class Discovery:
         if earlier is not None:
             earlier.cancel()
         if change is ServiceStateChange.Removed:
-            self._forget(name)
+            self._known.pop(name, None)
         elif len(self._resolving) < MAX_CANDIDATES:
             self._resolving[name] = asyncio.create_task(self._resolve(zeroconf, name))
 
@@ -167,16 +140,8 @@ class Discovery:
     # ---- what is known
 
     def _note(self, candidate: Candidate) -> None:
-        before = self._known.get(candidate.id)
-        if before == candidate or (before is None and len(self._known) >= MAX_CANDIDATES):
-            return
-        self._known[candidate.id] = candidate
-        self._events.put_nowait(Changed(candidate) if before else Found(candidate))
-
-    def _forget(self, name: str) -> None:
-        candidate = self._known.pop(name, None)
-        if candidate is not None:
-            self._events.put_nowait(Lost(candidate))
+        if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
+            self._known[candidate.id] = candidate
 
 
 @contextlib.asynccontextmanager

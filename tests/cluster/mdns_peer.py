@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 
-from coordinator.discovery import Discovery, Found
+from coordinator.discovery import Discovery
 from proto.announcement import Announcement
 from proto.span import Span
 from worker.announce import announced
@@ -28,9 +28,11 @@ async def announce(name: str, host: str) -> None:
 async def browse(name: str) -> tuple[str, ...] | None:
     try:
         async with asyncio.timeout(60), Discovery() as discovery:
-            async for event in discovery.events():
-                if isinstance(event, Found) and event.candidate.name == name:
-                    return event.candidate.addresses
+            while True:
+                for candidate in discovery.candidates():
+                    if candidate.name == name:
+                        return candidate.addresses
+                await asyncio.sleep(0.02)
     except TimeoutError:
         pass
     return None

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,7 @@ import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator import discovery as discovery_module
-from coordinator.discovery import (
-    Candidate,
-    Changed,
-    Discovery,
-    Event,
-    Found,
-    Lost,
-    collect,
-)
+from coordinator.discovery import Candidate, Discovery, collect
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import UsageError
 from proto.span import Span
@@ -51,26 +43,23 @@ def unique_announcement(pinned: Span | None = None, fingerprint: str = "") -> An
     return Announcement(uuid.uuid4().hex, name, 4242, pinned, fingerprint)
 
 
-@contextlib.asynccontextmanager
-async def events_of(discovery: Discovery, worker_id: str) -> AsyncIterator[asyncio.Queue[Event]]:
-    """The events about one worker, with whatever else is on this network left out."""
-    queue: asyncio.Queue[Event] = asyncio.Queue()
-
-    async def pump() -> None:
-        async for event in discovery.events():
-            announcement = event.candidate.announcement
-            if announcement is not None and announcement.worker_id == worker_id:
-                queue.put_nowait(event)
-
-    task = asyncio.create_task(pump())
-    try:
-        yield queue
-    finally:
-        task.cancel()
+async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:4242") -> Candidate:
+    """The candidate that says it is this worker at this address, once it is there."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            for candidate in discovery.candidates():
+                said = candidate.announcement
+                if said and said.worker_id == worker_id and candidate.addresses == (address,):
+                    return candidate
+            await asyncio.sleep(0.02)
 
 
-async def soon(queue: asyncio.Queue[Event]) -> Event:
-    return await asyncio.wait_for(queue.get(), PATIENCE)
+async def gone(discovery: Discovery, candidate: Candidate) -> None:
+    """Once it is not among the candidates any more."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while candidate in discovery.candidates():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.02)
 
 
 # ---- one process, loopback
@@ -79,19 +68,14 @@ async def soon(queue: asyncio.Queue[Event]) -> Event:
 async def test_a_worker_on_loopback_is_found_and_lost() -> None:
     """Found with all it announces while it runs; lost, by its goodbye, soon after it left."""
     announcement = unique_announcement(pinned=Span(0, 32), fingerprint="ab" * 32)
-    async with Discovery() as discovery, events_of(discovery, announcement.worker_id) as events:
+    async with Discovery() as discovery:
         async with announced(announcement, "127.0.0.1"):
-            found = await soon(events)
-            assert isinstance(found, Found)
-            assert found.candidate.addresses == ("127.0.0.1:4242",)
-            said = found.candidate.announcement
+            found = await known(discovery, announcement.worker_id)
+            said = found.announcement
             assert said is not None
             assert (said.name, said.pinned) == (announcement.name, Span(0, 32))
             assert announcement.fingerprint.startswith(said.fingerprint)
-            assert found.candidate in discovery.candidates()
-        lost = await soon(events)
-        assert lost == Lost(found.candidate)
-        assert found.candidate not in discovery.candidates()
+        await gone(discovery, found)
 
 
 async def test_a_worker_that_was_there_first_is_found() -> None:
@@ -99,26 +83,22 @@ async def test_a_worker_that_was_there_first_is_found() -> None:
     announcement = unique_announcement()
     async with announced(announcement, "127.0.0.1"):
         await asyncio.sleep(1.5)
-        async with Discovery() as discovery, events_of(discovery, announcement.worker_id) as events:
-            assert isinstance(await soon(events), Found)
+        async with Discovery() as discovery:
+            assert await known(discovery, announcement.worker_id)
 
 
 async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose network comes up, or changes, after its start is announced again."""
+    """A worker whose network comes up, or changes, after its start is announced again, and known by its new
+    addresses alone."""
     addresses = ["127.0.0.1"]
     monkeypatch.setattr(announce_module, "RESCAN_SECONDS", 0.1)
     monkeypatch.setattr(announce_module, "reachable_addresses", lambda _: list(addresses))
     announcement = unique_announcement()
-    async with (
-        Discovery() as discovery,
-        events_of(discovery, announcement.worker_id) as events,
-        announced(announcement, "0.0.0.0"),
-    ):
-        assert (await soon(events)).candidate.addresses == ("127.0.0.1:4242",)
+    async with Discovery() as discovery, announced(announcement, "0.0.0.0"):
+        first = await known(discovery, announcement.worker_id)
         addresses[:] = ["127.0.0.2"]
-        while (event := await soon(events)).candidate.addresses != ("127.0.0.2:4242",):
-            pass
-        assert isinstance(event, Found | Changed)
+        assert await known(discovery, announcement.worker_id, "127.0.0.2:4242")
+        assert first not in discovery.candidates()
 
 
 async def test_malformed_records_are_passed_over() -> None:
@@ -150,9 +130,9 @@ async def test_malformed_records_are_passed_over() -> None:
             for name, txt in zip(names, nonsense, strict=True)
         ]
         await asyncio.wait_for(asyncio.gather(*registered), PATIENCE)
-        async with Discovery() as discovery, events_of(discovery, good.worker_id) as events:
+        async with Discovery() as discovery:
             async with announced(good, "127.0.0.1"):
-                assert isinstance(await soon(events), Found)
+                assert await known(discovery, good.worker_id)
             assert not {candidate.id for candidate in discovery.candidates()} & set(names)
         gc.collect()  # a task that failed unheard says so when it is collected
         assert failures == []
@@ -168,9 +148,7 @@ async def test_named_workers_are_found_at_once_and_once() -> None:
     named = ["10.9.8.7:1", "mac.local:2", "10.9.8.7:1"]
     async with Discovery(named, mdns=False) as discovery:
         candidates = await collect(discovery, 0.0)
-        first = await asyncio.wait_for(anext(aiter(discovery.events())), PATIENCE)
-    assert [candidate.addresses for candidate in candidates] == [("10.9.8.7:1",), ("mac.local:2",)]
-    assert first == Found(Candidate("10.9.8.7:1", ("10.9.8.7:1",)))
+    assert candidates == [Candidate(name, (name,)) for name in ("10.9.8.7:1", "mac.local:2")]
 
 
 async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
@@ -233,12 +211,8 @@ async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(discovery_module, "AsyncZeroconf", once_refused)
     announcement = unique_announcement()
-    async with (
-        Discovery() as discovery,
-        events_of(discovery, announcement.worker_id) as events,
-        announced(announcement, "127.0.0.1"),
-    ):
-        assert isinstance(await soon(events), Found)
+    async with Discovery() as discovery, announced(announcement, "127.0.0.1"):
+        assert await known(discovery, announcement.worker_id)
     assert len(attempts) == 2
 
 
