@@ -11,6 +11,10 @@ knows how slow this machine is."""
 NEW_SIZE_SECONDS = 2.0
 """For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
 
+COMPILE_SECONDS = 120.0
+"""For the first frame of its very shape, where kernels are compiled from source when they are first needed: MLX on CUDA
+took 11 to 13 s for each, and 58 s for the first frame of a stage."""
+
 SLACK = 4.0
 """Times what frames of the size usually take: other programs, swapping, a hot machine."""
 
@@ -21,14 +25,22 @@ Size = tuple[int, int]
 """Rows and the farthest position, as powers of two: what a pass takes follows from these."""
 
 
-class Allowance:
-    """Learns what frames take, by size."""
+Shape = tuple[int, int, int, int]
+"""Rows, sequences, most drafts, and the farthest position as a power of two: kernels are chosen by these."""
 
-    def __init__(self) -> None:
+
+class Allowance:
+    """Learns what frames take, by size. `compiles` says that this backend compiles kernels from source on the way."""
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._compiles = compiles
         self._usual: dict[Size, float] = {}
+        self._compiled: set[Shape] = set()
 
     def seconds(self, frame: Frame) -> float:
         """How long this frame may take."""
+        if self._compiles and _shape(frame) not in self._compiled:
+            return COMPILE_SECONDS
         if not self._usual:
             return FIRST_SECONDS
         size = _size(frame)
@@ -46,6 +58,9 @@ class Allowance:
 
     def observe(self, frame: Frame, seconds: float) -> None:
         """A frame took so long."""
+        if self._compiles and _shape(frame) not in self._compiled:
+            self._compiled.add(_shape(frame))
+            return  # what compiling took says nothing of the next
         size = _size(frame)
         usual = self._usual.get(size, seconds)
         self._usual[size] = usual + SMOOTHING * (seconds - usual)
@@ -54,3 +69,9 @@ class Allowance:
 def _size(frame: Frame) -> Size:
     end = max((s.position + s.width for s in frame.segments), default=0)
     return frame.rows.bit_length(), end.bit_length()
+
+
+def _shape(frame: Frame) -> Shape:
+    _, end = _size(frame)
+    drafts = max((s.drafts for s in frame.segments), default=0)
+    return frame.rows, len(frame.segments), drafts, end

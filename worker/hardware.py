@@ -28,6 +28,12 @@ def backend() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
+def compiles_kernels() -> bool:
+    """Whether MLX compiles kernels from source here when they are first needed, for seconds each. On Metal most come
+    compiled, and the others take a moment."""
+    return backend() == "cuda"
+
+
 def default_memory_limit() -> int:
     """Bytes a worker may use: what Metal recommends for the GPU, else a share of the machine's memory."""
     if backend() == "metal":

@@ -21,7 +21,7 @@ from coordinator.discovery import Candidate, Discovery
 from coordinator.model_costs import REFERENCE_BANDWIDTH
 from coordinator.worker_client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, WorkerLostError
+from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.span import Span
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Membership:
         """Workers that are watched and have not shown yet that they compute."""
         self._asked: dict[str, float] = {}
         """When each candidate was last asked who it is."""
+        self._unmet: dict[str, type[ClusterError]] = {}
+        """Why an address was no worker when it was last asked."""
         self._discovery = Discovery(options.addresses, mdns=options.mdns)
         self._background = Background()
 
@@ -112,10 +114,10 @@ class Membership:
             try:
                 info = await client.describe(self.model.ref)
             except ClusterError as error:
-                log.debug("no worker", extra={"address": address, "error": str(error)})
                 await client.close()
-                self._forget_refused(address)
+                self._miss(candidate, address, error)
                 continue
+            self._unmet.pop(address, None)
             said = candidate.announcement
             if said is None or said.worker_id == info.worker_id:
                 await self._welcome(address, client, info)
@@ -123,10 +125,19 @@ class Membership:
             await client.close()
         self._asked[candidate.id] = self._clock()
 
-    def _forget_refused(self, address: str) -> None:
-        """Whoever was turned away and does not answer any more is gone, unless it is remembered for its losses."""
+    def _miss(self, candidate: Candidate, address: str, error: ClusterError) -> None:
+        """Nobody answers there who could serve. Said once, until the reason is another; not where that is usual: mDNS
+        goes on for a while about who has left, and names addresses that only others reach."""
         member = self._view().members.get(address)
+        if self._unmet.get(address) is not type(error):
+            self._unmet[address] = type(error)
+            silent = isinstance(error, WorkerLostError | DeadlineError)
+            usual = silent and (candidate.announcement is not None or member is not None)
+            level = logging.DEBUG if usual else logging.WARNING
+            hint = "; is mtp-worker running there?" if silent else ""
+            log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
         if member is not None and member.state is MemberState.REFUSED and not member.losses:
+            # It was turned away and is gone; one with losses is remembered for them.
             self._happened(Left(address))
 
     async def _welcome(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
@@ -174,7 +185,7 @@ class Membership:
     def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
         stall = pulse.engine_stall_ms / 1000
         if stall > NOTICE_SHARE * self.options.failure_timeout:
-            self._lost(address, WorkerLostError(f"its engine has been stuck for {stall:.1f} s"))
+            self._lost(address, WorkerLostError("its engine is stuck"))
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})

@@ -145,30 +145,33 @@ def _state(address: str) -> pb.WorkerState.ValueType:
 
 
 def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
-    """One with another checkpoint and one of another release are refused by name, each with its reason; without
-    anyone to serve with the coordinator serves alone."""
+    """One with another checkpoint, one of another release and one that is not there are each told once, with the
+    reason; without anyone to serve with the coordinator serves alone."""
     with (
         stub_worker("other-model", fingerprint="0" * 64) as one,
         stub_worker("other-release", version=VERSION + 1) as two,
-        ending(
-            launch_coordinator(
-                tmp_path,
-                *("--model", str(toy), "--wait", "2", "--worker", one, "--worker", two),
-                *("--log-level", "debug"),
-            )
-        ) as process,
+        socket.socket() as deaf,
     ):
-        coordinator = as_coordinator(process)
-        assert coordinator.records("serving alone")
-        refused = coordinator.wait_for("worker refused")
-        assert refused["address"] == one
-        assert "another checkpoint" in refused["reason"]
-        no_worker = coordinator.wait_for("no worker")
-        assert no_worker["address"] == two
-        assert f"version {VERSION + 1}" in no_worker["error"]
-        assert len(coordinator.records("worker refused")) == 1
-        nodes = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
-        assert {node["health"] for node in nodes if node["address"] == one} == {"refused"}
+        deaf.bind(("127.0.0.1", 0))  # and does not listen
+        three = f"127.0.0.1:{deaf.getsockname()[1]}"
+        named = [flag for address in (one, two, three) for flag in ("--worker", address)]
+        launched = launch_coordinator(tmp_path, "--model", str(toy), "--wait", "4", *named)
+        with ending(launched) as process:
+            coordinator = as_coordinator(process)
+            assert coordinator.records("serving alone")
+            refused = coordinator.wait_for("worker refused")
+            assert refused["address"] == one
+            assert "another checkpoint" in refused["reason"]
+            coordinator.wait_for("no worker", count=2)
+            said = {
+                record["address"]: record["error"] for record in coordinator.records("no worker")
+            }
+            assert f"version {VERSION + 1}" in said[two]
+            assert "is mtp-worker running there?" in said[three]
+            assert len(coordinator.records("worker refused")) == 1
+            assert len(coordinator.records("no worker")) == 2
+            nodes = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
+            assert {node["health"] for node in nodes if node["address"] == one} == {"refused"}
 
 
 def test_a_model_no_machine_here_can_hold(tmp_path: Path) -> None:
