@@ -28,7 +28,7 @@ from proto.frame import Frame
 from proto.span import Span
 from worker.allowance import Allowance
 from worker.engine import StageEngine
-from worker.hardware import compiles_kernels, default_memory_limit
+from worker.hardware import compile_seconds, default_memory_limit
 from worker.loading import part_seconds
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -115,7 +115,7 @@ class LocalPipeline:
         self.capacity = model.capacity()
         self.thread = EngineThread()
         self._model = model
-        self._allowance = Allowance(compiles=compiles_kernels())
+        self._allowance = Allowance(compile_seconds())
         self._engines: list[StageEngine] = []
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._watchdog: asyncio.Task[ClusterError] | None = None

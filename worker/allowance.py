@@ -11,10 +11,6 @@ knows how slow this machine is."""
 NEW_SIZE_SECONDS = 2.0
 """For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
 
-COMPILE_SECONDS = 120.0
-"""For the first frame of its very shape, where kernels are compiled from source when they are first needed: MLX on CUDA
-took 11 to 13 s for each, and 58 s for the first frame of a stage."""
-
 SLACK = 4.0
 """Times what frames of the size usually take: other programs, swapping, a hot machine."""
 
@@ -25,22 +21,18 @@ Size = tuple[int, int]
 """Rows and the farthest position, as powers of two: what a pass takes follows from these."""
 
 
-Shape = tuple[int, int, int, int]
-"""Rows, sequences, most drafts, and the farthest position as a power of two: kernels are chosen by these."""
-
-
 class Allowance:
-    """Learns what frames take, by size. `compiles` says that this backend compiles kernels from source on the way."""
+    """Learns what frames take, by size. Any may take `least` seconds, whatever is learned."""
 
-    def __init__(self, *, compiles: bool = False) -> None:
-        self._compiles = compiles
+    def __init__(self, least: float = 0.0) -> None:
+        self._least = least
         self._usual: dict[Size, float] = {}
-        self._compiled: set[Shape] = set()
 
     def seconds(self, frame: Frame) -> float:
         """How long this frame may take."""
-        if self._compiles and _shape(frame) not in self._compiled:
-            return COMPILE_SECONDS
+        return max(self._least, self._learned(frame))
+
+    def _learned(self, frame: Frame) -> float:
         if not self._usual:
             return FIRST_SECONDS
         size = _size(frame)
@@ -58,9 +50,6 @@ class Allowance:
 
     def observe(self, frame: Frame, seconds: float) -> None:
         """A frame took so long."""
-        if self._compiles and _shape(frame) not in self._compiled:
-            self._compiled.add(_shape(frame))
-            return  # what compiling took says nothing of the next
         size = _size(frame)
         usual = self._usual.get(size, seconds)
         self._usual[size] = usual + SMOOTHING * (seconds - usual)
@@ -69,9 +58,3 @@ class Allowance:
 def _size(frame: Frame) -> Size:
     end = max((s.position + s.width for s in frame.segments), default=0)
     return frame.rows.bit_length(), end.bit_length()
-
-
-def _shape(frame: Frame) -> Shape:
-    _, end = _size(frame)
-    drafts = max((s.drafts for s in frame.segments), default=0)
-    return frame.rows, len(frame.segments), drafts, end

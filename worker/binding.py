@@ -26,7 +26,7 @@ from proto.frame import Frame, decode, encode
 from proto.signal import Cancel, Rollback, Signal
 from worker.allowance import Allowance
 from worker.engine import StageEngine
-from worker.hardware import compiles_kernels
+from worker.hardware import compile_seconds
 from worker.link import Link
 from worker.thread import EngineThread
 
@@ -66,7 +66,7 @@ class Machinery:
     """What a worker has one of, and every plan uses in its turn."""
 
     thread: EngineThread = field(default_factory=EngineThread)
-    allowance: Allowance = field(default_factory=lambda: Allowance(compiles=compiles_kernels()))
+    allowance: Allowance = field(default_factory=lambda: Allowance(compile_seconds()))
     traffic: Traffic = field(default_factory=Traffic)
 
 

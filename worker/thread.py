@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from worker.hardware import compile_seconds
+
 T = TypeVar("T")
 Work = Callable[[], None]
 
@@ -31,6 +33,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._usual = max(USUAL_SECONDS, compile_seconds())
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._urgent: deque[Work] = deque()
         self._working_since: float | None = None
@@ -107,7 +110,7 @@ class EngineThread:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             started = self._working_since = time.monotonic()
-            self.expect(USUAL_SECONDS)
+            self.expect(self._usual)
             while self._urgent:
                 self._urgent.popleft()()
             work()
