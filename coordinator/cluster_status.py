@@ -122,7 +122,9 @@ def _detail(member: Member, now: float) -> str:
     """Why a worker is not used, for people."""
     if member.held_until > now:
         return f"held back {member.held_until - now:.0f} s after {member.losses} losses"
-    return member.reason if member.state in (MemberState.LOST, MemberState.REFUSED) else ""
+    if member.state not in (MemberState.LOST, MemberState.REFUSED):
+        return ""
+    return member.reason.removeprefix(f"{member.address} is lost: ")  # which the row says already
 
 
 def _prefill(sequence: Sequence) -> PrefillStatus:
