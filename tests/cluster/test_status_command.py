@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 
@@ -28,12 +27,12 @@ def url() -> Iterator[str]:
         yield url
 
 
-def run(*arguments: str) -> Result:
+def run(*arguments: str, columns: int = 120) -> Result:
+    """On a terminal so wide."""
     app = typer.Typer(add_completion=False)
     app.command("status")(command.status)
-    return CliRunner(env={"COLUMNS": os.environ.get("COLUMNS", "120"), "MTP_API_KEY": ""}).invoke(
-        app, arguments
-    )
+    env = {"COLUMNS": str(columns), "MTP_API_KEY": ""}
+    return CliRunner(env=env).invoke(app, arguments)
 
 
 def test_once_shows_the_cluster(url: str) -> None:
@@ -66,8 +65,7 @@ def test_a_narrow_terminal_shows_names_and_addresses_whole(monkeypatch: pytest.M
     )
     body = TypeAdapter(ClusterStatus).dump_json(ClusterStatus(True, "m", nodes=(node,)))
     monkeypatch.setattr(command, "fetch", lambda url, key: body)
-    monkeypatch.setenv("COLUMNS", "80")
-    done = run("--once")
+    done = run("--once", columns=80)
     assert "192.168.100.123:50123" in done.output
     assert "…" not in done.output
 
