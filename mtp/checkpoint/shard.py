@@ -88,7 +88,10 @@ class ShardWriter:
 
     def missing_bytes(self) -> int:
         """About how much is still to be written, by the part file there is."""
-        there = self._part.stat().st_size - len(self._header) if self._part.exists() else 0
+        try:
+            there = self._part.stat().st_size - len(self._header)
+        except FileNotFoundError:  # or it has been finished this moment
+            there = 0
         return self.nbytes - max(0, min(there, self.nbytes))
 
     def tensors(self) -> dict[str, TensorInfo]:
@@ -167,6 +170,10 @@ class ShardWriter:
         os.ftruncate(self._file, len(self._header) + written)
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
+
+    def discard(self) -> None:
+        """Leave no part file behind: another writer has finished the file since it was looked for."""
+        self._part.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -429,6 +429,27 @@ def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) 
         thread.join(100)
     assert sum(received) == span_bytes(checkpoint, Span(0, 8))
     assert_loads(Coordinator(checkpoint, share=True), Span(0, 8))
+
+
+def test_a_part_that_another_finishes_this_moment(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for it and the lock: it is not fetched again, and nothing of a second try stays behind."""
+    checkpoint = Checkpoint.open(checkpoints())
+    assert Coordinator(checkpoint, share=True).give(Span(0, 8)) > 0
+    looks: Counter[Path] = Counter()
+    is_finished = ShardWriter.is_finished
+
+    def late(writer: ShardWriter) -> bool:
+        """What it would have said a moment ago, twice."""
+        looks[writer.path] += 1
+        return looks[writer.path] > 2 and is_finished(writer)
+
+    monkeypatch.setattr(ShardWriter, "is_finished", late)
+    monkeypatch.setattr(Path, "exists", lambda path, **_: True)  # as it still was
+    assert Coordinator(checkpoint, share=True).give(Span(0, 8)) == 0
+    assert looks
+    assert not [file for path in looks for file in path.parent.glob("*.part")]
 
 
 def test_it_stops_when_nobody_waits(checkpoints: Checkpoints) -> None:

@@ -190,7 +190,10 @@ class _Filling:
             while not writer.is_finished():
                 try:
                     with writer:
-                        self._part(writer, tensors)
+                        if writer.is_finished():  # by another worker, just before we had its lock
+                            writer.discard()
+                        else:
+                            self._part(writer, tensors)
                 except BusyFileError:  # another worker of this machine fetches it: it is for both
                     self._tell_progress()
                     self._check_stop(BUSY_SECONDS)
