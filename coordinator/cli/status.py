@@ -98,7 +98,8 @@ def _facts(cluster: ClusterStatus) -> Table:
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
         table.add_row("prefill", f"{escape(prompt.request_id)} {prompt.done}/{prompt.total}")
-    if idle := [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]:
+    idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
+    if idle and cluster.ready:  # else a plan is looked for already
         names = escape(", ".join(idle))
         table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
     return table

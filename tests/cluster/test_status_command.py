@@ -71,15 +71,23 @@ def test_a_narrow_terminal_shows_names_and_addresses_whole(monkeypatch: pytest.M
 
 
 def test_an_idle_worker_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One held back is idle for a reason that it says itself."""
+    """One held back is idle for a reason that it says itself; while nothing serves, a plan is looked for anyway."""
     nodes = (
         NodeStatus("spare", "10.0.0.3:7000"),
         NodeStatus("flapping", "10.0.0.4:7000", detail="held back 9 s after 3 losses"),
         NodeStatus("busy", "10.0.0.5:7000", "0-3", "ready"),
     )
-    body = TypeAdapter(ClusterStatus).dump_json(ClusterStatus(True, "m", nodes=nodes))
-    monkeypatch.setattr(command, "fetch", lambda url, key: body)
+    ready = True
+    monkeypatch.setattr(
+        command,
+        "fetch",
+        lambda url, key: TypeAdapter(ClusterStatus).dump_json(
+            ClusterStatus(ready, "m", nodes=nodes)
+        ),
+    )
     advice = [line for line in run("--once").output.splitlines() if "mtp-coord replan" in line]
+    ready = False
+    assert "mtp-coord replan" not in run("--once").output
     assert len(advice) == 1
     assert "spare" in advice[0]
     assert "flapping" not in advice[0]
