@@ -42,8 +42,8 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 	$(BIN)/mtp-coord demo
 
 test: $(VENV)/.dev ## the tests, without the slow ones
-	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/unit tests/parity
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster
+	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/repository tests/unit tests/parity
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster tests/chaos
 
 test-slow: $(VENV)/.dev ## the slow ones
 	$(PYTEST) -m slow

@@ -1,1 +1,1 @@
-"""Finds the workers, splits the layers, schedules requests over the pipeline, and serves them over HTTP."""
+"""The process that clients talk to: an HTTP server that plans, schedules and drives a pipeline of workers."""

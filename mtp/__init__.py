@@ -1,1 +1,1 @@
-"""Mathematics only: checkpoint names, the MTP head, drafting, sampling, acceptance. MLX, no network."""
+"""The model's mathematics beside its layers: sampling, the MTP head, draft depth; and checkpoints."""

@@ -1,1 +1,1 @@
-"""What two processes must agree on: words, errors, frames, control messages. No MLX, no I/O."""
+"""The wire format: frames, operations, control messages, errors. The modules of this folder do no I/O."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from proto.logs import OURS
-from tests.checkpoints import write_checkpoint
+from proto.terminal.logs import OURS
+from tests.support.checkpoints.checkpoints import write_checkpoint
 
 Checkpoints = Callable[..., Path]
 

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from proto import console
-from proto.listen import check_exposure, parse_address
-from proto.logs import LogFormat, LogLevel, configure
-from proto.size import parse_size
 from proto.span import Span
-from worker.options import DEFAULT_PORT, WorkerOptions
+from proto.terminal import console
+from proto.terminal.listen import check_exposure, parse_address
+from proto.terminal.logs import LogFormat, LogLevel, configure
+from proto.terminal.size import parse_size
+from worker.node.options import DEFAULT_PORT, WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ def worker(
     host, port = parse_address("--listen", listen, DEFAULT_PORT)
     check_exposure("--listen", host, insecure=insecure)
     # What follows imports MLX, which --help and a wrong flag need not wait for.
-    from mtp.checkpoint.resolve import find_model
-    from worker.hardware import default_memory_limit
-    from worker.run import run
+    from mtp.checkpoint.hub.resolve import find_model
+    from worker.engine.hardware import default_memory_limit
+    from worker.node.process import run
 
     own = find_model(model) if model is not None else None
     if model is not None and own is None:

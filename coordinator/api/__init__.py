@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's chat and text completions, and what operators ask of a server."""
+"""The HTTP API: request bodies in, JSON answers and server-sent events out."""

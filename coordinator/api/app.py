@@ -10,11 +10,11 @@ from starlette.middleware.cors import CORSMiddleware
 from coordinator.api import chat, completions, errors, health, models
 from coordinator.api.body import require_key
 from coordinator.api.context import Api, ApiOptions
-from coordinator.metrics import Metrics
-from coordinator.model_info import ModelInfo
-from coordinator.request import Generator
-from coordinator.status import StatusSource
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.request import Generator
+from coordinator.status.cluster_status import StatusSource
+from coordinator.status.metrics import Metrics
+from coordinator.text.model_info import ModelInfo
+from coordinator.text.tokenizer import Tokenizer
 
 
 def create_app(

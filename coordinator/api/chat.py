@@ -12,19 +12,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.api.answer import Answer, new_id
 from coordinator.api.body import read_body
 from coordinator.api.choice import Choice
 from coordinator.api.context import Api
 from coordinator.api.delivery import serve
+from coordinator.api.http_answer import Answer, new_id
 from coordinator.api.logprobs import chat_logprobs
 from coordinator.api.parameters import check_model, requests_of, stops_of
 from coordinator.api.schemas import ChatBody, Message
-from coordinator.chat import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
-from coordinator.model_info import Json
-from coordinator.request import GenerationRequest
-from coordinator.text import Piece
-from coordinator.tokenizer import ChatPrompt, Tokenizer
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
+from coordinator.text.detokenizer import Piece
+from coordinator.text.model_info import Json
+from coordinator.text.tokenizer import ChatPrompt, Tokenizer
 from proto.errors import RequestError
 from proto.frame import TokenLogprob
 

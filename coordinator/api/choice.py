@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import abc
 
-from coordinator.model_info import Json
-from coordinator.request import (
+from coordinator.generation.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
     PrefillProgress,
     TokenChunk,
 )
-from coordinator.text import Piece, TextStream
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.detokenizer import Piece, TextStream
+from coordinator.text.model_info import Json
+from coordinator.text.tokenizer import Tokenizer
 from proto.errors import WorkerLostError
 from proto.frame import TokenLogprob
 

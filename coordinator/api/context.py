@@ -8,11 +8,11 @@ from typing import cast
 
 from starlette.requests import Request
 
-from coordinator.metrics import Metrics
-from coordinator.model_info import ModelInfo
-from coordinator.request import Generator
-from coordinator.status import StatusSource
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.request import Generator
+from coordinator.status.cluster_status import StatusSource
+from coordinator.status.metrics import Metrics
+from coordinator.text.model_info import ModelInfo
+from coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.answer import Answer
 from coordinator.api.context import Api, api_of
 from coordinator.api.errors import error_body
+from coordinator.api.http_answer import Answer
 from coordinator.api.merge import Merge
-from coordinator.metrics import RequestMeter
-from coordinator.model_info import Json
-from coordinator.request import GenerationEvent, PrefillProgress
+from coordinator.generation.request import GenerationEvent, PrefillProgress
+from coordinator.status.metrics import RequestMeter
+from coordinator.text.model_info import Json
 from proto.errors import ClusterError, RequestError
 
 log = logging.getLogger(__name__)

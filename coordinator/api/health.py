@@ -34,7 +34,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """The whole cluster, as `coordinator.status` describes it."""
+    """The whole cluster, as `coordinator.status.cluster_status` describes it."""
     return JSONResponse(asdict(api_of(request).status.status()))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.model_info import Json
-from coordinator.text import Piece
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.detokenizer import Piece
+from coordinator.text.model_info import Json
+from coordinator.text.tokenizer import Tokenizer
 from proto.frame import TokenLogprob
 
 LOWEST = -9999.0

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from coordinator.request import Finished, GenerationEvent, GenerationRequest, Generator
+from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest, Generator
 from proto.errors import ClusterError
 
 _running: set[asyncio.Task[None]] = set()

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import api_of
 from coordinator.api.parameters import check_model
-from coordinator.model_info import Json, ModelInfo
+from coordinator.text.model_info import Json, ModelInfo
 
 router = APIRouter()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from coordinator.api.context import Api
 from coordinator.api.errors import ContextLengthError, UnknownModelError
 from coordinator.api.schemas import MAX_CHOICES, GenerationBody
-from coordinator.model_info import Json
-from coordinator.request import GenerationRequest
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.model_info import Json
 from proto.errors import RequestError
 from proto.params import SamplingParams
 

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from coordinator.model_info import Json
+from coordinator.text.model_info import Json
 
 MAX_CHOICES = 128
 """Most answers one HTTP request may ask for; OpenAI's limit on `n`."""

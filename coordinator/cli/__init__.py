@@ -1,6 +1,6 @@
 """`mtp-coord`: one file a command, and this one, which joins them.
 
-A command is a file of this package with one function of the same name, whose signature typer reads. The
+A command NAME is the function `NAME` in `NAME_command.py`, whose signature typer reads. The
 file is imported when its command is called, not before, so `mtp-coord --help` answers at once and a command
 is free to import what it needs at the top of its file. To add one: write the file, and its line in COMMANDS.
 """
@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from proto import console
+from proto.terminal import console
 
 PROGRAM = "mtp-coord"
 
@@ -35,7 +35,7 @@ COMMANDS: dict[str, str] = {
 def load_command(name: str) -> TyperCommand:
     """The command `name` as its own file defines it; imports that file."""
     function = name.replace("-", "_")
-    module = import_module(f"{__name__}.{function}")
+    module = import_module(f"{__name__}.{function}_command")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name)(getattr(module, function))
     command = get_command(alone)

@@ -1,1 +1,1 @@
-"""Which workers there are, and which plan they serve: pure state and decisions, effects at the edge."""
+"""Membership, health and the choice of a plan: pure state and decisions, with effects in the manager."""

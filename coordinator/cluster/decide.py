@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase, View
-from coordinator.plan import Plan
+from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]

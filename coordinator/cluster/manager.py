@@ -28,13 +28,13 @@ from coordinator.cluster.events import (
 )
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
 from coordinator.cluster.served import ServedModel
-from coordinator.cluster.start import LoadState, PlanStart, StartError
 from coordinator.cluster.view import Phase, View
-from coordinator.pipeline import Pipeline
-from coordinator.plan import Plan
-from coordinator.remote import RemotePipeline
-from coordinator.worker_client import WorkerClient
+from coordinator.pipeline.base import Pipeline
+from coordinator.pipeline.remote import RemotePipeline
+from coordinator.planning.plan import Plan
+from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 
@@ -48,7 +48,7 @@ CLOSE_SECONDS = 5.0
 
 
 class ClusterManager:
-    """Implements `coordinator.pipeline.PipelineSource` over workers, with this process as a last resort.
+    """Implements `coordinator.pipeline.base.PipelineSource` over workers, with this process as a last resort.
 
     `alone(epoch)` makes the pipeline of this process.
     """

@@ -17,9 +17,9 @@ from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import View
-from coordinator.discovery import Candidate, Discovery
-from coordinator.model_costs import REFERENCE_BANDWIDTH
-from coordinator.worker_client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
+from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
+from coordinator.workers.client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
+from coordinator.workers.discovery import Candidate, Discovery
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.span import Span

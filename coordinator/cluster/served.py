@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.budget import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
 from coordinator.cluster.member import Member
-from coordinator.model_costs import model_costs
-from coordinator.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
-from coordinator.weights import WeightProvider
-from mtp.checkpoint.checkpoint import Checkpoint
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
+from coordinator.planning.model_costs import model_costs
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from coordinator.workers.weight_provider import WeightProvider
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 
 SMALLEST_CONTEXT = 4096

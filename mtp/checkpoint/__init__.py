@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtp.checkpoint.checkpoint import Checkpoint, MtpStatus
-from mtp.checkpoint.config import LayerKind, ModelConfig
-from mtp.checkpoint.header import TensorInfo
+from mtp.checkpoint.format.checkpoint import Checkpoint, MtpStatus
+from mtp.checkpoint.format.config import LayerKind, ModelConfig
+from mtp.checkpoint.format.header import TensorInfo
 
 __all__ = ["Checkpoint", "LayerKind", "ModelConfig", "MtpStatus", "TensorInfo"]

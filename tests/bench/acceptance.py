@@ -16,15 +16,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from coordinator.request import GenerationRequest
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import Acceptance, SamplingParams
 from tests.bench.coupling import DISTANCES, Floats, Rates, of_model, rates, simulated
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
 from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
-from tests.local_run import Answered, run
+from tests.support.stages.local_run import Answered, run
 
 DEPTH = 4
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)

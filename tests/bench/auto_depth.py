@@ -24,18 +24,18 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from coordinator.generation import GenerationLoop
-from coordinator.request import GenerationRequest
-from coordinator.session import local_generator
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.loop import GenerationLoop
+from coordinator.generation.request import GenerationRequest
+from coordinator.local_engine.generator import local_generator
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.controller import Controller, MtpMode
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.depth.controller import Controller, MtpMode
 from proto.params import SamplingParams
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
 from tests.bench.texts import held_out_prompts
-from tests.local_run import answer
+from tests.support.stages.local_run import answer
 
 MODES = ("off", "1", "2", "3", "4", "auto")
 FIXED = MODES[:-1]

@@ -19,24 +19,24 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.weights import WeightProvider
-from coordinator.worker_client import WorkerClient
-from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.convert.graft import plan_graft
+from coordinator.workers.client import WorkerClient
+from coordinator.workers.weight_provider import WeightProvider
+from mtp.checkpoint.convert.add_head import plan_graft
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.remote_head import RemoteHead
 from proto import cluster_pb2 as pb
-from proto.size import format_size
 from proto.span import Span
-from tests import converting
+from proto.terminal.size import format_size
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
-from tests.checkpoints import write_checkpoint
-from tests.hub import Hub
-from worker.fetch.head import RemoteHead
-from worker.fetch.remote import open_model
-from worker.identity import Identity
-from worker.local_model import LocalModels
-from worker.node import WorkerNode
-from worker.service import make_server
+from tests.support.checkpoints import converting
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.hub import Hub
+from worker.node.identity import Identity
+from worker.node.local_models import LocalModels
+from worker.node.node import WorkerNode
+from worker.node.service import make_server
 
 REPO = "someone/some-model"
 ME = pb.Coordinator(id="bench", name="bench")

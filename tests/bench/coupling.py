@@ -24,12 +24,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.tokenizer import Tokenizer
-from mtp.filters import filtered
+from coordinator.text.tokenizer import Tokenizer
+from mtp.sampling.filters import filtered
 from proto.params import SamplingParams
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
-from tests.chain import Chain, Script
+from tests.support.stages.chain import Chain, Script
 
 Floats = npt.NDArray[np.float64]
 

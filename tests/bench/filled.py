@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
-from tests.simulation import Timing, run_virtually, stream_seconds
+from tests.support.protocol.simulation import Timing, run_virtually, stream_seconds
 
 MODES = ("1", "2", "3", "4", "filled", "auto")
 TOKENS = 600

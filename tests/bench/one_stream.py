@@ -15,7 +15,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.bench.machine import about
 from tests.bench.report import bars, publish

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints.checkpoints import write_checkpoint
 
 VOCAB = 4096
 """The built-in model's: its tokenizer serves."""

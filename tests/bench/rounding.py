@@ -19,15 +19,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.request import GenerationRequest
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import SamplingParams
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
 from tests.bench.texts import held_out_prompts
-from tests.checkpoints import convert_checkpoint
-from tests.local_run import run
+from tests.support.checkpoints.checkpoints import convert_checkpoint
+from tests.support.stages.local_run import run
 
 DEPTHS = ("1", "2", "3")
 SETTINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95))

@@ -17,7 +17,13 @@ from typing import Any
 
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
-from tests.simulation import Timing, decode_rate, longest_gap, prefill_seconds, run_virtually
+from tests.support.protocol.simulation import (
+    Timing,
+    decode_rate,
+    longest_gap,
+    prefill_seconds,
+    run_virtually,
+)
 
 CHUNKS = 16
 STREAMS, PREFILL, GAP = 0.9, 0.9, 2.0

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from tests.bench import stock
 from tests.bench.machine import about
 from tests.bench.random_model import prompt_of, write_random_model
 from tests.bench.report import bars, publish
 from tests.bench.streams import ask, throughput
-from tests.cluster.processes import as_worker, ending, launch_worker, serving
+from tests.support.processes.processes import as_worker, ending, launch_worker, serving
 
 CORES = (0, 1)
 PORTS = range(18300, 18330)

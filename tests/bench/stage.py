@@ -20,14 +20,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.attention import KVFormat
-from mtp.checkpoint.config import ModelConfig
-from mtp.checkpoint.parts import part_module
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.parts import part_module
+from mtp.head.attention import KVFormat
 from proto.frame import Admit, Segment
 from proto.span import Span
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
-from tests.checkpoints import config_of
+from tests.support.checkpoints.checkpoints import config_of
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
 

@@ -7,8 +7,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.tokenizer import Tokenizer
-from mtp.builtin.corpus import HELD_OUT
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin.training.corpus import HELD_OUT
 
 PROMPT_TOKENS = 128
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import write_checkpoint
-from tests.cluster.processes import Worker, as_worker, ending, launch_worker
-from tests.tiny_tokenizer import write_tokenizer
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
+from tests.support.processes.processes import Worker, as_worker, ending, launch_worker
 
 Pool = Callable[[int], list[str]]
 

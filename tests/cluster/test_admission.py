@@ -13,17 +13,17 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from coordinator.prefix_cache import BLOCK, SMALLEST_ENTRY
-from coordinator.request import GenerationRequest
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.prefix_cache import BLOCK, SMALLEST_ENTRY
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.params import SamplingParams
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import Coordinator, running_cluster, serving
-from tests.local_run import run
-from tests.prompts import PROMPTS
+from tests.support.processes.processes import Coordinator, running_cluster, serving
+from tests.support.stages.local_run import run
+from tests.support.text.prompts import PROMPTS
 
 Body = dict[str, Any]
 

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import WITHOUT_TORCH, serving
+from tests.support.processes.processes import WITHOUT_TORCH, serving
 
 TOKENS = 48
 PROMPT = "class Queue:\n    def __init__(self, size):\n        self.items = []\n\n    def put(self, item):\n"

@@ -22,9 +22,9 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli import PROGRAM, app
-from coordinator.cli.demo import _chat
-from proto import console
-from tests.cluster.processes import WITHOUT_TORCH
+from coordinator.cli.demo_command import _chat
+from proto.terminal import console
+from tests.support.processes.processes import WITHOUT_TORCH
 
 DEMO_SECONDS = 180.0
 """Five processes import MLX: ten seconds on two idle cores, and minutes where others work."""
@@ -192,8 +192,8 @@ def test_a_chat_shows_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         for delta in said.get(body["messages"][-1]["content"], ()):
             yield {"choices": [{"delta": delta}]}
 
-    monkeypatch.setattr("coordinator.cli.demo._events", events)
-    monkeypatch.setattr("coordinator.cli.demo._ask", lambda console: next(questions))
+    monkeypatch.setattr("coordinator.cli.demo_command._events", events)
+    monkeypatch.setattr("coordinator.cli.demo_command._ask", lambda console: next(questions))
     shown = Console(
         file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False
     )

@@ -21,18 +21,18 @@ from typing import Any
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from coordinator import discovery as discovery_module
-from coordinator.discovery import Candidate, Discovery, collect
+from coordinator.workers import discovery as discovery_module
+from coordinator.workers.discovery import Candidate, Discovery, collect
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import UsageError
 from proto.span import Span
-from tests.cluster.mdns_peer import PORT
-from tests.cluster.processes import ending, launch
-from worker import announce as announce_module
-from worker.announce import announced
+from tests.support.processes.mdns_peer import PORT
+from tests.support.processes.processes import ending, launch
+from worker.node import announce as announce_module
+from worker.node.announce import announced
 
-PEER = Path(__file__).with_name("mdns_peer.py")
 ROOT = Path(__file__).parents[2]
+PEER = ROOT / "tests" / "support" / "processes" / "mdns_peer.py"
 PATIENCE = 60.0
 """Seconds for news to arrive: announcing takes about one, and a shared machine may be slow."""
 

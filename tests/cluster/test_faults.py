@@ -23,14 +23,21 @@ from coordinator.cluster.events import Event
 from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.view import Phase, Settings, View
-from coordinator.request import GenerationRequest
-from coordinator.worker_client import WorkerClient
+from coordinator.generation.request import GenerationRequest
+from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
-from tests.checkpoints import write_checkpoint
-from tests.cluster.head import DEADLINE, TIMEOUT, Head, Told, requests, running_head
-from tests.cluster.processes import as_worker, serving
-from tests.cluster.team import Team, running_team
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.processes.head_checkpoint import (
+    DEADLINE,
+    TIMEOUT,
+    Head,
+    Told,
+    requests,
+    running_head,
+)
+from tests.support.processes.processes import as_worker, serving
+from tests.support.processes.team import Team, running_team
 
 pytestmark = pytest.mark.chaos
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.answer import Answer
 from coordinator.cli import PROGRAM, app
-from coordinator.request import Finished, GenerationStats
-from coordinator.tokenizer import Tokenizer
+from coordinator.cli.printed_answer import Answer
+from coordinator.generation.request import Finished, GenerationStats
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from proto import console
 from proto.errors import WorkerLostError
-from tests.checkpoints import write_checkpoint
-from tests.tiny_tokenizer import write_tokenizer
+from proto.terminal import console
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
 PROMPT = "Hello world, how are you?"
 PROCESS = [sys.executable, "-c", "from coordinator.cli import main; main()", "generate"]

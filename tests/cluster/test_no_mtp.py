@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.request import GenerationRequest
-from mtp.checkpoint.checkpoint import Checkpoint
+from coordinator.generation.request import GenerationRequest
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
-from tests.cluster.head import running_head
 from tests.conftest import Checkpoints
-from worker.identity import Identity
-from worker.local_model import LocalModels
-from worker.node import WorkerNode
-from worker.service import make_server
+from tests.support.processes.head_checkpoint import running_head
+from worker.node.identity import Identity
+from worker.node.local_models import LocalModels
+from worker.node.node import WorkerNode
+from worker.node.service import make_server
 
 
 @asynccontextmanager

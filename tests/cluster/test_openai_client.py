@@ -13,9 +13,9 @@ import pytest
 
 from coordinator.api.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
-from tests.api_client import ApiClient, tiny_tokenizer
-from tests.api_server import serving
-from tests.fake_generator import FakeGenerator
+from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.api_server import serving
+from tests.support.api.fake_generator import FakeGenerator
 
 KEY = "secret-key"
 USER: Any = [{"role": "user", "content": "Hi"}]

@@ -18,18 +18,19 @@ import httpx
 import psutil
 import pytest
 
-from coordinator.worker_client import WorkerClient
-from mtp.checkpoint.checkpoint import Checkpoint
+from coordinator.workers.client import WorkerClient
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.dataplane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding
+from proto.control import Hello, Signal, to_message
 from proto.errors import StaleEpochError, UsageError
 from proto.frame import VERSION, Frame, decode, encode
-from proto.signal import Hello, Signal, to_message
+from proto.rpc.data_plane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding
 from proto.span import Span
-from tests.checkpoints import write_checkpoint
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import (
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
+from tests.support.processes.processes import (
     Process,
     Worker,
     as_coordinator,
@@ -38,8 +39,7 @@ from tests.cluster.processes import (
     launch_coordinator,
     launch_worker,
 )
-from tests.cluster.stub_worker import stub_worker
-from tests.tiny_tokenizer import write_tokenizer
+from tests.support.processes.stub_worker import stub_worker
 
 REFUSED_SECONDS = 90.0
 """Longest time for a program to say that it cannot start; all but two seconds of it are for a machine in use."""

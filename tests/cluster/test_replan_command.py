@@ -10,10 +10,10 @@ from typer.testing import CliRunner, Result
 
 from coordinator.api.context import ApiOptions
 from coordinator.cli import app as commands
-from coordinator.cli import replan as command
+from coordinator.cli import replan_command as command
 from proto.errors import AccessError, NotReadyError, ProtocolError
-from tests.api_client import ApiClient
-from tests.api_server import serving
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving
 
 KEY = "secret-key"
 

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import Coordinator, serving
+from tests.support.processes.processes import Coordinator, serving
 
 KEY = "of-this-test-alone"
 BEARER = {"Authorization": f"Bearer {KEY}"}

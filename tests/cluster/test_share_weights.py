@@ -17,21 +17,23 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
-from coordinator.generation import GenerationLoop
-from coordinator.pipeline import Pipeline
-from coordinator.request import Finished, GenerationRequest, TokenChunk
-from coordinator.scheduler import Limits, Scheduler
-from coordinator.session import local_generator
-from coordinator.weights import WeightProvider
-from coordinator.worker_client import WorkerClient
-from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.controller import Controller, MtpMode
+from coordinator.generation.loop import GenerationLoop
+from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
+from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.local_engine.generator import local_generator
+from coordinator.pipeline.base import Pipeline
+from coordinator.workers.client import WorkerClient
+from coordinator.workers.weight_provider import WeightProvider
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ClusterError, NotReadyError, WorkerLostError
 from proto.params import SamplingParams
 from proto.span import Span
-from tests.checkpoints import write_checkpoint
-from tests.cluster.processes import (
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.hub import Hub
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
+from tests.support.processes.processes import (
     Worker,
     as_worker,
     ending,
@@ -39,8 +41,6 @@ from tests.cluster.processes import (
     serving,
     without_folder,
 )
-from tests.hub import Hub
-from tests.tiny_tokenizer import write_tokenizer
 
 REPO = "someone/some-model"
 REQUEST = GenerationRequest(tuple(range(40)), 24, SamplingParams())
@@ -304,7 +304,7 @@ async def test_a_kill_costs_what_was_under_way(
     quarter = stage_of(checkpoint, Span(4, 6), from_hub)
     begin = stage_of(checkpoint, Span(0, 3), shared)
     sizes = [stage_bytes(checkpoint, request) for request in (quarter, begin)]
-    monkeypatch.setattr("coordinator.weights.PIECE_BYTES", 20_000)
+    monkeypatch.setattr("coordinator.workers.weight_provider.PIECE_BYTES", 20_000)
     hub.sent.clear()
     held = hub.faults.hold_at, shared.hold_at = 0.75 * sizes[0], 0.85 * sizes[1]
     home = tmp_path / "home"

@@ -12,11 +12,11 @@ from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
 from coordinator.api.context import ApiOptions
-from coordinator.cli import status as command
-from coordinator.status import ClusterStatus, NodeStatus
+from coordinator.cli import status_command as command
+from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
-from tests.api_client import ApiClient
-from tests.api_server import serving
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving
 
 KEY = "secret-key"
 

@@ -14,16 +14,16 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from coordinator import survey
 from coordinator.cli import app
-from coordinator.discovery import Candidate
-from coordinator.plan import NodeSpec
-from coordinator.survey import ask_all
+from coordinator.planning.plan import NodeSpec
+from coordinator.workers import describe as survey
+from coordinator.workers.describe import ask_all
+from coordinator.workers.discovery import Candidate
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
 from proto.frame import VERSION
 from proto.span import Span
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints.checkpoints import write_checkpoint
 
 ME = pb.Coordinator(id="test", name="test")
 MODEL = pb.ModelRef(fingerprint="f" * 64)

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from proto import cluster_pb2 as pb
-from proto.dataplane import FRAMES, RESULTS
+from proto.control import MAX_SIGNAL_BYTES
 from proto.frame import DTYPE_BYTES, Evict, Frame, decode
-from proto.signal import MAX_SIGNAL_BYTES
+from proto.rpc.data_plane import FRAMES, RESULTS
 from tests.cluster.conftest import Pool
-from tests.cluster.processes import serving
-from tests.cluster.tap import Message, tapped
+from tests.support.processes.processes import serving
+from tests.support.processes.tap import Message, tapped
 
 STAGES = 3
 HIDDEN, VOCAB = 64, 512

@@ -1,5 +1,5 @@
 """Whatever well-formed frames come, in whatever order: a stage computes, or refuses with a ProtocolError, and never
-holds more than its budget. What is not well-formed the codec refuses: tests/unit/test_frame.py."""
+holds more than its budget. What is not well-formed the codec refuses: tests/unit/proto/test_frame.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp.attention import KVFormat
+from mtp.head.attention import KVFormat
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
@@ -27,9 +27,9 @@ from proto.frame import (
 )
 from proto.params import SamplingParams
 from proto.segment import Segment
-from tests.chain import VOCAB, modules
-from tests.checkpoints import write_checkpoint
-from worker.engine import Budget, StageEngine
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.stages.chain import VOCAB, modules
+from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
 

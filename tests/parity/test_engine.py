@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.attention import KVFormat
+from mtp.head.attention import KVFormat
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
@@ -24,8 +24,8 @@ from proto.frame import (
     Segment,
 )
 from proto.params import SamplingParams
-from tests.chain import EPOCH, VOCAB, Chain, Script, random_tokens, same
 from tests.conftest import Checkpoints
+from tests.support.stages.chain import EPOCH, VOCAB, Chain, Script, random_tokens, same
 
 PREFIX = 11
 LONG = 17

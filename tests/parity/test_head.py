@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from mtp.drafter import MOST_WAITING
-from mtp.filters import filtered
-from mtp.history import History
-from mtp.noise import Stream, gumbel, uniform
-from mtp.sampling import choose
+from mtp.head.drafter import MOST_WAITING
+from mtp.sampling.choice import choose
+from mtp.sampling.filters import filtered
+from mtp.sampling.history import History
+from mtp.sampling.noise import Stream, gumbel, uniform
 from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams
-from tests.chain import VOCAB, Chain, Script, Stock, random_tokens, same
 from tests.conftest import Checkpoints
-from tests.head_reference import Array, HeadReference
+from tests.support.stages.chain import VOCAB, Chain, Script, Stock, random_tokens, same
+from tests.support.stages.head_reference import Array, HeadReference
 
 PROMPT = 13
 DEPTH = 4

@@ -15,16 +15,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.request import GenerationRequest
-from coordinator.scheduler import Limits
-from coordinator.tokenizer import Tokenizer
+from coordinator.generation.request import GenerationRequest
+from coordinator.generation.scheduler import Limits
+from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from mtp.controller import Controller, MtpMode
-from mtp.shape import Shape
+from mtp.depth.controller import Controller, MtpMode
+from mtp.depth.shape import Shape
 from proto.params import SamplingParams
-from tests.checkpoints import convert_checkpoint
-from tests.local_run import Answered, run
-from tests.prompts import PROMPTS
+from tests.support.checkpoints.checkpoints import convert_checkpoint
+from tests.support.stages.local_run import Answered, run
+from tests.support.text.prompts import PROMPTS
 
 GREEDY = SamplingParams()
 NUCLEUS = SamplingParams(temperature=0.8, top_p=0.95)
@@ -139,7 +139,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     """Lanes of any depth beside each other, and of another one the next time: each answer is what it is alone."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
-    monkeypatch.setattr("coordinator.session.Controller", AnyDepth)
+    monkeypatch.setattr("coordinator.local_engine.generator.Controller", AnyDepth)
     DEPTHS.clear()
     found = answers(asked, "4", stages=2)
     check_same(found, expected)

@@ -11,13 +11,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mtp.attention import KVFormat
+from mtp.head.attention import KVFormat
 from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, SavePrefix, Segment
 from proto.params import SamplingParams
 from proto.span import Span
-from tests.chain import EPOCH, Chain, Script, modules, random_tokens
 from tests.conftest import Checkpoints
-from worker.engine import StageEngine
+from tests.support.stages.chain import EPOCH, Chain, Script, modules, random_tokens
+from worker.engine.stage_engine import StageEngine
 from worker.model.stage import Stage
 
 HIDDEN = 64

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.local import LocalModel
-from mtp.attention import KVFormat
-from mtp.checkpoint.checkpoint import Checkpoint
+from coordinator.pipeline.local import LocalModel
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.attention import KVFormat
 from proto.frame import Admit, Frame, SavePrefix
 from proto.segment import Segment
 from proto.span import Span
-from tests.chain import Chain
 from tests.conftest import Checkpoints
+from tests.support.stages.chain import Chain
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

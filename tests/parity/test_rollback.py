@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 
 from proto.frame import Commit, Evict, Outcome, Segment
-from tests.chain import Chain, Script, same
 from tests.conftest import Checkpoints
-from tests.plain_text import Truth, kv_format, truth
+from tests.support.stages.chain import Chain, Script, same
+from tests.support.stages.plain_text import Truth, kv_format, truth
 
 LONGEST = 5
 """Widest window tried."""

@@ -10,9 +10,9 @@ import pytest
 
 from proto.frame import Commit, Frame, Segment
 from proto.params import SamplingParams
-from tests.chain import Chain, Script, same
 from tests.conftest import Checkpoints
-from tests.plain_text import Truth, truth
+from tests.support.stages.chain import Chain, Script, same
+from tests.support.stages.plain_text import Truth, truth
 
 PROMPT = 3
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from proto.frame import Evict, Segment
-from tests.chain import Chain, Script, Stock, best, random_tokens
 from tests.conftest import Checkpoints
+from tests.support.stages.chain import Chain, Script, Stock, best, random_tokens
 
 PROMPT = 21
 CHUNKS = (1, 3, 16, PROMPT)

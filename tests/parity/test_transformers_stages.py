@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.chain import Chain, Script, random_tokens
 from tests.conftest import Checkpoints
 from tests.parity.test_transformers import relative_error, transformers_logits
+from tests.support.stages.chain import Chain, Script, random_tokens
 
 LENGTH = 40
 

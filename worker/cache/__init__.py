@@ -1,1 +1,1 @@
-"""What a stage keeps of its sequences, and how it rolls back (DESIGN §4)."""
+"""The state that a stage keeps for each sequence, and its rollback (DESIGN §4)."""

@@ -1,1 +1,1 @@
-"""Weights this machine has not: from a hub by byte ranges, or from the coordinator's copy."""
+"""Weights that this machine lacks, read from the hub or from the coordinator."""

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, ProtocolError
-from proto.grpc_errors import to_status
-from proto.size import format_size
-from worker.fetch.receive import fill
+from proto.rpc.status_codes import to_status
+from proto.terminal.size import format_size
+from worker.fetch.fill import fill
 
 log = logging.getLogger(__name__)
 

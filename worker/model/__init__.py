@@ -1,1 +1,1 @@
-"""One stage of the model: its modules, and the forward pass over frames of rows."""
+"""The modules of a stage and their forward pass over flat rows."""

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
-from worker.cache.gdn import GDNCache, Tape
+from worker.cache.gdn_cache import GDNCache, Tape
 
 
 def mix(

@@ -13,12 +13,12 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from mtp.checkpoint.checkpoint import Checkpoint
-from mtp.checkpoint.config import ModelConfig
-from mtp.checkpoint.names import module_path
-from mtp.checkpoint.parts import check_types, missing_tensors, part_module
-from mtp.checkpoint.weights import read_part
-from mtp.head import MTPHead
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.lazy_weights import read_part
+from mtp.checkpoint.format.names import module_path
+from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
+from mtp.head.mtp_head import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.span import Span
 

@@ -8,10 +8,10 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from mtp.attention import KV, KVFormat, attend
+from mtp.head.attention import KV, KVFormat, attend
 from proto.frame import Admit, Segment
-from worker.cache.gdn import GDNCache
-from worker.cache.sequence import LayerCache, SequenceCache
+from worker.cache.gdn_cache import GDNCache
+from worker.cache.sequence_cache import LayerCache, SequenceCache
 from worker.model.gdn import mix
 from worker.model.loader import StageModules
 

@@ -13,15 +13,15 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.acceptance import kept, ratio_targets
-from mtp.attention import KVFormat
-from mtp.drafter import Drafter, DraftJob, Drafts
-from mtp.filters import filtered
-from mtp.history import History
-from mtp.sampling import choose, logprobs
+from mtp.head.attention import KVFormat
+from mtp.head.drafter import Drafter, DraftJob, Drafts
+from mtp.sampling.acceptance import kept, ratio_targets
+from mtp.sampling.choice import choose, logprobs
+from mtp.sampling.filters import filtered
+from mtp.sampling.history import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Outcome, Segment, TokenLogprob
-from worker.cache.tail import Tail
+from worker.cache.last_stage_state import Tail
 from worker.model.loader import StageModules
 from worker.model.stage import Run
 

@@ -1,0 +1,94 @@
+"""`mtp-coord add-mtp`: give an MLX checkpoint the MTP head its conversion dropped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp.checkpoint.convert.add_head import Graft, plan_graft
+from mtp.checkpoint.convert.output import HEAD_FILE
+from mtp.checkpoint.convert.settings import FloatType, HeadBits
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.remote_head import RemoteHead
+from mtp.checkpoint.hub.resolve import find_model
+from proto.errors import UsageError
+from proto.terminal.progress_bar import byte_bar
+from proto.terminal.size import format_size
+
+_DOWNLOADS = "mtp-source"
+"""Directory in the checkpoint's own for what comes from the hub, removed when the head is in."""
+
+
+def add_mtp(
+    mlx_path: Annotated[Path, typer.Option(help="Directory of the MLX checkpoint to add to.")],
+    hf_path: Annotated[
+        str,
+        typer.Option(
+            help="Where the head is: the raw checkpoint it was converted from, as a directory, a hub repo, or "
+            "'builtin'."
+        ),
+    ],
+    mtp_bits: Annotated[
+        HeadBits | None,
+        typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
+    ] = None,
+    mtp_dtype: Annotated[
+        FloatType | None,
+        typer.Option(help="Type of what is not quantized.  [default: as the model's own]"),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Put it in the place of a head that is there.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and tell; read no weight, write nothing.")
+    ] = False,
+) -> None:
+    """Add the MTP head to an MLX checkpoint that lacks it.
+
+    Of a hub repo only the head's own bytes are downloaded. The model's files stay as they are: the head goes into
+    one of its own, and the index and config.json are told of it.
+
+    `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
+    """
+    if not mlx_path.is_dir():
+        raise UsageError(
+            f"--mlx-path {mlx_path}: no such directory; of a hub repo, make a copy to add to with "
+            f"hf download {mlx_path} --local-dir DIRECTORY"
+        )
+    target = Checkpoint.open(mlx_path)
+    found = find_model(hf_path)
+    if found is not None:
+        source = Checkpoint.open(found)
+        graft = plan_graft(target, source, mtp_bits, mtp_dtype, replace=replace)
+        if not dry_run:
+            _write(graft, source)
+        _tell(graft, hf_path, 0, dry_run)
+        return
+    with RemoteHead(hf_path) as remote:
+        graft = plan_graft(target, remote.checkpoint, mtp_bits, mtp_dtype, replace=replace)
+        if not dry_run:
+            directory = mlx_path / _DOWNLOADS
+            with byte_bar("downloading") as on_progress:
+                source = remote.fetch(graft.needed, directory, on_progress, beside=graft.nbytes)
+            _write(graft, source)
+            shutil.rmtree(directory)
+        _tell(graft, hf_path, graft.source_bytes if dry_run else remote.received, dry_run)
+
+
+def _write(graft: Graft, source: Checkpoint) -> None:
+    with byte_bar("adding") as on_progress:
+        graft.write(source, on_progress)
+
+
+def _tell(graft: Graft, source: str, downloaded: int, dry_run: bool) -> None:
+    packed = sorted({how["bits"] for how in graft.quantization.values()})
+    bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
+    would = "would be " if dry_run else ""
+    typer.echo(f"{graft.target.path / HEAD_FILE}: {would}{format_size(graft.nbytes)}, {bits}")
+    if downloaded:
+        typer.echo(f"{would}downloaded from {source}: {format_size(downloaded)}")
+    if not dry_run:
+        typer.echo(f"mtp-coord inspect {graft.target.path} says whether it works.")

@@ -1,0 +1,262 @@
+"""`mtp-coord plan MODEL`: who would hold what, and how fast, without loading a weight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
+from coordinator.planning.capacity import Capacity, Room, capacity, reserve_bytes
+from coordinator.planning.model_costs import model_costs
+from coordinator.planning.partition import Objective
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.resolve import resolve_model
+from proto.errors import NotReadyError, UsageError
+from proto.span import Span
+from proto.terminal.size import format_size, parse_size
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the command line asks about one model."""
+
+    objective: Objective
+    spare: bool
+    drafts: int
+    sequences: int
+    context: int
+    dtype: str | None
+    kv_bits: int | None
+
+
+def plan(
+    argument: ModelArgument = None,
+    option: ModelOption = None,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZE[,speed=X][,layers=A-B]",
+            help="A machine that may take part; repeatable. Speed 1 reads 100 GB/s.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=64, help="So many equal machines of --memory each.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each of --nodes.")
+    ] = None,
+    discover: Annotated[
+        bool, typer.Option("--discover", help="Ask the workers that mDNS finds.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=0.5, max=60, help="Seconds to look for workers with --discover.")
+    ] = 3.0,
+    worker: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="Ask this worker; repeatable.")
+    ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="Fastest slowest stage (many windows in flight), or fastest single one."),
+    ] = "throughput",
+    spare: Annotated[
+        bool, typer.Option("--spare", help="Let machines stay idle where that is faster.")
+    ] = False,
+    mtp: Annotated[
+        int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")
+    ] = 1,
+    sequences: Annotated[int, typer.Option(min=1, help="Requests at once, at most.")] = 16,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens that every plan must have room for.")
+    ] = 4096,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
+    ] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
+
+    Machines are those given by --node, --nodes with --memory, --worker and --discover. Times are what
+    reading the active weights takes at each machine's bandwidth: a bound that real passes come near.
+    """
+    if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
+        raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
+    model = the_model(argument, option)
+    question = Question(objective, spare, mtp, sequences, context, dtype, kv_bits)
+    specs = given_nodes(node or [], nodes, memory)
+    # Workers are asked for a fingerprint, which is of weights; to cut the layers headers are enough.
+    whole = discover or bool(worker)
+    checkpoint = Checkpoint.open(resolve_model(model)) if whole else open_model(model)
+    refused: dict[str, str] = {}
+    if discover or worker:
+        asked, refused = asyncio.run(_ask(checkpoint, worker or [], wait if discover else None))
+        specs += asked
+    if not specs:
+        reasons = "; ".join(refused.values()) or (
+            "name machines, as in --nodes 2 --memory 64GB, or workers with --worker or --discover"
+        )
+        raise NotReadyError(f"no worker to plan for: {reasons}")
+    if missing := missing_from_backbone(checkpoint):
+        raise checkpoint.lacks(missing)
+    facts = answer(checkpoint, specs, question)
+    facts["refused"] = refused
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print(model, facts)
+
+
+def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> list[NodeSpec]:
+    """The machines of --node and --nodes. Raises UsageError."""
+    if (count is None) != (memory is None):
+        raise UsageError("--nodes and --memory go together, as in --nodes 3 --memory 64GB")
+    specs = [parse_node(text) for text in texts]
+    if count is not None and memory is not None:
+        size = parse_size(memory)
+        specs += [NodeSpec(f"node-{number}", size) for number in range(1, count + 1)]
+    return specs
+
+
+def parse_node(text: str) -> NodeSpec:
+    """`NAME=SIZE[,speed=X][,layers=A-B]`. Raises UsageError, and SpanError for the layers."""
+    name, equals, rest = text.partition("=")
+    size, *settings = rest.split(",")
+    if not (name.strip() and equals and size):
+        raise UsageError(f"--node {text!r:.80}: write NAME=SIZE, as in mac-1=64GB,speed=2")
+    spec = NodeSpec(name.strip(), parse_size(size))
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        match key.strip():
+            case "speed":
+                try:
+                    spec = replace(spec, speed=float(value))
+                except ValueError:
+                    raise UsageError(f"--node {name}: speed {value!r:.40} is no number") from None
+            case "layers":
+                spec = replace(spec, pinned=Span.parse(value))
+            case other:
+                raise UsageError(f"--node {name}: {other!r:.40} is neither speed nor layers")
+    return spec
+
+
+def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
+    """The object that --json prints, but for the workers refused. Sizes in bytes, times in seconds."""
+    costs = model_costs(
+        checkpoint,
+        dtype=question.dtype,
+        kv_bits=question.kv_bits,
+        with_head=question.drafts > 0,
+    )
+    workload = Workload(
+        kv_tokens=min(question.context, checkpoint.config.max_positions),
+        draft_depth=question.drafts,
+        reserve_bytes=reserve_bytes(costs),
+    )
+    found = make_plan(
+        costs, specs, workload=workload, objective=question.objective, spare=question.spare
+    )
+    room = _capacity(costs, found, checkpoint.config.max_positions, question.sequences)
+    return {
+        "objective": question.objective,
+        "drafts": question.drafts,
+        "slowest_seconds": found.slowest_seconds,
+        "pass_seconds": found.pass_seconds,
+        "capacity": asdict(room),
+        "unused": list(found.unused),
+        "stages": [_stage_facts(stage) for stage in found.stages],
+    }
+
+
+def _capacity(costs: ModelCosts, found: Plan, positions: int, sequences: int) -> Capacity:
+    reserve = reserve_bytes(costs)
+    rooms = [
+        Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve) for s in found.stages
+    ]
+    return capacity(costs, rooms, positions, sequences)
+
+
+def _stage_facts(stage: StagePlan) -> dict[str, Any]:
+    ends = [("embedding", stage.first), ("lm_head", stage.last)]
+    return {
+        "node": stage.node,
+        "layers": str(stage.span),
+        "ends": [name for name, has in ends if has],
+        "weight_bytes": stage.weight_bytes,
+        "cache_bytes": stage.cache_bytes,
+        "memory_limit": stage.memory_limit,
+        "predicted_seconds": stage.predicted_seconds,
+    }
+
+
+async def _ask(
+    checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None
+) -> tuple[list[NodeSpec], dict[str, str]]:
+    """The nodes that answer, and by address why the others are left out."""
+    # gRPC and zeroconf, which a plan on paper does not need.
+    from coordinator.workers.describe import ask_all
+    from coordinator.workers.discovery import Discovery, collect
+    from proto import cluster_pb2 as pb
+
+    ref = pb.ModelRef(path=str(checkpoint.path), fingerprint=checkpoint.fingerprint())
+    me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord plan")
+    async with Discovery(addresses, mdns=wait is not None) as discovery:
+        candidates = await collect(discovery, wait or 0.0)
+        answers = await ask_all(candidates, ref, me)
+    refused = {a.address: a.reason for a in answers if a.node is None}
+    accepted = [(a.address, a.node) for a in answers if a.node is not None]
+    names = [node.name for _, node in accepted]
+    nodes = [
+        replace(node, name=f"{node.name} {address}") if names.count(node.name) > 1 else node
+        for address, node in accepted
+    ]
+    return nodes, refused
+
+
+def _print(model: str, facts: dict[str, Any]) -> None:
+    console = Console(emoji=False)
+    stages = facts["stages"]
+    title = f"{escape(model)} on {len(stages)} node{'s' * (len(stages) > 1)}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("node", "layers", "weights", "caches", "limit", "a pass", "and"):
+        table.add_column(heading, justify="left" if heading in ("node", "and") else "right")
+    for stage in stages:
+        table.add_row(
+            escape(stage["node"]),
+            stage["layers"],
+            format_size(stage["weight_bytes"]),
+            format_size(stage["cache_bytes"]),
+            format_size(stage["memory_limit"]),
+            _milliseconds(stage["predicted_seconds"]),
+            ", ".join(stage["ends"]),
+        )
+    console.print(table)
+    slowest, whole = facts["slowest_seconds"], facts["pass_seconds"]
+    console.print(
+        f"One token through all stages: {_milliseconds(whole)}. "
+        f"Slowest stage: {_milliseconds(slowest)}, drafting {facts['drafts']} ahead."
+    )
+    room = facts["capacity"]
+    console.print(
+        f"Room for {room['sequences']} requests with {room['kv_tokens']:,} tokens between them, "
+        f"and {format_size(room['prefix_bytes'])} of prefixes a stage."
+    )
+    if facts["unused"]:
+        console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
+    for address, reason in facts["refused"].items():
+        console.print(f"Left out: {escape(address)}: {escape(reason)}.")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

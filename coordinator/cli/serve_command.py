@@ -1,0 +1,158 @@
+"""`mtp-coord serve`: one OpenAI-compatible endpoint over the workers there are, or over this process alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Annotated, Literal
+
+import typer
+
+from coordinator.cli.http_call import API_KEY
+from coordinator.planning.capacity import DEFAULT_SEQUENCES
+from coordinator.server.serve import ServeOptions
+from coordinator.server.serve import serve as run_server
+from mtp.depth.controller import MtpMode
+from proto.errors import UsageError
+from proto.params import Acceptance
+from proto.terminal.listen import check_exposure
+from proto.terminal.logs import LogFormat, LogLevel, configure
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="A directory, a hub repo, or 'builtin'.")] = "builtin",
+    host: Annotated[str, typer.Option(help="Where HTTP listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8080,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A worker to use besides those mDNS finds; repeatable."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start when so many workers are there, not when --wait is over."),
+    ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds to look for workers before serving with those there are."
+        ),
+    ] = 5.0,
+    single_node: Annotated[
+        bool, typer.Option("--single-node", help="Look for no worker: serve in this process.")
+    ] = False,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="Compute in this type instead of the stored one."),
+    ] = None,
+    mtp: Annotated[
+        str,
+        typer.Option(
+            help="Drafts a step: auto, off, a number, or filled: one-token windows, one for every stage."
+        ),
+    ] = "auto",
+    acceptance: Annotated[
+        Acceptance,
+        typer.Option(help="How drafts are judged; under 'ratio' the text depends on --mtp."),
+    ] = "coupled",
+    kv_bits: Annotated[
+        Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
+    ] = None,
+    max_sequences: Annotated[
+        int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
+    ] = DEFAULT_SEQUENCES,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, max=8192, help="Most tokens of a prompt that travel together.")
+    ] = 512,
+    max_step_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=65536, help="Most prompt tokens, of any prompts, in one step."),
+    ] = 2048,
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache", help="Keep no state of prompts for later ones that begin the same."
+        ),
+    ] = False,
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Send workers that lack the model's files their layers from here. Without it they read "
+            "them from the hub, where the model is a hub repo.",
+        ),
+    ] = False,
+    failure_timeout: Annotated[
+        float,
+        typer.Option(min=0.2, help="Seconds of silence after which a worker counts as lost."),
+    ] = 3.0,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar=API_KEY,
+            help="Answer only who sends this key, or another one given; repeatable. The variable takes several, "
+            "with spaces between, and is not seen in a list of processes.",
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web page's origin, as https://chat.example, that may call from a browser, or '*' for any; "
+            "repeatable.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Allow --host on a network, unencrypted and open to all."),
+    ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Log lines for people or as JSON.")
+    ] = LogFormat.text,
+) -> None:
+    """Serve a model to OpenAI clients at http://HOST:PORT/v1.
+
+    Finds workers by mDNS and --worker, splits the layers over them, and goes on when one is lost. With no
+    worker the same engine runs in this process.
+    """
+    configure(log_level, log_format)
+    check_exposure("--host", host, insecure=insecure)
+    if single_node and (worker or nodes):
+        raise UsageError("--single-node looks for no worker: leave out --worker and --nodes")
+    if any(not key.strip() for key in api_key or ()):
+        raise UsageError("--api-key: an empty key would let everybody in")
+    if not api_key and API_KEY in os.environ:
+        raise UsageError(
+            f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
+        )
+    options = ServeOptions(
+        model=model,
+        host=host,
+        port=port,
+        workers=tuple(worker or ()),
+        nodes=nodes,
+        wait=wait,
+        single_node=single_node,
+        mdns=not no_mdns,
+        dtype=dtype,
+        mtp=MtpMode.parse(mtp),
+        acceptance=acceptance,
+        kv_bits=None if kv_bits is None else int(kv_bits),
+        failure_timeout=failure_timeout,
+        max_sequences=max_sequences,
+        prefill_chunk=prefill_chunk,
+        step_tokens=max_step_tokens,
+        prefix_cache=not no_prefix_cache,
+        share_weights=share_weights,
+        api_keys=tuple(key.strip() for key in api_key or ()),
+        allowed_origins=tuple(allowed_origins or ()),
+        name=socket.gethostname().partition(".")[0],
+    )
+    asyncio.run(run_server(options))

@@ -1,0 +1,141 @@
+"""A plan made to serve: every stage loaded, all of them connected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+
+from coordinator.cluster.membership import Membership
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import View
+from coordinator.pipeline.remote import RemotePipeline
+from coordinator.planning.capacity import Capacity
+from coordinator.planning.plan import Plan, StagePlan
+from coordinator.workers.client import WorkerClient
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, NotReadyError
+from proto.terminal.progress_bar import OnProgress, byte_bar
+
+log = logging.getLogger(__name__)
+
+LEASE_TIMEOUTS = 3
+"""Failure timeouts without a word after which a worker takes its coordinator for gone."""
+
+
+class StartError(NotReadyError):
+    """A plan could not be made to serve. `suspect` is the address of the worker to leave out, where one is known."""
+
+    def __init__(self, reason: str, suspect: str | None) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
+
+
+@dataclass
+class LoadState:
+    """How far each worker of the plan being loaded is: bytes done and in all, by address."""
+
+    done: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def sum(self) -> tuple[int, int]:
+        """Of all workers that have told yet."""
+        return sum(d for d, _ in self.done.values()), sum(t for _, t in self.done.values())
+
+
+class PlanStart:
+    """One plan on its way to serve, over the workers the view names."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        view: View,
+        model: ServedModel,
+        options: ManagerOptions,
+        membership: Membership,
+    ) -> None:
+        self.plan = plan
+        self.loads = LoadState()
+        self.has_mtp = False
+        """Whether the last stage has loaded an MTP head."""
+        self._members = view.members
+        self._model = model
+        self._options = options
+        self._membership = membership
+
+    async def run(self) -> RemotePipeline:
+        """The pipeline, connected. Raises StartError; a worker that turned out to be gone is lost by then."""
+        room = self._model.capacity(self.plan)
+        workers = [self._worker(stage) for stage in self.plan.stages]
+        with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
+            await _all(
+                self._load(worker, stage, room, show)
+                for worker, stage in zip(workers, self.plan.stages, strict=True)
+            )
+        pipeline = RemotePipeline(workers, self.plan.epoch, room, self._options.failure_timeout)
+        ids = [self._members[worker.address].worker_id for worker in workers]
+        try:
+            await pipeline.open(ids)
+        except ClusterError as error:
+            await pipeline.close()
+            await asyncio.gather(*(self._membership.probe(w.address) for w in workers))
+            # A hop that cannot be opened is held against the far end, when that is alive.
+            raise StartError(str(error), pipeline.suspect) from error
+        except BaseException:
+            await pipeline.close()
+            raise
+        return pipeline
+
+    def _worker(self, stage: StagePlan) -> WorkerClient:
+        worker = self._membership.clients.get(stage.node)
+        if worker is None:
+            raise StartError(f"{stage.node} is on its way out", None)
+        return worker
+
+    async def _load(
+        self, worker: WorkerClient, stage: StagePlan, room: Capacity, show: OnProgress
+    ) -> None:
+        request = pb.LoadRequest(
+            coordinator=self._options.me,
+            epoch=self.plan.epoch,
+            model=self._model.ref,
+            span=pb.Span(start=stage.span.start, end=stage.span.end),
+            first=stage.first,
+            last=stage.last,
+            dtype=self._model.dtype or "",
+            kv_bits=self._model.kv_bits,
+            mtp=self._model.with_head,
+            limits=pb.Limits(
+                max_sequences=room.sequences,
+                kv_tokens=room.kv_tokens,
+                prefix_bytes=room.prefix_bytes,
+            ),
+            lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),
+        )
+
+        def on_progress(done: int, total: int) -> None:
+            self.loads.done[stage.node] = (done, total)
+            show(*self.loads.sum)
+
+        try:
+            if not self._members[stage.node].whole:
+                await self._model.provider.give(worker, request, on_progress)
+            result = await worker.load(request, on_progress)
+            if stage.last:
+                self.has_mtp = result.has_mtp
+        except ClusterError as error:
+            # Who is gone is lost, and may come back; who is alive and cannot load is to blame.
+            await self._membership.probe(stage.node)
+            raise StartError(str(error), stage.node) from error
+
+
+async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run all of it at once; when one part fails, what is left of the others is cancelled."""
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

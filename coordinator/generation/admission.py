@@ -1,0 +1,34 @@
+"""Which requests can never be served, whatever becomes free: they are refused at once."""
+
+from __future__ import annotations
+
+from coordinator.generation.request import GenerationRequest
+from proto.errors import RequestError
+
+
+def check_request(request: GenerationRequest, context: int, vocab: int, kv_tokens: int) -> None:
+    """Raise RequestError, naming the field, for what the model (`context` tokens, `vocab`) or the cluster (`kv_tokens`
+    of memory) cannot do."""
+    if not request.prompt:
+        raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+    if request.max_tokens < 1:
+        raise RequestError("max_tokens is at least 1", param="max_tokens")
+    if not all(0 <= token < vocab for token in request.prompt):
+        raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
+    if any(token >= vocab for token in request.params.logit_bias):
+        raise RequestError(
+            f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
+        )
+    total = len(request.prompt) + request.max_tokens
+    field = "prompt" if len(request.prompt) >= min(context, kv_tokens) else "max_tokens"
+    if total > context:
+        raise RequestError(
+            f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens}"
+            f" exceed the context of {context} tokens",
+            param=field,
+        )
+    if total > kv_tokens:
+        raise RequestError(
+            f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
+            param=field,
+        )

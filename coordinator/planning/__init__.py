@@ -1,0 +1,1 @@
+"""The split of layers over machines, from costs and memory. Pure functions."""

@@ -1,0 +1,101 @@
+"""What a checkpoint costs, from its headers alone: the planner's input before anything is measured.
+
+Decoding one token reads every active weight once and little else, so a part's time is its active bytes over
+the memory bandwidth (the roofline's memory side). Of a mixture of experts, top-k of the experts are active.
+"""
+
+from __future__ import annotations
+
+import re
+
+from coordinator.planning.plan import LayerCost, ModelCosts
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.header import TensorInfo
+from mtp.head.attention import KVFormat
+from mtp.head.drafter import MOST_WAITING
+from proto.frame import DTYPE_BYTES
+
+REFERENCE_BANDWIDTH = 100e9
+"""Bytes a second of a node of speed 1: an M1's or M2's, and what the M4 has 1.2 times of."""
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_EXPERT = re.compile(r"\.mlp\.(switch_mlp|experts)\.")
+
+
+def model_costs(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None = None,
+    kv_bits: int | None = None,
+    with_head: bool = True,
+) -> ModelCosts:
+    """The costs of `checkpoint` loaded as `dtype` (None: as stored), at REFERENCE_BANDWIDTH.
+
+    `with_head` counts the MTP head, if the checkpoint has a complete one.
+    """
+    config = checkpoint.config
+    sizes = {part: _part_bytes(checkpoint, part, dtype) for part in checkpoint.plans}
+    tied = config.tie_word_embeddings
+    head = with_head and checkpoint.mtp.complete
+    lm_head, lm_head_active = sizes["embed" if tied else "lm_head"]
+    itemsize = DTYPE_BYTES[dtype] if dtype else _stored_itemsize(checkpoint)
+    kv_format = KVFormat.of(config.head_dim, kv_bits)
+    kv_bytes = _kv_bytes(config.kv_bytes_per_token(1), kv_format, itemsize)
+    layers = []
+    for layer, kind in enumerate(config.layer_kinds):
+        total, active = sizes[f"layers.{layer}"]
+        gdn = kind == "gdn"
+        layers.append(
+            LayerCost(
+                weight_bytes=total,
+                seconds=active / REFERENCE_BANDWIDTH,
+                kv_bytes=0 if gdn else kv_bytes,
+                state_bytes=config.gdn_bytes_per_sequence(itemsize) if gdn else 0,
+            )
+        )
+    return ModelCosts(
+        layers=tuple(layers),
+        embed_bytes=sizes["embed"][0],
+        tail_bytes=sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0),
+        lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
+        draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
+        head_kv_bytes=kv_bytes if head else 0,
+        head_state_bytes=MOST_WAITING * config.hidden_size * itemsize if head else 0,
+        tail_needs_embed=head or tied,
+    )
+
+
+def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[int, int]:
+    """Bytes of a part in memory, and those a token reads."""
+    config = checkpoint.config
+    share = 1.0
+    if config.num_experts:
+        share = min(1.0, config.text_config["num_experts_per_tok"] / config.num_experts)
+    stored = {name for source in checkpoint.plans[part].values() for name in source.stored}
+    total, active = 0, 0.0
+    for name in stored & checkpoint.tensors.keys():
+        size = _loaded_bytes(checkpoint.tensors[name], dtype)
+        total += size
+        active += size * share if _EXPERT.search(name) else size
+    return total, int(active)
+
+
+def _loaded_bytes(tensor: TensorInfo, dtype: str | None) -> int:
+    """Bytes after the cast to `dtype`, which leaves packed integers as they are."""
+    if dtype is None or tensor.dtype not in _FLOATS:
+        return tensor.nbytes
+    return tensor.nbytes // _FLOATS[tensor.dtype] * DTYPE_BYTES[dtype]
+
+
+def _stored_itemsize(checkpoint: Checkpoint) -> int:
+    """Bytes of an activation where the dtype is the checkpoint's: that of the final norm."""
+    stored = (name for source in checkpoint.plans["norm"].values() for name in source.stored)
+    found = (checkpoint.tensors[name].dtype for name in stored if name in checkpoint.tensors)
+    return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), 4)
+
+
+def _kv_bytes(elements: int, form: KVFormat, itemsize: int) -> int:
+    """Bytes of `elements` of K/V; quantized, each group adds a scale and a bias."""
+    if not form.bits:
+        return elements * itemsize
+    return elements * form.bits // 8 + elements // form.group_size * 2 * itemsize

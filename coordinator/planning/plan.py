@@ -1,0 +1,257 @@
+"""The plan: which node holds which layers. Pure: costs and nodes in, stages or a reasoned refusal out.
+
+    stage seconds = (its layers + on the last stage lm_head + depth x draft step) / the node's speed
+    stage bytes   = weights + K/V and states for the workload + what the node keeps free
+
+"throughput" makes the slowest stage as fast as it can be: with a window in flight for every stage, that
+stage sets the pace. "latency" makes the sum as small as it can be: one stream, one window in flight.
+Every node that can hold a layer gets one, unless `spare` says that a node may stay idle where the
+objective is better for it. The search is exact (coordinator/planning/partition.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.planning.partition import Array, Objective, best_runs
+from coordinator.planning.pinned_layers import check_pins
+from proto.errors import MemoryLimitError, SpanError, UsageError
+from proto.span import Span
+from proto.terminal.size import format_size
+
+_TICKS = 1e12
+"""Times are counted in whole picoseconds, so that sums of equal layers are equal."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: weights in bytes, seconds of a one-token pass on a node of speed 1, K/V bytes a token
+    (attention) and state bytes a sequence (GDN)."""
+
+    weight_bytes: int
+    seconds: float
+    kv_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model as a planner sees it. `tail_bytes`: final norm, lm_head and MTP head, without an embedding.
+
+    `draft_seconds` is one step of the MTP head, lm_head included; `head_kv_bytes` its K/V bytes a token, and
+    `head_state_bytes` the hidden states of a sequence that may wait for it.
+    `tail_needs_embed`: the last stage holds a copy of the embedding (tied lm_head, or MTP head).
+    """
+
+    layers: tuple[LayerCost, ...]
+    embed_bytes: int = 0
+    tail_bytes: int = 0
+    lm_head_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    head_kv_bytes: int = 0
+    head_state_bytes: int = 0
+    tail_needs_embed: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan must have room and time for: `sequences` at once, `kv_tokens` over all of them,
+    `open_windows` each, `draft_depth` drafts a window. `reserve_bytes` stay free on every node, for
+    activations and prefix entries."""
+
+    sequences: int = 1
+    kv_tokens: int = 0
+    open_windows: int = 1
+    draft_depth: int = 0
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A machine: bytes it may use, its speed relative to others, the layers it insists on."""
+
+    name: str
+    memory_limit: int
+    speed: float = 1.0
+    pinned: Span | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_limit <= 0 or not 1e-6 <= self.speed <= 1e6:
+            raise UsageError(
+                f"node {self.name}: memory {self.memory_limit} and speed {self.speed:g} "
+                "have to be above zero, and speed within a million"
+            )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One node's part. `cache_bytes` holds K/V, states and the reserve."""
+
+    node: str
+    span: Span
+    first: bool
+    last: bool
+    weight_bytes: int
+    cache_bytes: int
+    memory_limit: int
+    predicted_seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages in order; `unused` names the nodes that got none."""
+
+    epoch: int
+    stages: tuple[StagePlan, ...]
+    unused: tuple[str, ...] = ()
+    link_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        ends = [0, *(stage.span.end for stage in self.stages)]
+        if not self.stages or ends[:-1] != [stage.span.start for stage in self.stages]:
+            raise SpanError("the stages of a plan do not follow each other from layer 0")
+
+    @property
+    def slowest_seconds(self) -> float:
+        """The longest stage: with enough windows in flight, the time between two steps."""
+        return max(stage.predicted_seconds for stage in self.stages)
+
+    @property
+    def pass_seconds(self) -> float:
+        """One window through all stages and hops, the way from and to the coordinator among them."""
+        hops = (len(self.stages) + 1) * self.link_seconds
+        return sum(stage.predicted_seconds for stage in self.stages) + hops
+
+
+def make_plan(
+    model: ModelCosts,
+    nodes: Sequence[NodeSpec],
+    *,
+    workload: Workload | None = None,
+    objective: Objective = "throughput",
+    link_seconds: float = 0.0,
+    epoch: int = 1,
+    spare: bool = False,
+) -> Plan:
+    """The best plan there is.
+
+    Raises SpanError for pinned layers that overlap, lie outside the model or leave a gap nobody can fill,
+    MemoryLimitError when no cut fits, saying where how much is missing, UsageError for nodes that are
+    none or share a name.
+    """
+    check_nodes(nodes)
+    pinned = check_pins([(n.name, n.pinned) for n in nodes], len(model.layers))
+    costs = _Costs(model, workload or Workload())
+    seconds = np.stack([costs.seconds(node) for node in nodes])
+    # Idle nodes save a hop each, which only the sum of one stream feels.
+    link = link_seconds * _TICKS if objective == "latency" else 0.0
+    runs = best_runs(seconds + np.rint(link), pinned, objective, spare=spare)
+    if runs is None:
+        raise MemoryLimitError(_shortage(costs, nodes, pinned))
+    used = {v for v, _, _ in runs}
+    return Plan(
+        epoch=epoch,
+        stages=tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs),
+        unused=tuple(node.name for v, node in enumerate(nodes) if v not in used),
+        link_seconds=link_seconds,
+    )
+
+
+def check_nodes(nodes: Sequence[NodeSpec]) -> None:
+    """Raise UsageError unless there are nodes, each of its own name."""
+    names = [node.name for node in nodes]
+    if not names:
+        raise UsageError("no node to plan for: start a worker, or name one")
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"two nodes are named {sorted(twice)[0]}: give each its own --name")
+
+
+class _Costs:
+    """What each run of layers `[a, b)` takes, as matrices `[layers + 1, layers + 1]` indexed so."""
+
+    def __init__(self, model: ModelCosts, workload: Workload) -> None:
+        self.model = model
+        self.workload = workload
+        self.count = len(model.layers)
+        states = workload.sequences * (1 + workload.open_windows)
+        caches = [
+            layer.kv_bytes * workload.kv_tokens + layer.state_bytes * states
+            for layer in model.layers
+        ]
+        self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])
+        self.weight_bytes[0, :] += model.embed_bytes
+        copy = model.embed_bytes if model.tail_needs_embed else 0
+        self.weight_bytes[1:, -1] += model.tail_bytes + copy
+        self.weight_bytes[0, -1] += model.tail_bytes
+        self.cache_bytes = self._sums(caches) + workload.reserve_bytes
+        self.cache_bytes[:, -1] += model.head_kv_bytes * workload.kv_tokens
+
+    def seconds(self, node: NodeSpec) -> Array:
+        """Picoseconds on `node`, whole; inf for no layers and for more than its memory holds."""
+        ticks = self._ticks(node)
+        ticks[self.weight_bytes + self.cache_bytes > node.memory_limit] = np.inf
+        return ticks
+
+    def overflow(self, node: NodeSpec) -> Array:
+        """Bytes by which `node` is too small; inf for no layers."""
+        missing = self.weight_bytes + self.cache_bytes - node.memory_limit
+        return np.maximum(missing, 0.0) + self._nothing()
+
+    def stage(self, node: NodeSpec, span: Span) -> StagePlan:
+        at = span.start, span.end
+        return StagePlan(
+            node=node.name,
+            span=span,
+            first=span.start == 0,
+            last=span.end == self.count,
+            weight_bytes=int(self.weight_bytes[at]),
+            cache_bytes=int(self.cache_bytes[at]),
+            memory_limit=node.memory_limit,
+            predicted_seconds=float(self._ticks(node)[at]) / _TICKS,
+        )
+
+    def _ticks(self, node: NodeSpec) -> Array:
+        scale = _TICKS / node.speed
+        tail = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
+        ticks = self._sums([np.rint(layer.seconds * scale) for layer in self.model.layers])
+        ticks[:, -1] += np.rint(tail * scale)
+        return ticks + self._nothing()
+
+    def _sums(self, values: Sequence[float]) -> Array:
+        upto = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+        sums: Array = upto[None, :] - upto[:, None]
+        return sums
+
+    def _nothing(self) -> Array:
+        """inf where a run has no layers, else 0."""
+        starts, ends = np.indices((self.count + 1, self.count + 1))
+        nothing: Array = np.where(starts < ends, 0.0, np.inf)
+        return nothing
+
+
+def _shortage(costs: _Costs, nodes: Sequence[NodeSpec], pinned: Mapping[int, Span]) -> str:
+    """Why no cut fits, told of the cut that comes nearest: the one whose worst node lacks least."""
+    overflow = np.stack([costs.overflow(node) for node in nodes])
+    runs = best_runs(overflow, pinned, "throughput", spare=True)
+    assert runs is not None, "check_pins leaves a cut when memory does not matter"
+    lacking = [
+        f"{nodes[v].name} (limit {format_size(nodes[v].memory_limit)}) lacks "
+        f"{format_size(int(overflow[v, start, end]))} for layers {Span(start, end)}"
+        for v, start, end in runs
+        if overflow[v, start, end] > 0
+    ]
+    weights = format_size(int(costs.weight_bytes[0, -1]))
+    caches = format_size(int(costs.cache_bytes[0, -1]))
+    limits = format_size(sum(node.memory_limit for node in nodes))
+    return (
+        f"the model does not fit: weights of {weights} and {caches} for requests, {limits} on "
+        f"{len(nodes)} node{'s' * (len(nodes) > 1)}. In the cut that comes nearest, "
+        f"{'; '.join(lacking)}. Add a node, use a smaller quantization, or serve fewer tokens at once"
+    )

@@ -1,0 +1,1 @@
+"""The composition root of `mtp-coord serve`: joins API, generation loop, cluster and live status."""

@@ -1,0 +1,132 @@
+"""What `/status`, `/metrics` and `mtp-coord status` show, put together from the loop and the cluster's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.member import Member, MemberState
+from coordinator.cluster.view import Phase
+from coordinator.generation.loop import GenerationLoop
+from coordinator.generation.sequence import Sequence
+from coordinator.planning.plan import StagePlan
+from coordinator.status.cluster_status import ClusterStatus, Health, NodeStatus, PrefillStatus
+
+
+class LiveStatus:
+    """Implements `StatusSource`. `manager` is None where this process serves alone by choice;
+    `alone()` is what it says of itself when it does."""
+
+    def __init__(
+        self,
+        loop: GenerationLoop,
+        manager: ClusterManager | None,
+        model: str,
+        alone: Callable[[], NodeStatus],
+    ) -> None:
+        self.loop = loop
+        self.alone = alone
+        self.manager = manager
+        self.model = model
+        self._started = loop.clock()
+
+    def status(self) -> ClusterStatus:
+        """See StatusSource."""
+        scheduler, meter, now = self.loop.scheduler, self.loop.meter, self.loop.clock()
+        running = list(scheduler.running.values())
+        return ClusterStatus(
+            ready=self.loop.pipeline is not None,
+            model=self.model,
+            detail=self._detail(),
+            epoch=scheduler.epoch,
+            mtp=str(scheduler.controller.mode),
+            nodes=self._nodes(),
+            running=len(running),
+            running_limit=scheduler.capacity.sequences,
+            waiting=len(scheduler.waiting),
+            waiting_limit=scheduler.queue_limit,
+            kv_tokens=sum(s.capacity for s in running),
+            kv_limit=scheduler.capacity.kv_tokens,
+            tokens_per_second=meter.tokens_per_second(now),
+            drafted_by_position=tuple(meter.drafted),
+            accepted_by_position=tuple(meter.accepted),
+            prefilling=tuple(_prefill(s) for s in running if s.passed < s.goal),
+            recoveries=self.loop.recoveries,
+            uptime_seconds=now - self._started,
+        )
+
+    def _detail(self) -> str:
+        if self.manager is None or self.loop.pipeline is not None:
+            return ""
+        view = self.manager.view
+        return f"{view.phase.value}: {view.problem}" if view.problem else view.phase.value
+
+    def _nodes(self) -> tuple[NodeStatus, ...]:
+        if self.manager is None or (
+            self.loop.pipeline is not None and not self.manager.view.serving
+        ):
+            times = self.loop.meter.stage_ms
+            alone = replace(self.alone(), stage_ms=sum(times) if times else None)
+            others = [] if self.manager is None else self._members({})
+            return (alone, *others)
+        plan = self.manager.plan
+        stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
+        return tuple(self._members(stages))
+
+    def _members(self, stages: dict[str, tuple[int, StagePlan]]) -> list[NodeStatus]:
+        assert self.manager is not None
+        members = sorted(
+            self.manager.view.members.values(),
+            key=lambda m: (stages[m.address][0] if m.address in stages else 99, m.address),
+        )
+        return [self._member(m, stages.get(m.address)) for m in members]
+
+    def _member(self, member: Member, stage: tuple[int, StagePlan] | None) -> NodeStatus:
+        assert self.manager is not None
+        view, times = self.manager.view, self.loop.meter.stage_ms
+        client = self.manager.clients.get(member.address)
+        pulse = client.pulse if client else None
+        in_use = stage is not None and member.address in view.serving
+        done, total = self.manager.loads.done.get(member.address, (0, 0))
+        loading = view.phase is Phase.STARTING and member.address in view.serving
+        return NodeStatus(
+            name=member.name,
+            address=member.address,
+            span=str(stage[1].span) if stage and in_use else None,
+            health=_health(member, in_use=in_use, loading=loading),
+            detail=_detail(member, view.now),
+            memory_used=pulse.memory_used if pulse else 0,
+            memory_limit=member.memory_limit,
+            loaded=done / total if loading and total else None,
+            stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,
+        )
+
+
+def _health(member: Member, *, in_use: bool, loading: bool) -> Health:
+    match member.state:
+        case MemberState.LOST | MemberState.REFUSED | MemberState.DRAINING as state:
+            known: dict[MemberState, Health] = {
+                MemberState.LOST: "lost",
+                MemberState.REFUSED: "refused",
+                MemberState.DRAINING: "draining",
+            }
+            return known[state]
+        case _ if loading:
+            return "loading"
+        case _:
+            return "ready" if in_use else "idle"
+
+
+def _detail(member: Member, now: float) -> str:
+    """Why a worker is not used, for people."""
+    if member.held_until > now:
+        return f"held back {member.held_until - now:.0f} s after {member.losses} losses"
+    if member.state not in (MemberState.LOST, MemberState.REFUSED):
+        return ""
+    return member.reason.removeprefix(f"{member.address} is lost: ")  # which the row says already
+
+
+def _prefill(sequence: Sequence) -> PrefillStatus:
+    request_id = sequence.request.request_id or str(sequence.seq_id)
+    return PrefillStatus(request_id, sequence.passed, sequence.goal)

@@ -1,0 +1,1 @@
+"""The live status as plain data, and its Prometheus metrics."""

@@ -1,0 +1,1 @@
+"""Text and tokens: the tokenizer, chat parsing, incremental detokenization, and the model's recommendations."""

@@ -1,0 +1,1 @@
+"""Workers as the coordinator reaches them: discovery, control calls, descriptions, and weights they ask for."""

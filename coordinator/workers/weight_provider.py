@@ -1,0 +1,126 @@
+"""What workers that lack the files are given: offers of a stage's tensors, their hashes, and their bytes if shared.
+
+Without `--share-weights` a worker reads the bytes from the hub repo that the coordinator's own copy is of, at the same
+commit; the hashes are the coordinator's either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import BinaryIO
+
+from coordinator.workers.client import WorkerClient
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.header import TensorInfo
+from proto import cluster_pb2 as pb
+from proto.errors import CheckpointError, ProtocolError
+from proto.span import Span
+
+PIECE_BYTES = 1024 * 1024
+"""Of one message: large enough to cost nothing, small enough that pulses pass between."""
+
+
+@dataclass
+class WeightProvider:
+    """Gives out weights of `checkpoint`, which workers know as `ref`."""
+
+    checkpoint: Checkpoint
+    ref: pb.ModelRef
+    share: bool
+    _hashes: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def able(self) -> bool:
+        """Whether a worker without the files can be helped."""
+        return self.share or bool(self.ref.repo and self.ref.revision)
+
+    async def give(
+        self,
+        worker: WorkerClient,
+        request: pb.LoadRequest,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Have `worker` get what it lacks for a Load to come. Raises what the call raises, naming the worker."""
+        offer = self.offer(request)
+        await worker.provide(offer, partial(self.answer, offer), on_progress)
+
+    def offer(self, request: pb.LoadRequest) -> pb.WeightsOffer:
+        """All tensors of the stage a Load asks for, part by part, those of a part as they lie in their files."""
+        offer = pb.WeightsOffer(
+            coordinator=request.coordinator,
+            lease_ms=request.lease_ms,
+            model=self.ref,
+            config=(self.checkpoint.path / "config.json").read_text(encoding="utf-8"),
+            layout=self.checkpoint.layout,
+            share=self.share,
+        )
+        parts = self.checkpoint.stage_parts(
+            Span(request.span.start, request.span.end),
+            first=request.first,
+            last=request.last,
+            with_head=request.mtp,
+        )
+        for part in parts:
+            for name, info in self._tensors(part):
+                offer.tensors.add(
+                    name=name,
+                    dtype=info.dtype,
+                    shape=info.shape,
+                    file=info.file.name,
+                    start=info.start,
+                    nbytes=info.nbytes,
+                )
+        return offer
+
+    def _tensors(self, part: str) -> list[tuple[str, TensorInfo]]:
+        plan = self.checkpoint.plans[part]
+        names = {name for source in plan.values() for name in source.stored}
+        found = [(name, self.checkpoint.tensors[name]) for name in names]
+        return sorted(found, key=lambda item: (item[1].file, item[1].start))
+
+    async def answer(
+        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
+    ) -> AsyncIterator[pb.Weights]:
+        """The messages a worker waits for that wants these of an offer. Raises CheckpointError when a file fails."""
+        for tensor in wanted.tensors:
+            if tensor.number >= len(offer.tensors):
+                raise ProtocolError(f"a worker wants tensor {tensor.number}, which was not offered")
+            name = offer.tensors[tensor.number].name
+            if self.share:
+                pieces = _read(self.checkpoint.tensors[name], tensor.have)
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    yield pb.Weights(piece=piece)
+            yield pb.Weights(sha256=await asyncio.to_thread(self._hash, name))
+
+    def _hash(self, name: str) -> bytes:
+        """Of a whole tensor; computed once, however many workers ask."""
+        if name not in self._hashes:
+            digest = hashlib.sha256()
+            for piece in _read(self.checkpoint.tensors[name]):
+                digest.update(piece)
+            self._hashes[name] = digest.digest()
+        return self._hashes[name]
+
+
+def _read(info: TensorInfo, skip: int = 0) -> Iterator[bytes]:
+    """A tensor's bytes but the first `skip`, from its file."""
+    try:
+        with info.file.open("rb") as stream:
+            yield from _pieces(stream, info, skip)
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read: {error.strerror}") from error
+
+
+def _pieces(stream: BinaryIO, info: TensorInfo, skip: int) -> Iterator[bytes]:
+    stream.seek(info.start + skip)
+    left = info.nbytes - skip
+    while left > 0:
+        piece = stream.read(min(PIECE_BYTES, left))
+        if not piece:
+            raise CheckpointError(f"{info.file}: has become shorter since it was opened")
+        left -= len(piece)
+        yield piece

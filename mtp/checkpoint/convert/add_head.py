@@ -1,0 +1,289 @@
+"""An MTP head for a converted checkpoint that has none: taken from another checkpoint, made to match.
+
+The head's tensors go into a file of their own, the index and config.json come to name them. Nothing else is touched,
+and until the head's file is whole the checkpoint is what it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
+from mlx_lm.utils import infer_quant_config
+
+from mtp.checkpoint.convert.converted_weights import PREFIX, SAFETENSORS, Choice, Group, grouped
+from mtp.checkpoint.convert.output import (
+    HEAD_FILE,
+    Progress,
+    check_room,
+    save_config,
+    save_index,
+    write_shard,
+    writer_of,
+)
+from mtp.checkpoint.convert.settings import FloatType, HeadBits, Quantization
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.lazy_weights import read_part
+from mtp.checkpoint.format.names import Source, is_head
+from mtp.head.mtp_head import MTPHead
+from proto.errors import CheckpointError, UsageError
+
+_COMPARED = (
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""What head and backbone must have in common, by mlx-lm's name."""
+
+_HEAD = f"{PREFIX}mtp"
+
+
+@dataclass(frozen=True)
+class Graft:
+    """A head of `source` for `target`, checked as far as headers tell. Nothing has been read or written.
+
+    `quantization` says of each of the head's modules how it is packed; a module not in it stays unquantized.
+    """
+
+    target: Checkpoint
+    source: Checkpoint
+    dtype: mx.Dtype
+    quantization: dict[str, dict[str, Any]]
+
+    @property
+    def needed(self) -> list[str]:
+        """Stored names of the source's head."""
+        plan = self.source.plans["mtp"]
+        return sorted({name for source in plan.values() for name in source.stored})
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(self.source.tensors[name].nbytes for name in self.needed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be written."""
+        return sum(group.nbytes for group in self._groups(None))
+
+    def write(self, source: Checkpoint, on_progress: Progress = lambda done, total: None) -> None:
+        """Add the head. `source` has the same tensors as the one planned with, and they lie on this machine.
+
+        Raises CheckpointError when a shape is not what config.json asks for, or the disk cannot take it.
+        """
+        groups = self._groups(read_part(source, "mtp", self.dtype))
+        writer = writer_of(self.target.path / HEAD_FILE, groups)
+        total, done = writer.nbytes, 0
+        check_room(self.target.path, total)
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            on_progress(done, total)
+
+        write_shard(writer, groups, on_bytes)
+        save_config(self.target.path, self._config())
+        names = [entry.name for entry in writer.entries]
+        self._save_index(names, total)
+
+    def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
+        """The head's tensors as they are written; without `weights` their names and shapes only."""
+        model = nn.Module()
+        model.mtp = MTPHead(self.target.config.text_args())
+        model.set_dtype(self.dtype)
+        packed = weights is not None and any(name.endswith(".scales") for name in weights)
+        if weights is not None and not packed:
+            _load(model, weights, self.source)
+        if self.quantization:
+            nn.quantize(model, class_predicate=self._choose)
+        if weights is not None and packed:
+            _load(model, weights, self.source)
+        parameters = dict(tree_flatten(model.parameters()))
+        return grouped({f"{PREFIX}{name}": weight for name, weight in parameters.items()})
+
+    def _choose(self, path: str, module: nn.Module) -> Choice:
+        return self.quantization.get(path.removeprefix("mtp."), False)
+
+    def _config(self) -> dict[str, Any]:
+        file = self.target.path / "config.json"
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+        found = config.get("quantization") or next(iter(self.quantization.values()), None)
+        if found is not None:
+            usual = {key: found.get(key, "affine") for key in ("group_size", "bits", "mode")}
+            found = usual | found
+            others = {name: value for name, value in found.items() if not is_head(name)}
+            mine = {f"{_HEAD}.{n}": v for n, v in self.quantization.items() if v != usual}
+            config["quantization"] = config["quantization_config"] = others | mine
+        return config
+
+    def _save_index(self, names: list[str], nbytes: int) -> None:
+        path = self.target.path
+        stays = {name: info for name, info in self.target.tensors.items() if not is_head(name)}
+        total = nbytes + sum(info.nbytes for info in stays.values())
+        weight_map = {name: info.file.name for name, info in stays.items()}
+        weight_map |= dict.fromkeys(names, HEAD_FILE)
+        save_index(path, {"total_size": total}, weight_map)
+
+
+def plan_graft(
+    target: Checkpoint,
+    source: Checkpoint,
+    bits: HeadBits | None = None,
+    dtype: FloatType | None = None,
+    *,
+    replace: bool = False,
+) -> Graft:
+    """Check that the head of `source` fits `target`, and choose how to pack it; headers are enough for both.
+
+    Unless `bits` and `dtype` say otherwise the head becomes like the target's last attention layer. Raises UsageError
+    when there is nothing to add, CheckpointError when it does not fit, naming what differs.
+    """
+    _check_target(target, replace)
+    if not source.mtp.complete:
+        missing = source.mtp.missing[0] if source.mtp.missing else "all of it"
+        raise CheckpointError(f"{source.path}: has no complete MTP head: {missing} is missing")
+    mine, theirs = target.config.text_args(), source.config.text_args()
+    for name in _COMPARED:
+        if getattr(mine, name) != getattr(theirs, name):
+            raise CheckpointError(
+                f"the head of {source.path} does not fit {target.path}: {name} is {getattr(theirs, name)} there "
+                f"and {getattr(mine, name)} here; take it from the checkpoint this one was converted from"
+            )
+    packed = _packed(source)
+    if packed and bits is not None:
+        raise UsageError("--mtp-bits: the source's head is quantized already; leave the flag out")
+    if not packed:
+        _check_shapes(source, mine)
+    quantization = packed or _like_backbone(target, bits)
+    return Graft(target, source, _dtype(target, dtype), quantization)
+
+
+def _check_target(target: Checkpoint, replace: bool) -> None:
+    if target.layout == "raw":
+        raise UsageError(
+            f"{target.path}: is a raw checkpoint; mtp-coord convert makes an MLX one of it, head and all"
+        )
+    if target.mtp.present and not replace:
+        state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
+        raise UsageError(f"{target.path}: {state} already; --replace puts another in its place")
+
+
+def _check_shapes(source: Checkpoint, args: TextModelArgs) -> None:
+    skeleton = dict(tree_flatten(MTPHead(args).parameters()))
+    expected = {name: weight.shape for name, weight in skeleton.items()}
+    for name, made in source.plans["mtp"].items():
+        shape = made_shape(made, source.tensors[made.stored[0]].shape)
+        if shape != expected.get(name):
+            raise CheckpointError(
+                f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, and the model's "
+                f"config.json asks for {expected.get(name)}"
+            )
+
+
+def made_shape(source: Source, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a parameter of the head, from that of the tensors it is made of."""
+    match source.how:
+        case "stack":
+            return (len(source.stored), *stored)
+        case "gate half" | "up half":
+            return (*stored[:-2], stored[-2] // 2, stored[-1])
+        case _:
+            return stored
+
+
+def _load(model: nn.Module, weights: dict[str, mx.array], source: Checkpoint) -> None:
+    try:
+        model.load_weights([(f"mtp.{name}", weight) for name, weight in weights.items()])
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+
+
+# ---- how it is packed
+
+
+def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Of a source whose head is quantized, how; empty for one that is not."""
+    if source.config.quantization is None:
+        return {}
+    shapes = {
+        name: _Stored(source.tensors[made.stored[0]].shape, source.tensors[made.stored[0]].dtype)
+        for name, made in source.plans["mtp"].items()
+    }
+    return _inferred(MTPHead(source.config.text_args()), shapes)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What mlx-lm's rule looks at of a weight, from a header."""
+
+    shape: tuple[int, ...]
+    stored: str
+
+    @property
+    def dtype(self) -> mx.Dtype | None:
+        return next((d for d, name in SAFETENSORS.items() if name == self.stored), None)
+
+
+def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By path, the parameters of every module of `module` that is stored with scales."""
+    return {
+        path: infer_quant_config(path, leaf, stored)
+        for path, leaf in module.named_modules()
+        if hasattr(leaf, "to_quantized") and f"{path}.scales" in stored
+    }
+
+
+def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[str, Any]]:
+    """The head's layer as the target's last attention layer, or with `bits`; routers at 8 bits then."""
+    args = target.config.text_args()
+    head = MTPHead(args)
+    if bits is None:
+        return _twins(target, head)
+    if bits == "none":
+        return {}
+    default = target.config.quantization or {}
+    affine = default.get("mode", "affine") == "affine"
+    asked = Quantization.of(int(bits), default.get("group_size") if affine else None)
+    routers: Callable[[str, nn.Module], Choice] | None = TextModel(args).quant_predicate
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in head.layers[0].named_modules():
+        if not hasattr(module, "to_quantized"):
+            continue
+        choice = routers(path, module) if routers else True
+        chosen = choice if isinstance(choice, dict) else asked.to_json()
+        if module.weight.shape[-1] % chosen["group_size"] == 0:
+            found[f"layers.0.{path}"] = chosen
+    return found
+
+
+def _twins(target: Checkpoint, head: MTPHead) -> dict[str, dict[str, Any]]:
+    kinds = target.config.layer_kinds
+    if target.config.quantization is None or "attention" not in kinds:
+        return {}
+    last = len(kinds) - 1 - kinds[::-1].index("attention")
+    stored = read_part(target, f"layers.{last}", None)
+    found = _inferred(head.layers[0], stored)
+    return {f"layers.0.{path}": how for path, how in found.items()}
+
+
+def _dtype(target: Checkpoint, asked: FloatType | None) -> mx.Dtype:
+    """The one asked for, or that of the target's own norms."""
+    if asked is not None:
+        dtype: mx.Dtype = getattr(mx, asked)
+        return dtype
+    (name,) = target.plans["norm"]["weight"].stored
+    stored = target.tensors[name].dtype
+    return next(dtype for dtype, known in SAFETENSORS.items() if known == stored)

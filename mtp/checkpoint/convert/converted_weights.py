@@ -1,0 +1,183 @@
+"""A checkpoint's weights as an MLX checkpoint stores them: named, cast and quantized, and not yet read.
+
+The modules are mlx-lm's own, so what they are called and which of them can be quantized is not decided here. Their
+weights are lazy: shapes and types are known at once, a tensor is read and packed when it is evaluated, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.convert import mixed_quant_predicate_builder
+from mlx_lm.models.qwen3_5 import TextModel
+
+from mtp.checkpoint.convert.settings import Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.lazy_weights import read_part
+from mtp.checkpoint.format.names import module_path
+from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.format.shard import Entry
+from mtp.head.mtp_head import MTPHead
+from proto.errors import CheckpointError
+
+PREFIX = "language_model."
+"""Before every name, as mlx-lm writes it; the head's are `language_model.mtp.…`."""
+
+SAFETENSORS: dict[mx.Dtype, str] = {
+    mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8",
+}  # fmt: skip
+"""The types weights of a converted checkpoint have, as safetensors names them."""
+
+Choice = bool | dict[str, Any]
+Predicate = Callable[[str, nn.Module], Choice]
+
+
+@dataclass
+class Group:
+    """One module's tensors: a quantized weight comes with its scales, and all are made in one go."""
+
+    entries: list[Entry]
+    arrays: list[mx.array]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass
+class Converted:
+    """`backbone` and `head` in the order they are written; `quantization` is config.json's, None for none."""
+
+    backbone: list[Group]
+    head: list[Group]
+    quantization: dict[str, Any] | None
+
+
+def convert_weights(checkpoint: Checkpoint, settings: Settings) -> Converted:
+    """All that the MLX checkpoint of `checkpoint` will hold. The head is left out where it is not complete.
+
+    Raises CheckpointError when tensors are missing or of the wrong shape, and for a source that is quantized.
+    """
+    config = checkpoint.config
+    if config.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: is quantized already; convert from the checkpoint as Qwen publishes it"
+        )
+    if checkpoint.unknown:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
+            f"({len(checkpoint.unknown)} such): config.json is of another checkpoint; download both again"
+        )
+    if missing := missing_from_backbone(checkpoint):
+        raise checkpoint.lacks(missing)
+    with_head = checkpoint.mtp.complete
+    model = nn.Module()
+    model.language_model = TextModel(config.text_args())
+    if with_head:
+        model.language_model.mtp = MTPHead(config.text_args())
+    _load(checkpoint, model, settings, with_head)
+    found = _quantize(model, settings)
+    parameters = dict(tree_flatten(model.parameters()))
+    backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{PREFIX}mtp.")}
+    head = {n: w for n, w in parameters.items() if n not in backbone}
+    return Converted(grouped(backbone), grouped(head), found)
+
+
+def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> None:
+    """Put the checkpoint's lazy weights in place of the modules' own, which were never computed."""
+    weights: list[tuple[str, mx.array]] = []
+    for part in checkpoint.plans:
+        tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
+        if tied or (part == "mtp" and not with_head):
+            continue
+        name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
+        dtype: mx.Dtype | None = getattr(mx, name) if name else None
+        inside = PREFIX if part in ("lm_head", "mtp") else f"{PREFIX}model."
+        weights += [
+            (f"{inside}{module_path(part, within)}", weight)
+            for within, weight in read_part(checkpoint, part, dtype).items()
+        ]
+    try:
+        model.load_weights(weights)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+
+
+def grouped(parameters: dict[str, mx.array]) -> list[Group]:
+    """Parameters by the module they belong to, in their own order."""
+    groups = []
+    for _, members in groupby(parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
+        tensors = list(members)
+        entries = [Entry(n, SAFETENSORS[w.dtype], tuple(w.shape)) for n, w in tensors]
+        groups.append(Group(entries, [w for _, w in tensors]))
+    return groups
+
+
+# ---- what is quantized, and how
+
+
+def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
+    """Quantize in place, lazily. Returns what config.json says of it: the default, and what differs from it by path.
+
+    Head and backbone are asked about alike, a module of the head as if it were the same of layer 0.
+    """
+    of_backbone, of_head = settings.quantization, settings.head_quantization
+    default = of_backbone or of_head
+    if default is None:
+        return None
+    found: dict[str, Any] = default.to_json()
+    follows = settings.head_bits is None
+    choose = _predicate(model.language_model, settings)
+    routers = _routers(model.language_model)
+
+    def quantize(path: str, module: nn.Module) -> Choice:
+        local = path.removeprefix(PREFIX)
+        in_head = local.startswith("mtp.")
+        mine = of_head if in_head else of_backbone
+        if mine is None or local == "mtp.fc" or not hasattr(module, "to_quantized"):
+            return False
+        twin = local.replace("mtp.", "model.", 1) if in_head else local
+        choice = choose(twin, module) if follows or not in_head else routers(twin, module)
+        if choice is True and mine != default:
+            choice = mine.to_json()
+        group = choice.get("group_size", mine.group_size) if isinstance(choice, dict) else None
+        if module.weight.shape[-1] % (group or mine.group_size):
+            return False
+        if isinstance(choice, dict):
+            found[path] = choice
+        return choice
+
+    nn.quantize(
+        model, default.group_size, default.bits, mode=default.mode, class_predicate=quantize
+    )
+    return found
+
+
+def _predicate(model: TextModel, settings: Settings) -> Predicate:
+    """mlx-lm's own choice by module, or that of one of its recipes; routers stay at 8 bits under every recipe."""
+    routers = _routers(model)
+    if settings.recipe is None:
+        return routers
+    assert settings.quantization is not None
+    # Annotated upstream with a third argument that nothing passes.
+    recipe = cast(
+        Predicate,
+        mixed_quant_predicate_builder(settings.recipe, model, settings.quantization.group_size),
+    )
+
+    def choose(path: str, module: nn.Module) -> Choice:
+        choice = routers(path, module)
+        return choice if isinstance(choice, dict) else recipe(path, module)
+
+    return choose
+
+
+def _routers(model: TextModel) -> Predicate:
+    predicate: Predicate | None = model.quant_predicate
+    return predicate or (lambda path, module: True)

@@ -1,0 +1,1 @@
+"""Qwen3.5 checkpoints on disk: config, headers, tensor names, parts, lazy weights."""

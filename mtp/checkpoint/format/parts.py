@@ -1,0 +1,104 @@
+"""The modules a model is made of, part by part, and what a checkpoint lacks of them, from its headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import DecoderLayer
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.names import module_path
+from mtp.head.mtp_head import MTPHead
+from proto.errors import CheckpointError
+from proto.span import Span
+
+_FLOATS: tuple[str, ...] = ("F32", "F16", "BF16")
+_PACKED = ("U32",)
+_SCALES = (*_FLOATS, "U8")
+"""Scales of the modes other than affine are bytes."""
+
+
+def part_module(config: ModelConfig, part: str) -> nn.Module:
+    """The unquantized module of a part. Its random weights are lazy and never computed."""
+    module = _part_module(config, part)
+    # Every random weight hangs a split on the generator's key, lazy as the weight is: unless the key is computed, they
+    # add up over the loads of a worker.
+    mx.eval(mx.random.state)
+    return module
+
+
+def _part_module(config: ModelConfig, part: str) -> nn.Module:
+    args = config.text_args()
+    match part.partition("."):
+        case "embed", _, _:
+            return nn.Embedding(args.vocab_size, args.hidden_size)
+        case "norm", _, _:
+            return nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        case "lm_head", _, _:
+            return nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        case "mtp", _, _:
+            return MTPHead(args)
+        case _, _, layer:
+            return DecoderLayer(args, int(layer))
+
+
+def missing_tensors(checkpoint: Checkpoint, parts: Iterable[str]) -> tuple[str, ...]:
+    """Stored names that `parts` need and the checkpoint lacks."""
+    return tuple(dict.fromkeys(name for part in parts for name in _missing(checkpoint, part)))
+
+
+def missing_from_backbone(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """As `missing_tensors`, of all that a model without its MTP head is made of."""
+    whole = Span(0, checkpoint.config.num_layers)
+    parts = checkpoint.stage_parts(whole, first=True, last=True, with_head=False)
+    return missing_tensors(checkpoint, parts)
+
+
+def _missing(checkpoint: Checkpoint, part: str) -> Iterator[str]:
+    plan = checkpoint.plans[part]
+    needed = list(dict(tree_flatten(part_module(checkpoint.config, part).parameters())))
+    if checkpoint.config.quantization is not None:
+        needed += [n for name in plan for n in _beside(checkpoint, part, name)]
+    for name in needed:
+        if name not in plan:
+            yield checkpoint.stored_name(module_path(part, name))
+    yield from checkpoint.missing_sources(part)
+
+
+def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
+    """What a packed parameter cannot do without: a weight its scales, and scales in floats their biases."""
+    module, _, kind = name.rpartition(".")
+    stored = checkpoint.tensors.get(checkpoint.plans[part][name].stored[0])
+    if stored is None:
+        return ()
+    if kind == "weight" and stored.dtype in _PACKED:
+        return (f"{module}.scales".removeprefix("."),)
+    if kind == "scales" and stored.dtype in _FLOATS:
+        return (f"{module}.biases".removeprefix("."),)
+    return ()
+
+
+def check_types(checkpoint: Checkpoint, part: str) -> None:
+    """Raise CheckpointError for a tensor of `part` in a type that its parameter cannot have: a float stored as
+    integers would load, and mean nothing."""
+    plan = checkpoint.plans[part]
+    quantized = checkpoint.config.quantization is not None
+    for name, source in plan.items():
+        wanted = _FLOATS
+        if name.endswith("scales"):
+            wanted = _SCALES
+        elif name.endswith("weight") and f"{name.removesuffix('weight')}scales" in plan:
+            # Scales that config.json does not tell of are refused as such.
+            wanted = _PACKED if quantized else (*_FLOATS, *_PACKED)
+        for stored in source.stored:
+            info = checkpoint.tensors[stored]
+            if info.dtype not in wanted:
+                raise CheckpointError(
+                    f"{info.file}: tensor {stored} is stored as {info.dtype}, and has to be "
+                    f"{' or '.join(wanted)}; take the checkpoint as Qwen publishes it in BF16, or one that "
+                    "mtp-coord convert made"
+                )

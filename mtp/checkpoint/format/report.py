@@ -1,0 +1,132 @@
+"""What a checkpoint is and what each of N nodes would hold of it: plain data, for people and for JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import TextModel
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.names import local_name, module_path
+from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.head.mtp_head import MTPHead
+from proto.span import Span
+
+
+def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
+    """The object `mtp-coord inspect --json` prints, with one entry in `nodes` a span. Sizes are bytes on disk.
+
+    `norms` says whether RMSNorm weights are stored as offsets from 1 ("raw") or as they are used ("shifted").
+    `missing_tensors` are those without which the model cannot be loaded; the head's own are under `mtp`.
+    """
+    config = checkpoint.config
+    return {
+        "model_type": config.model_type,
+        "num_layers": config.num_layers,
+        "layer_kinds": list(config.layer_kinds),
+        "parameters": _parameters(checkpoint),
+        "bytes": _bytes(checkpoint),
+        "dtypes": _dtypes(checkpoint),
+        "quantization": _quantization(checkpoint),
+        "packed": _packed(checkpoint),
+        "norms": "raw" if checkpoint.layout == "raw" else "shifted",
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_positions": config.max_positions,
+        "mtp": {
+            "announced": checkpoint.mtp.announced,
+            "present": checkpoint.mtp.present,
+            "complete": checkpoint.mtp.complete,
+            "missing": list(checkpoint.mtp.missing),
+        },
+        "unknown_tensors": list(checkpoint.unknown),
+        "missing_tensors": list(missing_from_backbone(checkpoint)),
+        "nodes": _nodes(checkpoint, spans),
+    }
+
+
+def _parameters(checkpoint: Checkpoint) -> int:
+    """Weights of backbone and head, quantized ones counted as what they stand for; lm_head once if tied."""
+    args = checkpoint.config.text_args()
+    modules = [TextModel(args), *([MTPHead(args)] if checkpoint.mtp.complete else [])]
+    return sum(sum(w.size for w in dict(tree_flatten(m.parameters())).values()) for m in modules)
+
+
+def _bytes(checkpoint: Checkpoint) -> dict[str, Any]:
+    sizes = checkpoint.part_bytes()
+    vision = sum(i.nbytes for name, i in checkpoint.tensors.items() if local_name(name) is None)
+    ends = {part: sizes[part] for part in ("embed", "norm", "lm_head", "mtp")}
+    layers = [sizes[f"layers.{layer}"] for layer in range(checkpoint.config.num_layers)]
+    return {**ends, "layers": layers, "vision": vision, "total": sum(sizes.values())}
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes by stored dtype, largest first; the vision part left out."""
+    count: Counter[str] = Counter()
+    for name, info in checkpoint.tensors.items():
+        if local_name(name) is not None:
+            count[info.dtype] += info.nbytes
+    return dict(count.most_common())
+
+
+def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Default bits and group size, and by module path what differs from them; False is unquantized."""
+    found = checkpoint.config.quantization
+    if found is None:
+        return None
+    default = {
+        "bits": found["bits"],
+        "group_size": found["group_size"],
+        "mode": found.get("mode", "affine"),
+    }
+    overrides = {
+        local: value
+        for path, value in found.items()
+        if (value is False or isinstance(value, dict)) and (local := local_name(path))
+    }
+    return {**default, "overrides": overrides}
+
+
+def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """By part, all layers as one: how many of its matrices are packed in how many bits. Empty when none is."""
+    quantization = _quantization(checkpoint)
+    if quantization is None:
+        return {}
+    counts: dict[str, Counter[str]] = {}
+    for part, plan in checkpoint.plans.items():
+        for name, source in plan.items():
+            info = checkpoint.tensors.get(source.stored[0])
+            if (
+                not name.endswith("weight")
+                or info is None
+                or len(info.shape) != 2 + ("switch" in name)
+            ):
+                continue
+            found = quantization["overrides"].get(module_path(part, name).removesuffix(".weight"))
+            packed = f"{name.removesuffix('weight')}scales" in plan
+            bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
+            counts.setdefault(part.partition(".")[0], Counter())[bits] += 1
+    return {part: dict(count.most_common()) for part, count in counts.items()}
+
+
+def _nodes(checkpoint: Checkpoint, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """What each stage holds: the ends it owns among them."""
+    config, sizes = checkpoint.config, checkpoint.part_bytes()
+    nodes = []
+    for number, span in enumerate(spans):
+        first, last = number == 0, number == len(spans) - 1
+        parts = checkpoint.stage_parts(span, first=first, last=last)
+        kinds = Counter(config.layer_kinds[layer] for layer in span)
+        nodes.append(
+            {
+                "stage": number,
+                "layers": str(span),
+                "gdn": kinds["gdn"],
+                "attention": kinds["attention"],
+                "ends": [part for part in parts if not part.startswith("layers.")],
+                "bytes": sum(sizes[part] for part in parts),
+            }
+        )
+    return nodes

@@ -1,0 +1,1 @@
+"""Checkpoints by name: local directories, the hub's cache, and byte ranges over HTTP."""

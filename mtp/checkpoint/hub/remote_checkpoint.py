@@ -1,0 +1,78 @@
+"""A checkpoint on a hub, known from its config.json and its headers: some hundred kilobytes, not all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mtp.checkpoint.format.checkpoint import (
+    INDEX,
+    Checkpoint,
+    drop_replaced,
+    layout_of,
+    merge_headers,
+)
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.header import Header
+from mtp.checkpoint.hub.repo import HubRepo
+from mtp.checkpoint.hub.resolve import find_model
+from proto.errors import CheckpointError
+
+_CONVOLUTION = "linear_attn.conv1d.weight"
+_ONLY_FILE = "model.safetensors"
+
+
+def open_model(name: str) -> Checkpoint:
+    """Model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
+
+    Of such a one `path` is no directory, and there are no tensors to read. Raises CheckpointError when there is no such
+    model, or the repo cannot be read or is no checkpoint.
+    """
+    found = find_model(name)
+    if found is not None:
+        return Checkpoint.open(found)
+    hub = HubRepo(name)
+    try:
+        return open_remote(hub, lambda tensor: True)
+    finally:
+        hub.close()
+
+
+def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
+    """The checkpoint in `hub` with its tensors of `wanted` stored names; files without them are not looked at."""
+    path = Path(hub.repo)
+    config = ModelConfig.parse(path / "config.json", _read_object(hub, "config.json"))
+    headers = _headers(hub, wanted)
+    tensors = {n: info for n, info in merge_headers(headers).items() if wanted(n)}
+    return Checkpoint.assemble(path, config, layout_of(path, headers), tensors)
+
+
+def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
+    """Of the files with wanted tensors, and of one whose convolution tells the layout."""
+    if hub.size(INDEX) is None:
+        return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
+    weight_map = _read_object(hub, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{hub.repo}: {INDEX} has no weight_map")
+    files = {file for name, file in weight_map.items() if wanted(name)}
+    telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
+    if files.isdisjoint(telling):
+        files.update(telling[:1])
+    headers = {Path(file): hub.read_header(file) for file in sorted(files)}
+    drop_replaced(headers, weight_map)
+    return headers
+
+
+def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
+    content = hub.read(file)
+    if content is None:
+        raise CheckpointError(f"{hub.repo}: has no {file}; give a repo that holds a checkpoint")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{hub.repo}: {file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{hub.repo}: {file} is not an object")
+    return found

@@ -1,1 +1,0 @@
-"""Checkpoints made from checkpoints: raw to MLX with the MTP head kept, and a head added where it is missing."""

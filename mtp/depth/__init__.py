@@ -1,0 +1,1 @@
+"""The online choice of how many tokens to draft."""

@@ -1,0 +1,1 @@
+"""The MTP head and the drafts it makes."""

@@ -1,0 +1,56 @@
+"""The MTP head: one full-attention decoder layer between norms, predicting the token after next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
+
+from mtp.head.attention import KV, attend
+
+
+class MTPHead(nn.Module):
+    """Modules named as the checkpoint names them within `mtp.`; lm_head and embedding are the backbone's.
+
+    `fc` maps `[…, 2H]`, embedding first, to `[…, H]`.
+    """
+
+    def __init__(self, args: TextModelArgs) -> None:
+        super().__init__()
+        hidden = args.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
+        # With an interval of 1 every layer is a full-attention one.
+        self.layers = [DecoderLayer(replace(args, full_attention_interval=1), layer_idx=0)]
+        self.norm = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of its activations: its norms' own."""
+        return self.norm.weight.dtype
+
+    def advance(
+        self,
+        embedded: mx.array,
+        hidden: mx.array,
+        caches: Sequence[KV],
+        widths: Sequence[int],
+    ) -> mx.array:
+        """Feed pairs, flat: `embedded[i]` of token t+1 and `hidden[i]` of token t, both `[rows, hidden]`.
+
+        `hidden` is the backbone's after its final norm, or the head's own output in a draft chain. Sequence i
+        owns the next `widths[i]` rows, appended to `caches[i]`. Returns `[rows, hidden]`, after `norm`: what lm_head
+        takes, to predict token t+2.
+        """
+        layer = self.layers[0]
+        e = self.pre_fc_norm_embedding(embedded)
+        h = self.pre_fc_norm_hidden(hidden)
+        x = self.fc(mx.concatenate([e, h], axis=-1))
+        x = x + attend(layer.self_attn, layer.input_layernorm(x), caches, widths)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        out: mx.array = self.norm(x)
+        return out

@@ -1,0 +1,1 @@
+"""Faults injected into a live cluster, and the report of what they cost."""

@@ -1,0 +1,263 @@
+"""Faults at random under load: what comes of the answers when workers are killed, stopped, cut off and stuck.
+
+A run first asks every question undisturbed, then asks them over and over while faults come in a seeded order, and
+compares. Run a long one with `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.chaos.faults import KINDS, SURVIVOR, Fault, Faults, schedule, wait_until
+from tests.chaos.load import (
+    QUESTIONS,
+    Answer,
+    Clients,
+    Outcome,
+    Question,
+    ask,
+    clients,
+)
+from tests.chaos.pauses import PARTS, REPLAN, Episode, Injected, episodes, spread
+from tests.support.processes.processes import Coordinator, as_coordinator, ending, launch
+from tests.support.processes.task_count import TASKS
+from tests.support.processes.team import Team, running_team
+from tests.support.processes.vitals import Vitals, grown, vitals
+
+FAILURE_TIMEOUT = 2.0
+WORKERS = 4
+"""Three and a spare."""
+
+CLIENTS = 3
+FAULT_SECONDS = (FAILURE_TIMEOUT + 0.5, FAILURE_TIMEOUT + 2.0)
+"""How long a worker stays hurt: past the timeout."""
+
+STUCK_SECONDS = 5.0
+"""Longest wait, over that, for a stuck engine to be noticed; one that no plan uses is not."""
+
+BACK_SECONDS = 40.0
+"""Longest wait for a worker to be back among those that may serve."""
+
+SAMPLES = 10
+"""Looks at what processes hold, over a run."""
+
+
+@dataclass
+class Report:
+    """What a run found. `vitals` are those of the coordinator and of a worker that was never ended, over the run."""
+
+    seed: int
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    not_back: list[str] = field(default_factory=list)
+    """Faults after which a worker was not seen again in time."""
+    outcome: Outcome = field(default_factory=Outcome)
+    episodes: list[Episode] = field(default_factory=list)
+    """Faults that ended a plan."""
+    replans: list[Episode] = field(default_factory=list)
+    """Changes of plan that were asked for."""
+    vitals: dict[str, list[Vitals]] = field(default_factory=dict)
+
+    @property
+    def over(self) -> int:
+        """Pauses longer than all that the coordinator's log accounts for."""
+        return sum(episode.over for episode in (*self.episodes, *self.replans))
+
+    @property
+    def grew(self) -> list[str]:
+        return [f"{name}: {what}" for name, found in self.vitals.items() for what in grown(found)]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        o = self.outcome
+        yield "faults injected", ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()))
+        yield "of them ended a plan", str(len(self.episodes))
+        yield "workers not back in time", ", ".join(self.not_back) or "0"
+        yield "streams finished", str(o.finished)
+        yield "streams ended with an error or cut", str(len(o.wrong) - o.differing)
+        yield "tokens lost / duplicated", f"{o.lost} / {o.duplicated}"
+        yield "answers differing", str(o.differing)
+        yield "clients hung", str(o.hung)
+        yield "", f"{'median':>8}{'95 %':>8}{'max':>8}"
+        for name in (*PARTS, "pause", "bound"):
+            values = [getattr(e, name) for e in self.episodes]
+            yield f"{name}, s", "".join(f"{v:8.2f}" for v in spread(values))
+        for kind in KINDS:
+            values = [e.detection for e in self.episodes if e.kind == kind]
+            yield f"detection of {kind}, s", "".join(f"{v:8.2f}" for v in spread(values))
+        for name in ("pause", "bound"):
+            values = [getattr(e, name) for e in self.replans]
+            yield f"{name} of a replan, s", "".join(f"{v:8.2f}" for v in spread(values))
+        yield "pauses over detection + plan + load + prefill", str(self.over)
+        yield "grew", "; ".join(self.grew) or "nothing"
+        for name, samples in self.vitals.items():
+            for what in ("descriptors", "threads", "tasks", "memory"):
+                yield f"{name}: {what}", " ".join(f"{getattr(s, what):g}" for s in samples)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:46} {value}" for name, value in self.rows())
+
+    def as_json(self) -> dict[str, Any]:
+        outcome = {k: v for k, v in vars(self.outcome).items() if k != "answers"}
+        return {
+            **vars(self),
+            "faults": dict(self.faults),
+            "outcome": outcome,
+            "episodes": [asdict(episode) for episode in self.episodes],
+            "replans": [asdict(episode) for episode in self.replans],
+            "vitals": {name: [asdict(v) for v in found] for name, found in self.vitals.items()},
+            "pauses": [answer.pause for answer in self.outcome.answers],
+        }
+
+
+@contextmanager
+def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
+    flags = [flag for address in team.addresses for flag in ("--worker", address)]
+    flags += ["--model", model, "--dtype", "float32", "--port", "0", "--no-mdns"]
+    flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
+    module = "tests.support.processes.forgiving_coordinator"
+    env = {TASKS: str(folder)}
+    with ending(launch(folder, "coordinator", module, ["serve", *flags], env=env)) as process:
+        yield as_coordinator(process)
+
+
+class Run:
+    """One run: the same seed hurts the same workers in the same order."""
+
+    def __init__(self, folder: Path, model: str, team: Team, coordinator: Coordinator, seed: int):
+        self.folder, self.team, self.coordinator = folder, team, coordinator
+        self.faults = Faults(team, model, coordinator.pid)
+        self.report = Report(seed)
+        self.injected: list[Injected] = []
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=60).json()
+        return found
+
+    def all_well(self) -> bool:
+        """Every worker may serve, and a plan does."""
+        found = self.status()
+        well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
+        return found["ready"] and len(well) == len(self.team.workers)
+
+    def health(self) -> str:
+        """Of every node, with the reason where one is given."""
+        found = self.status()
+        nodes = (f"{n['name']} {n['health']} {n['detail']}".strip() for n in found["nodes"])
+        return f"{'ready' if found['ready'] else 'not ready'}; {'; '.join(nodes)}"
+
+    def sample(self) -> None:
+        survivor = self.team.workers[SURVIVOR]
+        for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
+            self.report.vitals.setdefault(name, []).append(vitals(process.pid, self.folder))
+
+    def hurt(self, fault: Fault, pace: float) -> None:
+        """One fault from its beginning until all are back, and used again."""
+        epoch = self.status()["epoch"]
+        started = time.time()
+        self.faults.inject(fault)
+        time.sleep(fault.seconds)
+        if fault.kind == "stuck":  # a frame of a new size may take its time
+            wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
+        self.faults.mend(fault)
+        if not wait_until(self.all_well, BACK_SECONDS):
+            self.report.not_back.append(f"w{fault.victim} after {fault.kind}: {self.health()}")
+        self.injected.append(Injected(fault.kind, started, time.time()))
+        self.report.faults[fault.kind] += 1
+        self.replan()
+        time.sleep(max(0.0, pace - (time.time() - started)))
+
+    def replan(self) -> None:
+        """Have whoever is back used again."""
+        headers = {"Content-Type": "application/json"}
+        started = time.time()
+        httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=60)
+        wait_until(self.all_well, BACK_SECONDS)
+        self.injected.append(Injected(REPLAN, started, time.time()))
+
+    def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
+        time.sleep(1.0)  # the clients are under way
+        due = schedule(self.report.seed, faults, len(self.team.workers), FAULT_SECONDS)
+        for i, fault in enumerate(due):
+            if i % max(1, faults // SAMPLES) == 0:
+                self.sample()
+            self.hurt(fault, pace)
+            if verbose:
+                outcome = asking.outcome
+                done = f"{i + 1}/{faults} {fault.kind}: {outcome.finished} finished"
+                print(done, f"{len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
+        self.sample()
+
+
+def undisturbed(url: str, model: str) -> dict[Question, Answer]:
+    """The answers while nobody is hurt, to as many clients at once as there will be."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = pool.map(lambda question: ask(url, model, question), QUESTIONS)
+        return dict(zip(QUESTIONS, answers, strict=True))
+
+
+def run(
+    folder: Path, model: str, faults: int, *, seed: int, pace: float = 0.0, verbose: bool = False
+) -> Report:
+    """Inject `faults` faults, one at a time and `pace` seconds apart, while clients ask without end."""
+    started = time.monotonic()
+    with (
+        running_team(folder, model, WORKERS) as team,
+        coordinating(folder, model, team) as coordinator,
+    ):
+        name = Path(model).name
+        wanted = undisturbed(coordinator.url, name)
+        doing = Run(folder, model, team, coordinator, seed)
+        with clients(coordinator.url, name, wanted, CLIENTS) as asking:
+            doing.go(faults, pace, asking, verbose=verbose)
+        report = doing.report
+        report.outcome = asking.outcome
+        records = coordinator.records()
+        found = episodes(doing.injected, records, asking.outcome.answers)
+        report.episodes = [episode for episode in found if episode.kind != REPLAN]
+        report.replans = [episode for episode in found if episode.kind == REPLAN]
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def main() -> None:
+    """The long study, from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--out", type=Path, help="write all of it here, as JSON")
+    parser.add_argument("--logs", type=Path, help="an empty folder that keeps what processes log")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = run(
+            given.logs or Path(folder),
+            given.model,
+            given.faults,
+            seed=given.seed,
+            pace=given.pace,
+            verbose=True,
+        )
+    print(report)
+    print(f"{given.faults} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes")
+    for line in report.outcome.wrong[:5]:
+        print("  wrong:", line)
+    if given.out:
+        given.out.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Short runs of the chaos study; `python -m tests.chaos.run` makes long ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.run import Report, run
+
+pytestmark = pytest.mark.chaos
+
+FAULTS, SEED = 4, 44
+"""One each of a killed, a stopped, a cut off and a restarted worker, as `tests/chaos/test_report.py` holds."""
+
+
+def check(report: Report, faults: int) -> None:
+    print(report)
+    assert sum(report.faults.values()) == faults
+    assert report.outcome.finished > 0
+    assert report.outcome.wrong == []
+    assert (report.outcome.lost, report.outcome.duplicated, report.outcome.hung) == (0, 0, 0)
+    assert report.episodes
+    assert report.not_back == []
+
+
+def test_no_fault_loses_or_changes_a_token(tmp_path: Path) -> None:
+    """Workers hurt at random under load: every stream ends whole, with the undisturbed run's answer."""
+    check(run(tmp_path, "builtin", FAULTS, seed=SEED), FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twenty_faults(tmp_path: Path) -> None:
+    """The same at length: the log accounts for every pause, and no process holds more at the end than early on."""
+    report = run(tmp_path, "builtin", 20, seed=1)
+    check(report, 20)
+    assert report.over == 0
+    assert report.grew == []

@@ -1,0 +1,78 @@
+"""What a chaos run will do is known from its seed, and its report tells a long pause and a leak from none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+from tests.chaos.faults import KINDS, SURVIVOR, schedule
+from tests.chaos.load import Answer
+from tests.chaos.pauses import Episode, Injected, episodes
+from tests.chaos.test_chaos import FAULTS, SEED
+from tests.support.processes.vitals import FEW, Vitals, grown
+
+SECONDS = (2.0, 4.0)
+HURT, NOTICED, LOADING, SERVING, REBUILT = 100.0, 102.0, 102.5, 103.0, 105.0
+
+
+def record(at: float, message: str) -> dict[str, Any]:
+    return {"time": datetime.fromtimestamp(at, UTC).isoformat(), "message": message}
+
+
+LOG = [
+    record(HURT - 5, "sequences rebuilt"),
+    record(NOTICED, "worker lost"),
+    record(LOADING, "cluster: loading"),
+    record(SERVING, "cluster: serving"),
+    record(REBUILT, "sequences rebuilt"),
+]
+
+
+def episode(answer: list[float], log: list[dict[str, Any]] = LOG) -> Episode:
+    injected = Injected("stop", HURT, HURT + 10)
+    (found,) = episodes([injected], log, [Answer(times=answer)])
+    return found
+
+
+def test_the_seed_decides_who_is_hurt() -> None:
+    """The same faults again, others with another seed; each kind as often as any other; the survivor never ends."""
+    long = schedule(3, 20 * len(KINDS), 4, SECONDS)
+    assert long == schedule(3, 20 * len(KINDS), 4, SECONDS)
+    assert long != schedule(4, 20 * len(KINDS), 4, SECONDS)
+    assert Counter(fault.kind for fault in long) == dict.fromkeys(KINDS, 20)
+    assert {f.victim for f in long if f.kind in ("kill", "restart")} == {1, 2, 3} - {SURVIVOR}
+    assert {f.victim for f in long if f.kind == "stop"} == {0, 1, 2, 3}
+    assert all(f.opener != f.victim for f in long)
+
+
+def test_the_short_run_has_what_matters_most() -> None:
+    """kill -9, SIGSTOP, a severed connection and a restart are in the run that every change has to pass."""
+    kinds = {fault.kind for fault in schedule(SEED, FAULTS, 4, SECONDS)}
+    assert kinds == {"kill", "stop", "cut", "restart"}
+
+
+def test_a_pause_is_taken_apart_by_the_log_alone() -> None:
+    """What a client saw has no part in the bound: one that waited on is seen to be over it."""
+    found = episode([HURT - 1, REBUILT + 0.1, REBUILT + 0.2])
+    assert (found.detection, found.plan, found.load, found.prefill) == (2.0, 0.5, 0.5, 2.0)
+    assert abs(found.pause - 5.1) < 1e-6
+    assert not found.over
+    late = episode([HURT - 1, REBUILT + 3.0])
+    assert late.bound == found.bound
+    assert late.over
+    assert episode([HURT - 1, REBUILT], LOG[:-1]).over, "the log said nothing of the rebuilt ones"
+
+
+def test_clients_that_nothing_happened_to_do_not_count() -> None:
+    """A pause before, or a request that came later: no prefill is waited for, and none is accounted for."""
+    found = episode([SERVING + 1, SERVING + 9])
+    assert (found.prefill, found.pause) == (0.0, 0.0)
+
+
+def test_what_grows_is_named() -> None:
+    """From after the first tenth on: a start costs what it costs, and a few more or less are nothing."""
+    start, early = Vitals(5, 3, 5, 50.0), Vitals(20, 12, 30, 90.0)
+    assert grown([start, early, Vitals(20 + FEW, 12, 20, 95.0)]) == []
+    assert grown([start, early, Vitals(20, 12, 30 + FEW + 1, 90.0)]) == ["tasks 30 to 37"]
+    assert grown([start]) == []

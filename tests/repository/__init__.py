@@ -1,0 +1,1 @@
+"""Checks of the repository itself: layout, docs, flags, packaging, deploy files."""

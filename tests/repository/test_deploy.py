@@ -1,0 +1,176 @@
+"""deploy/: each file parses as what it is, and starts our programs with flags they have."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import plistlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.processes.programs import CommandLine, from_words
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+AGENTS = sorted(DEPLOY.glob("launchd/*.plist"))
+UNITS = sorted(DEPLOY.glob("systemd/*.service"))
+CONTAINERFILE = DEPLOY / "container" / "Containerfile"
+PLACEHOLDER = re.compile(r"@[A-Z]+@")
+
+each_agent = pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
+each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+
+
+def read_agent(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        agent = plistlib.load(file)
+    assert isinstance(agent, dict)
+    return agent
+
+
+class UnitParser(configparser.ConfigParser):
+    """systemd's format is close enough to INI: `%` means nothing here, a repeated key is an error."""
+
+    def __init__(self) -> None:
+        super().__init__(interpolation=None, strict=True)
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
+def read_unit(path: Path) -> UnitParser:
+    unit = UnitParser()
+    unit.read_string(path.read_text())
+    return unit
+
+
+def read_containerfile() -> list[tuple[str, str]]:
+    """(instruction, arguments) in order; comments dropped, continued lines joined."""
+    lines = [line for line in CONTAINERFILE.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    pairs = [line.partition(" ") for line in joined.splitlines() if line.strip()]
+    return [(word, rest.strip()) for word, _, rest in pairs]
+
+
+def calls() -> list[CommandLine]:
+    """Every call of our programs in deploy/, the pages aside (tests/repository/test_docs.py reads those)."""
+    found = [from_words(path.name, read_agent(path)["ProgramArguments"]) for path in AGENTS]
+    found += [from_words(p.name, shlex.split(read_unit(p)["Service"]["ExecStart"])) for p in UNITS]
+    commands = [json.loads(rest) for word, rest in read_containerfile() if word == "CMD"]
+    found += [from_words(CONTAINERFILE.name, words) for words in commands]
+    return [call for call in found if call is not None]
+
+
+def test_both_programs_have_an_agent_and_a_unit() -> None:
+    """Nothing below is vacuous: two agents, two units, one image's default."""
+    assert sorted(call.program for call in calls()) == ["mtp-coord"] * 3 + ["mtp-worker"] * 2
+
+
+@pytest.mark.parametrize("call", calls(), ids=str)
+def test_services_start_with_flags_that_exist(call: CommandLine) -> None:
+    """A service file with a flag its program refuses would restart for ever."""
+    assert call.unknown_flags() == []
+
+
+@pytest.mark.parametrize("call", calls(), ids=str)
+def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
+    """A service that binds off loopback carries --insecure, without which the program refuses; others do not."""
+    words = " ".join(call.args)
+    elsewhere = re.search(r"--(listen|host) (?!127\.0\.0\.1)", words) is not None
+    assert ("--insecure" in call.args) == elsewhere
+
+
+@each_agent
+def test_launchd_agent(path: Path) -> None:
+    """A property list named after its label, restarted after a crash, with time to drain and a log to read."""
+    agent = read_agent(path)
+    assert agent["Label"] == path.stem
+    assert all(isinstance(word, str) for word in agent["ProgramArguments"])
+    assert agent["RunAtLoad"] is True
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["ExitTimeOut"] >= 10
+    assert agent["StandardErrorPath"].startswith("@HOME@/Library/Logs/")
+
+
+@each_agent
+def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
+    """launchd expands neither ~ nor $HOME: what stands for a path is replaced by deploy/README.md's commands."""
+    agent = path.read_text().partition("<plist")[2]
+    assert "~" not in agent
+    assert "$" not in agent
+    page = (DEPLOY / "README.md").read_text()
+    filled = [line for line in page.replace("\\\n", " ").splitlines() if path.name in line]
+    for placeholder in set(PLACEHOLDER.findall(agent)):
+        assert any(f"s|{placeholder}|" in line for line in filled)
+
+
+@each_unit
+def test_systemd_unit_has_what_a_service_needs(path: Path) -> None:
+    """Restarts after a crash but not after a usage error, drains, and runs with as few rights as it can."""
+    unit = read_unit(path)
+    service = unit["Service"]
+    assert unit["Install"]["WantedBy"] == "multi-user.target"
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
+    assert service["KillSignal"] == "SIGTERM"
+    assert int(service["TimeoutStopSec"]) >= 10
+    assert (service["DynamicUser"], service["NoNewPrivileges"]) == ("yes", "yes")
+    assert service["ProtectSystem"] == "strict"
+
+
+@each_unit
+@pytest.mark.skipif(which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
+    """systemd's own verifier finds nothing to say, once the program's path exists."""
+    installed = Path(sys.executable).parent
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text().replace("/opt/mtp-cluster/bin", str(installed)))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    about_ours = [line for line in done.stderr.splitlines() if path.name in line]
+    assert about_ours == []
+
+
+def test_containerfile() -> None:
+    """Builds from what is in the repository, runs as nobody in particular, and says what it listens on."""
+    instructions = read_containerfile()
+    words = [word for word, _ in instructions]
+    assert words[0] == "FROM"
+    assert set(words) <= {
+        "FROM",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "ENV",
+        "USER",
+        "EXPOSE",
+        "STOPSIGNAL",
+        "CMD",
+    }
+    assert [rest for word, rest in instructions if word == "USER"] not in ([], ["root"])
+    assert words.index("USER") < words.index("CMD")
+    copied = [
+        rest for word, rest in instructions if word == "COPY" and not rest.startswith("--from")
+    ]
+    sources = [source for rest in copied for source in rest.split()[:-1]]
+    assert [source for source in sources if not (DEPLOY.parent / source).exists()] == []
+    assert {"proto", "mtp", "worker", "coordinator"} <= set(sources)
+
+
+def test_prometheus_scrapes_the_coordinator() -> None:
+    """One job, the metrics path the API has, the port `serve` has by default."""
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]

@@ -1,0 +1,66 @@
+"""The pages: every link leads somewhere, every command and flag they show exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import COMMANDS
+from tests.support.processes.programs import CommandLine, from_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")}
+    | {*ROOT.glob("mtp/builtin/*.md"), *ROOT.glob("tests/**/*.md")}
+)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+CALLS = sorted(
+    {
+        call
+        for page in PAGES
+        for call in from_markdown(str(page.relative_to(ROOT)), page.read_text())
+    },
+    key=str,
+)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    """A stranger's first screen: run it, test it."""
+    block = re.search(r"\A# mtp-cluster\n\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block is not None
+    assert [line.partition("#")[0].strip() for line in block[1].splitlines()] == [
+        "make demo",
+        "make test",
+    ]
+
+
+def test_readme_names_every_command() -> None:
+    """Its table is where a newcomer looks for what there is."""
+    named = {call.command for call in CALLS if call.source == "README.md"}
+    assert set(COMMANDS) <= named
+
+
+@each_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """A file or folder of this repository stands behind each."""
+    targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in targets if not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    """`make NAME` in a page is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = page.read_text()
+    named = re.findall(r"(?:^|`)make(?: [A-Z]+=\S+)* ([a-z][a-z-]*)", text, re.M)
+    assert set(named) <= targets
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_commands_and_flags_exist(call: CommandLine) -> None:
+    """What a page tells people to type is accepted by the program it names."""
+    assert call.unknown_flags() == []

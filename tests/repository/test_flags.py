@@ -1,0 +1,172 @@
+"""Every flag of `mtp-worker` and `mtp-coord serve` reaches what runs: each has a row here, and does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.core import TyperCommand
+from typer.main import get_command
+
+import worker.cli
+from coordinator.cli import load_command
+from mtp.checkpoint.hub.resolve import find_model
+from mtp.depth.controller import MtpMode
+from proto.errors import UsageError
+from proto.span import Span
+from proto.terminal.logs import LogFormat, LogLevel
+
+Decided = dict[str, Any]
+"""Options by name, with the log's level and format."""
+
+Decide = Callable[..., Decided]
+Rows = dict[str, tuple[Sequence[str], Decided]]
+
+WORKER: Rows = {
+    "--layers": (["2-5"], {"layers": Span(2, 6)}),
+    "--model": (["builtin"], {"model": find_model("builtin")}),
+    "--listen": (["127.0.0.2:7"], {"host": "127.0.0.2", "port": 7}),
+    "--name": (["mac-9"], {"name": "mac-9"}),
+    "--memory-limit": (["3GB"], {"memory_limit": 3 * 10**9}),
+    "--no-mdns": ([], {"mdns": False}),
+    "--state-dir": (["state"], {"state_dir": Path("state")}),
+    "--insecure": (["--listen", "0.0.0.0:7"], {"host": "0.0.0.0", "port": 7}),
+    "--log-level": (["debug"], {"log_level": LogLevel.debug}),
+    "--log-format": (["json"], {"log_format": LogFormat.json}),
+}
+
+SERVE: Rows = {
+    "--model": (["org/name"], {"model": "org/name"}),
+    "--host": (["127.0.0.2"], {"host": "127.0.0.2"}),
+    "--port": (["0"], {"port": 0}),
+    "--worker": (["a:1", "--worker", "b:2"], {"workers": ("a:1", "b:2")}),
+    "--nodes": (["3"], {"nodes": 3}),
+    "--wait": (["0.5"], {"wait": 0.5}),
+    "--single-node": ([], {"single_node": True}),
+    "--no-mdns": ([], {"mdns": False}),
+    "--dtype": (["float16"], {"dtype": "float16"}),
+    "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
+    "--acceptance": (["ratio"], {"acceptance": "ratio"}),
+    "--kv-bits": (["8"], {"kv_bits": 8}),
+    "--max-sequences": (["5"], {"max_sequences": 5}),
+    "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
+    "--max-step-tokens": (["99"], {"step_tokens": 99}),
+    "--no-prefix-cache": ([], {"prefix_cache": False}),
+    "--share-weights": ([], {"share_weights": True}),
+    "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
+    "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),
+    "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
+    "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
+    "--log-level": (["debug"], {"log_level": LogLevel.debug}),
+    "--log-format": (["json"], {"log_format": LogFormat.json}),
+}
+
+
+def deciding(
+    monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand
+) -> Decide:
+    """The command as a function of its words, that ends where it would run."""
+    monkeypatch.delenv("MTP_API_KEY", raising=False)
+
+    def decide(*words: str) -> Decided:
+        found: Decided = {}
+
+        def configure(level: LogLevel, form: LogFormat) -> None:
+            found.update(log_level=level, log_format=form)
+
+        async def run(options: Any) -> None:
+            await asyncio.sleep(0)
+            found.update(vars(options))
+
+        monkeypatch.setattr(f"{module}.configure", configure)
+        monkeypatch.setattr(edge, run)
+        command.main(list(words), prog_name="test", standalone_mode=False)
+        assert len(found) > 2, "it did not come as far as running"
+        return found
+
+    return decide
+
+
+@pytest.fixture
+def decide_worker(monkeypatch: pytest.MonkeyPatch) -> Decide:
+    return deciding(monkeypatch, "worker.cli", "worker.node.process.run", worker_command())
+
+
+@pytest.fixture
+def decide_serve(monkeypatch: pytest.MonkeyPatch) -> Decide:
+    edge = "coordinator.cli.serve_command.run_server"
+    return deciding(monkeypatch, "coordinator.cli.serve_command", edge, load_command("serve"))
+
+
+def worker_command() -> TyperCommand:
+    command = get_command(worker.cli.app)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+@pytest.mark.parametrize("flag", WORKER)
+def test_a_workers_flag_does_what_it_says(flag: str, decide_worker: Decide) -> None:
+    """It changes the options it is for, and no others."""
+    words, change = WORKER[flag]
+    plain = decide_worker()
+    assert decide_worker(flag, *words) == {**plain, **change} != plain
+
+
+@pytest.mark.parametrize("flag", SERVE)
+def test_a_flag_of_serve_does_what_it_says(flag: str, decide_serve: Decide) -> None:
+    """It changes the options it is for, and no others."""
+    words, change = SERVE[flag]
+    plain = decide_serve()
+    assert decide_serve(flag, *words) == {**plain, **change} != plain
+
+
+def test_no_flag_is_left_out() -> None:
+    """A flag that is added needs a row, and an option that nothing decides has none."""
+    for command, rows in ((worker_command(), WORKER), (load_command("serve"), SERVE)):
+        flags = {parameter.opts[0] for parameter in command.params} - {"--version", "--help"}
+        assert flags == set(rows)
+
+
+def test_no_option_is_left_out(decide_worker: Decide, decide_serve: Decide) -> None:
+    """Every option can be decided by some flag, but for the name of the machine a coordinator runs on."""
+    for decided, rows in ((decide_worker(), WORKER), (decide_serve(), SERVE)):
+        changed = {name for _, change in rows.values() for name in change}
+        assert set(decided) - changed <= ({"name"} if rows is SERVE else set())
+
+
+def test_keys_from_the_environment(
+    decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM's clients have it: a variable, which no list of processes shows; help does not tell what it holds."""
+    monkeypatch.setenv("MTP_API_KEY", "secret-1 secret-2")
+    assert decide_serve()["api_keys"] == ("secret-1", "secret-2")
+    assert decide_serve("--api-key", "other")["api_keys"] == ("other",)
+    with pytest.raises(AssertionError, match="did not come"):
+        decide_serve("--help")
+    assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_refused(decide_serve: Decide, key: str) -> None:
+    """It would let everybody in."""
+    with pytest.raises(UsageError, match="--api-key"):
+        decide_serve("--api-key", key)
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_variable_is_refused(
+    decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A service file whose variable was never filled in would let everybody in."""
+    monkeypatch.setenv("MTP_API_KEY", key)
+    with pytest.raises(UsageError, match="MTP_API_KEY"):
+        decide_serve()
+
+
+def test_a_key_makes_no_listener_safe(decide_serve: Decide) -> None:
+    """What is sent is still not encrypted, the key neither: elsewhere than on loopback it takes --insecure."""
+    with pytest.raises(UsageError, match="--insecure"):
+        decide_serve("--host", "0.0.0.0", "--api-key", "secret")

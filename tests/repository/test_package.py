@@ -1,0 +1,182 @@
+"""What a stranger gets: the distribution, its pinned versions, the Makefile."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
+from pathlib import Path, PurePosixPath
+from shutil import which
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TRAINING = "mtp/builtin/training/"
+PACKAGES = {"proto", "mtp", "worker", "coordinator"}
+
+
+def pinned() -> dict[str, str]:
+    """constraints.txt as canonical name → version."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): exact for name, exact in pairs}
+
+
+def requirements() -> list[Requirement]:
+    """Everything pyproject asks for, extras included, our own extras aside."""
+    extras = PROJECT["optional-dependencies"].values()
+    asked = [Requirement(text) for group in [PROJECT["dependencies"], *extras] for text in group]
+    return [requirement for requirement in asked if requirement.name != PROJECT["name"]]
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules a file names in its imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The wheel as `pip wheel .` would build it, built offline with the installed build backend."""
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (built,) = target.glob("*.whl")
+    return zipfile.Path(built)
+
+
+def test_the_wheel_holds_our_packages_and_nothing_else(wheel: zipfile.Path) -> None:
+    """Four packages and the metadata: no tests, no deploy files, nothing of the working tree."""
+    top = {entry.name for entry in wheel.iterdir()}
+    assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+
+
+@pytest.mark.skipif(which("git") is None, reason="git is not installed")
+def test_the_wheel_holds_every_data_file(wheel: zipfile.Path) -> None:
+    """What lies beside the code and is in git is installed with it: the built-in model above all."""
+    listed = subprocess.run(
+        ["git", "ls-files", *sorted(PACKAGES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: there is no list of the project's files")
+    data = {
+        f
+        for f in listed.stdout.splitlines()
+        if PurePosixPath(f).suffix != ".py" and not f.startswith(TRAINING)
+    }
+    missing = {f for f in data if (ROOT / f).exists()} - set(wheel.root.namelist())
+    assert data
+    assert not missing
+    assert not [name for name in wheel.root.namelist() if name.startswith(TRAINING)]
+
+
+def test_the_wheel_is_small(wheel: zipfile.Path) -> None:
+    """The built-in model may take 16 MB; the rest is text."""
+    assert Path(str(wheel.root.filename)).stat().st_size < 18 * 2**20
+
+
+def test_one_version_everywhere() -> None:
+    """The newest heading of the changelog, pyproject and the installed metadata agree."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - (unreleased|\d{4}-\d\d-\d\d)$", changelog, re.M)
+    assert newest is not None
+    assert newest[1] == PROJECT["version"] == version(PROJECT["name"])
+
+
+def test_constraints_are_names_and_versions_only() -> None:
+    """No index, no path, no option, no local version: anyone's pip can take them."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert [line for line in lines[1:] if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_requirement_has_a_tested_version(requirement: Requirement) -> None:
+    """Each is a range, and the version the tests passed with lies inside it."""
+    elsewhere = requirement.marker is not None and not requirement.marker.evaluate()
+    exact = pinned().get(canonicalize_name(requirement.name))
+    assert exact is not None or elsewhere
+    if exact is not None:
+        assert requirement.specifier.contains(exact)
+
+
+def test_every_library_we_import_is_declared() -> None:
+    """A library that only happens to be there because another one needs it may be gone tomorrow."""
+    imported = {
+        name.partition(".")[0]
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for name in imports_of(path)
+    }
+    providers = packages_distributions()
+    declared = {canonicalize_name(r.name) for r in map(Requirement, PROJECT["dependencies"])}
+    declared |= {
+        canonicalize_name("torch")
+    }  # of the extra `train`; tests/repository/test_layout.py keeps it in mtp/builtin
+    undeclared = {
+        name
+        for name in imported - PACKAGES - sys.stdlib_module_names
+        if not declared & {canonicalize_name(found) for found in providers.get(name, [])}
+    }
+    assert undeclared == set()
+
+
+def test_runtime_dependencies_are_bounded_ranges() -> None:
+    """A lower and an upper bound on each; of MLX and mlx-lm, whose layers and names we use, one minor version."""
+    runtime = [Requirement(text) for text in PROJECT["dependencies"]]
+    bounds = {r.name: {part.operator: part.version for part in r.specifier} for r in runtime}
+    assert {name for name, found in bounds.items() if found.keys() != {">=", "<"}} == set()
+    for name in ("mlx", "mlx-lm"):
+        lower, upper = (Version(bounds[name][operator]) for operator in (">=", "<"))
+        assert (upper.release, lower.major) == ((lower.major, lower.minor + 1), upper.major)
+
+
+def test_mlx_comes_with_the_backend_of_the_platform() -> None:
+    """Metal on macOS, the CPU backend on Linux, CUDA as an extra there."""
+    mlx = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "mlx"]
+
+    def extras_on(platform: str) -> list[set[str]]:
+        there = {"sys_platform": platform}
+        return [r.extras for r in mlx if r.marker is not None and r.marker.evaluate(there)]
+
+    assert extras_on("darwin") == [set()]
+    assert extras_on("linux") == [{"cpu"}]
+    (cuda,) = PROJECT["optional-dependencies"]["cuda"]
+    assert Requirement(cuda).extras == {"cuda13"}
+
+
+@pytest.mark.skipif(which("make") is None, reason="make is not installed")
+def test_make_refuses_an_old_python(tmp_path: Path) -> None:
+    """One line that names the version found and what to type; no half-made environment."""
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo Python 3.9.6; exit 0; }\nexit 1\n')
+    old.chmod(0o755)
+    venv = tmp_path / "venv"
+    done = subprocess.run(
+        ["make", f"PYTHON={old}", f"VENV={venv}", f"{venv}/.made"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "needs Python 3.11 or later" in done.stderr
+    assert "Python 3.9.6" in done.stderr
+    assert not venv.exists()

@@ -1,0 +1,1 @@
+"""An HTTP server and client around a fake generator."""

@@ -1,0 +1,140 @@
+"""A generator for tests of the API: says what it is told to, in windows, and remembers what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from coordinator.generation.request import (
+    Finished,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    GenerationStats,
+    PrefillProgress,
+    TokenChunk,
+)
+from coordinator.status.cluster_status import ClusterStatus, NodeStatus
+from coordinator.text.tokenizer import Tokenizer
+from proto.frame import TokenLogprob
+
+
+@dataclass
+class FakeGenerator:
+    """Answers every request with the tokens of `text`, `window` at a time.
+
+    `refuse` is raised before the first event; `fail_after` windows it raises `failure`. `pause` is slept before each
+    window; after `hang_after` windows it releases `hanging` and
+    waits for ever. `answer` gives texts by request.
+    """
+
+    tokenizer: Tokenizer
+    text: str = "Hello world, how are you?"
+    window: int = 2
+    cached: int = 0
+    refuse: Exception | None = None
+    failure: Exception | None = None
+    fail_after: int | None = None
+    hang_after: int | None = None
+    end: FinishReason = "stop"
+    pause: float = 0.0
+    answer: Callable[[GenerationRequest], str] | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    hanging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        self.requests.append(request)
+        if self.refuse is not None:
+            raise self.refuse
+        finished = False
+        try:
+            yield PrefillProgress(len(request.prompt) // 2, len(request.prompt), self.cached)
+            yield PrefillProgress(len(request.prompt), len(request.prompt), self.cached)
+            text = self.answer(request) if self.answer else self.text
+            tokens = self.tokenizer.encode(text)[: request.max_tokens]
+            for index, start in enumerate(range(0, len(tokens), self.window)):
+                await self._obstacle(index)
+                chunk = tokens[start : start + self.window]
+                yield TokenChunk(chunk, self._logprobs(request, chunk))
+            await self._obstacle(-1)
+            reason: FinishReason = "length" if len(tokens) == request.max_tokens else self.end
+            finished = True
+            error = "the last worker is gone" if reason == "error" else None
+            yield Finished(reason, self._stats(request, len(tokens)), error)
+        finally:
+            if not finished:
+                self.cancelled.append(request.request_id)
+
+    async def _obstacle(self, window: int) -> None:
+        if self.failure is not None and window == self.fail_after:
+            raise self.failure
+        if window == self.hang_after:
+            self.hanging.release()
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.pause)
+
+    def _logprobs(
+        self, request: GenerationRequest, tokens: tuple[int, ...]
+    ) -> tuple[TokenLogprob, ...]:
+        if (count := request.params.logprobs) is None:
+            return ()
+        top = tuple((other, -0.5 - other / 1000) for other in range(count))
+        return tuple(TokenLogprob(token, -token / 1000, top) for token in tokens)
+
+    def _stats(self, request: GenerationRequest, tokens: int) -> GenerationStats:
+        return GenerationStats(
+            prompt_tokens=len(request.prompt),
+            completion_tokens=tokens,
+            cached_tokens=self.cached,
+            windows=5,
+            drafted_by_position=(5, 4),
+            accepted_by_position=(4, 2),
+        )
+
+
+@dataclass
+class FakeStatus:
+    """A cluster of two nodes that says of itself what it is told."""
+
+    ready: bool = True
+
+    def status(self) -> ClusterStatus:
+        return ClusterStatus(
+            ready=self.ready,
+            model="tiny",
+            epoch=3,
+            mtp="auto",
+            nodes=(
+                NodeStatus(
+                    name="mac-1",
+                    address="10.0.0.1:7000",
+                    span="0-3",
+                    health="ready",
+                    memory_used=2**30,
+                    memory_limit=2**31,
+                    stage_ms=12.5,
+                ),
+                NodeStatus(
+                    name="mac-2",
+                    address="10.0.0.2:7000",
+                    span="4-7",
+                    health="loading",
+                    memory_used=2**29,
+                    loaded=0.5,
+                ),
+                NodeStatus(
+                    name="mac-3",
+                    address="10.0.0.3:7000",
+                    health="refused",
+                    detail="it holds another checkpoint",
+                ),
+            ),
+            running=2,
+            waiting=1,
+            waiting_limit=64,
+            tokens_per_second=41.5,
+            drafted_by_position=(100, 80),
+            accepted_by_position=(80, 40),
+        )

@@ -1,0 +1,1 @@
+"""Small checkpoints, a fake hub, and small disks."""

@@ -1,0 +1,1 @@
+"""Real coordinators, workers, proxies and peers as processes."""

@@ -1,0 +1,177 @@
+"""A coordinator in the test's own process: the real loop, scheduler and cluster manager over real workers.
+
+What a client is told token by token, what the view says, and what workers hold are at hand; HTTP is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.member import MemberState
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.served import ServedModel
+from coordinator.cluster.view import Phase, Settings, View
+from coordinator.generation.loop import GenerationLoop
+from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
+from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.pipeline.base import Pipeline
+from coordinator.server.live_status import LiveStatus
+from coordinator.status.cluster_status import NodeStatus
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.depth.controller import Controller, MtpMode
+from proto import cluster_pb2 as pb
+from proto.errors import MemoryLimitError
+from proto.params import SamplingParams
+
+TIMEOUT = 2.0
+"""Failure timeout in tests: shorter than the default, longer than a busy machine's hiccups."""
+
+DEADLINE = 60.0
+"""Longest wait for anything in a test."""
+
+
+@dataclass
+class Told:
+    """What one client was told, and when."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    end: Finished | None = None
+
+    @property
+    def reason(self) -> str:
+        assert self.end is not None, "the answer has not ended"
+        return self.end.reason
+
+    @property
+    def longest_pause(self) -> float:
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((after - before for before, after in pairs), default=0.0)
+
+
+class Head:
+    """A coordinator. `answers` are asked for as a client would."""
+
+    def __init__(self, manager: ClusterManager, loop: GenerationLoop) -> None:
+        self.manager = manager
+        self.loop = loop
+        self.status = LiveStatus(loop, manager, "toy", lambda: NodeStatus("this process"))
+
+    @property
+    def view(self) -> View:
+        return self.manager.view
+
+    async def answer(self, request: GenerationRequest, told: Told | None = None) -> Told:
+        """One answer to its end."""
+        told = Told() if told is None else told
+        async with asyncio.timeout(DEADLINE):
+            async for event in self.loop.generate(request):
+                self.loop.scheduler.check()
+                if isinstance(event, TokenChunk):
+                    told.tokens += event.tokens
+                    told.times.append(time.monotonic())
+                elif isinstance(event, Finished):
+                    told.end = event
+        return told
+
+    async def answers(self, requests: Sequence[GenerationRequest]) -> list[Told]:
+        """All at once."""
+        return list(await asyncio.gather(*map(self.answer, requests)))
+
+    async def until(
+        self, condition: Callable[[], bool], what: str, timeout: float = DEADLINE
+    ) -> float:
+        """Wait until something holds, and say how long that took. Raises AssertionError when it never does."""
+        started = time.monotonic()
+        while not condition():
+            assert time.monotonic() < started + timeout, f"{what}: never. {self.view}"
+            await asyncio.sleep(0.01)
+        return time.monotonic() - started
+
+    async def served_by(self, *addresses: str) -> None:
+        """Wait until these workers serve, and no other."""
+        await self.until(
+            lambda: self.view.phase is Phase.SERVING and set(self.view.serving) == set(addresses),
+            f"served by {addresses}",
+        )
+
+    def state(self, address: str) -> MemberState | None:
+        member = self.view.members.get(address)
+        return member.state if member else None
+
+    async def holdings(self) -> dict[str, pb.HoldingsReply]:
+        """What every worker that is watched keeps of requests, by address."""
+        return {a: await client.holdings() for a, client in self.manager.clients.items()}
+
+    async def check_nothing_left(self) -> None:
+        """No worker holds a sequence once all answers have ended."""
+        deadline = time.monotonic() + DEADLINE
+        while any(reply.sequences for reply in (await self.holdings()).values()):
+            assert time.monotonic() < deadline, await self.holdings()
+            await asyncio.sleep(0.05)
+
+
+async def _cannot(epoch: int) -> Pipeline:
+    raise MemoryLimitError("this machine serves nothing alone in this test")
+
+
+@asynccontextmanager
+async def running_head(
+    model: Path,
+    addresses: Sequence[str],
+    *,
+    name: str = "head",
+    settings: Settings | None = None,
+    timeout: float = TIMEOUT,
+    mtp: str = "1",
+) -> AsyncIterator[Head]:
+    """A coordinator over the workers at these addresses, serving. It does not serve alone."""
+    checkpoint = Checkpoint.open(model)
+    reference = pb.ModelRef(
+        # No path: workers have the checkpoint under --model, as on a machine of their own.
+        name="toy",
+        fingerprint=await asyncio.to_thread(checkpoint.fingerprint),
+    )
+    served = ServedModel(checkpoint, reference, "float32", 0, with_head=True, draft_depth=1)
+    settings = settings or Settings(
+        nodes=len(addresses),
+        wait=40.0,
+        recovery_wait=20.0,
+        not_alone="it serves nothing alone here",
+    )
+    options = ManagerOptions(
+        pb.Coordinator(id=f"{name}-{time.monotonic_ns()}", name=name),
+        settings,
+        tuple(addresses),
+        failure_timeout=timeout,
+    )
+    manager = ClusterManager(served, options, _cannot)
+    scheduler = Scheduler(Limits(4096, prefill_chunk=16), Controller(MtpMode.parse(mtp)))
+    loop = GenerationLoop(manager, scheduler)
+    manager.start()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await loop.start()
+        yield Head(manager, loop)
+    finally:
+        await loop.close()
+        await manager.close()
+
+
+def requests(count: int = 3, tokens: int = 80) -> list[GenerationRequest]:
+    """Greedy and sampled, several lengths."""
+    return [
+        GenerationRequest(
+            tuple(range(5 + i, 20 + 9 * i)),
+            tokens + 7 * i,
+            SamplingParams(temperature=0.9 * (i % 2), seed=i),
+            request_id=f"r{i}",
+        )
+        for i in range(count)
+    ]

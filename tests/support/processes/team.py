@@ -1,0 +1,97 @@
+"""Workers to be hurt: real processes with a proxy before each, whose engines do what a test tells them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.processes.faulty_worker import FAULT
+from tests.support.processes.processes import Process, Worker, as_worker, ending, launch
+from tests.support.processes.proxy import Proxy, proxies
+from tests.support.processes.task_count import TASKS
+
+
+class Team:
+    """`addresses` are the proxies'. Workers keep theirs over restarts."""
+
+    def __init__(self, folder: Path, model: str | Path, count: int) -> None:
+        self.folder = folder
+        self.starts = 0
+        launched = [self._launch(i, model, "127.0.0.1:0") for i in range(count)]
+        self.workers: list[Worker] = []
+        try:
+            self.workers = [as_worker(process) for process in launched]
+        except BaseException:
+            for process in launched:
+                process.kill()
+            raise
+        self.proxies: list[Proxy] = []
+
+    def _launch(self, number: int, model: str | Path, listen: str) -> Process:
+        self.starts += 1
+        name = f"w{number}"
+        arguments = ["--model", str(model), "--listen", listen, "--name", name, "--no-mdns"]
+        return launch(
+            self.folder,
+            f"{name}.{self.starts}",
+            "tests.support.processes.faulty_worker",
+            arguments,
+            env={FAULT: str(self._file(number)), TASKS: str(self.folder)},
+        )
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"fault-{number}"
+
+    @property
+    def addresses(self) -> list[str]:
+        return [proxy.address for proxy in self.proxies]
+
+    def tell(self, number: int, fault: str = "") -> None:
+        """What a worker's engine does from now on; nothing: what it should."""
+        file = self._file(number)
+        new = file.with_suffix(".new")
+        new.write_text(fault)
+        new.replace(file)  # never read half-written
+
+    def pause(self, number: int) -> None:
+        os.kill(self.workers[number].pid, signal.SIGSTOP)
+
+    def resume(self, number: int) -> None:
+        os.kill(self.workers[number].pid, signal.SIGCONT)
+
+    def launch_again(self, number: int, model: str | Path) -> Process:
+        """Another process for a worker that has ended, at its address."""
+        return self._launch(number, model, self.workers[number].address)
+
+    def restart(self, number: int, model: str | Path) -> None:
+        """Kill a worker, if it runs, and wait for another in its place."""
+        self.workers[number].kill()
+        self.workers[number] = as_worker(self.launch_again(number, model))
+
+    def heal(self) -> None:
+        """Nobody is hurt any more, but for those that ended."""
+        for number, proxy in enumerate(self.proxies):
+            self.tell(number)
+            proxy.thaw()
+            proxy.refuse(False)
+            if self.workers[number].running:
+                self.resume(number)
+
+
+@contextmanager
+def running_team(folder: Path, model: str | Path, count: int) -> Iterator[Team]:
+    team = Team(folder, model, count)
+    try:
+        with proxies([worker.address for worker in team.workers]) as team.proxies:
+            yield team
+    finally:
+        for worker in team.workers:
+            if worker.running:
+                os.kill(worker.pid, signal.SIGCONT)
+                worker.popen.terminate()
+        for worker in team.workers:
+            with ending(worker):
+                pass

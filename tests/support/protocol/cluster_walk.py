@@ -1,0 +1,164 @@
+"""Everything that can happen to a small cluster, in every order, with the manager's part played by the walk.
+
+No process, no socket, no clock: events into `apply`, what `decide` says carried out as `ClusterManager` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+from coordinator.cluster.apply import apply
+from coordinator.cluster.decide import Action, GiveUp, Keep, Planner, Serve, ServeAlone, decide
+from coordinator.cluster.events import (
+    Draining,
+    Ended,
+    Event,
+    Gathering,
+    Kept,
+    Left,
+    Lost,
+    PlanFailed,
+    Refused,
+    ReplanAsked,
+    Seen,
+    Serving,
+    Starting,
+    Tick,
+)
+from coordinator.cluster.member import Member
+from coordinator.cluster.view import Phase, View
+from coordinator.planning.plan import Plan
+from proto.errors import ClusterError, MemoryLimitError
+
+
+def worker(address: str, process: int = 1) -> Member:
+    """A worker; a restarted one is another `process`."""
+    return Member(address, f"{address}{process}", f"name-{address}", 10**9)
+
+
+def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError) -> Planner:
+    """Plans over all members, the first first; raises `error` when they are fewer than `fewest`."""
+
+    def plan(members: Sequence[Member], epoch: int) -> Plan:
+        if len(members) < fewest:
+            raise error(f"{len(members)} workers are too few")
+        stages = [SimpleNamespace(node=member.address) for member in members]
+        return cast(Plan, SimpleNamespace(epoch=epoch, stages=stages))
+
+    return plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """`event` came `after` seconds, and led from `before` by `actions` to `view`, where `planner` plans."""
+
+    planner: Planner
+    before: View
+    event: Event
+    after: float
+    actions: tuple[Action, ...]
+    view: View
+
+    @property
+    def plannable(self) -> bool:
+        """Whether the workers that are usable now could serve."""
+        try:
+            self.planner(self.view.usable(), self.view.epoch + 1)
+        except ClusterError:
+            return False
+        return bool(self.view.usable())
+
+
+def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> Step:
+    """One event, and all that is decided because of it."""
+    now = view.now + after
+    following = apply(view, event, now)
+    actions: list[Action] = []
+    while (action := decide(following, planner)) is not None:
+        actions.append(action)
+        following = apply(following, _done(action), now)
+        assert len(actions) < 5, actions
+    return Step(planner, view, event, after, tuple(actions), following)
+
+
+def _done(action: Action) -> Event:
+    match action:
+        case Serve(plan):
+            return Starting(plan.epoch, tuple(stage.node for stage in plan.stages))
+        case ServeAlone(epoch):
+            return Starting(epoch, ())
+        case Keep():
+            return Kept()
+        case GiveUp(reason):
+            return Ended(reason)
+
+
+def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
+    """What can happen next, and how long it may take. Times are chosen on both sides of every limit."""
+    for seconds in (0.6, 3.0, 31.0, 61.0):
+        yield Tick(), seconds
+    for address in addresses:
+        yield from _news_of(address, view)
+    if view.phase in (Phase.STARTING, Phase.SERVING):
+        yield PlanFailed(view.epoch, "a hop broke"), 0.0
+        for address in view.serving:
+            yield PlanFailed(view.epoch, "it cannot load", address), 0.0
+    yield Serving(view.epoch), 0.0
+    yield Serving(view.epoch - 1), 0.0
+    yield PlanFailed(view.epoch - 1, "of an older plan"), 0.0
+    yield ReplanAsked(), 0.0
+    if view.phase is Phase.ENDED:
+        yield Gathering(), 0.0
+
+
+def _news_of(address: str, view: View) -> Iterator[tuple[Event, float]]:
+    member = view.members.get(address)
+    yield Seen(worker(address)), 0.0
+    yield Refused(worker(address), "has another checkpoint"), 0.0
+    if member is not None:
+        yield Seen(worker(address, process=2)), 0.0
+        yield Lost(address, "silent"), 0.0
+        yield Draining(address), 0.0
+        yield Left(address), 0.0
+
+
+def walk(
+    start: View, planner: Planner, addresses: str, depth: int, check: Callable[[Step], None]
+) -> tuple[int, int]:
+    """Every order of up to `depth` events over these workers. Returns how many steps were taken from how many views.
+
+    Views that differ only in what the clock says are one.
+    """
+    seen: set[object] = {_key(start)}
+    edge, steps = [start], 0
+    for _ in range(depth):
+        following: list[View] = []
+        for view in edge:
+            for event, after in possible(view, addresses):
+                step = happen(view, event, planner, after)
+                check(step)
+                steps += 1
+                if (key := _key(step.view)) not in seen:
+                    seen.add(key)
+                    following.append(step.view)
+        edge = following
+    return steps, len(seen)
+
+
+def _key(view: View) -> object:
+    """A view with its times counted from now, and those long past made one."""
+    now = view.now
+
+    def ago(moment: float) -> float:
+        return max(round(moment - now, 3), -100.0)
+
+    members = tuple(
+        (m.worker_id, m.state, m.losses, ago(m.held_until), ago(m.ready_since))
+        for _, m in sorted(view.members.items())
+    )
+    times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at))
+    flags = (view.recovering, view.replan, bool(view.alone_problem))
+    return view.phase, view.serving, times, flags, members

@@ -1,0 +1,108 @@
+"""What every stage of a protocol model must have made permanent: reckoned from headers, outcomes and signals alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, RestorePrefix, SavePrefix
+from worker.engine.stage_engine import StageEngine
+
+Known = Callable[[int], int]
+"""How many tokens of a sequence the coordinator has, the prompt included."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The books of one plan. Worlds share them: each entry makes another ledger.
+
+    `headers[n]` says, by sequence, what a stage that has done frame n has committed by what headers told it. `prefixes`
+    are lengths of entries, `positions` where open windows begin. `said` is what the last stage's newest outcome of each
+    sequence keeps, `signals` what rejections told at once, `left` whose clients are gone by signal.
+    """
+
+    headers: tuple[Mapping[int, int], ...] = ()
+    prefixes: Mapping[int, int] = field(default_factory=dict)
+    positions: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    said: Mapping[int, int] = field(default_factory=dict)
+    signals: frozenset[tuple[int, int]] = frozenset()
+    left: frozenset[int] = frozenset()
+
+    def key(self) -> Hashable:
+        return tuple(self.headers[-1].items()) if self.headers else ()
+
+    # ---- entries
+
+    def sent(self, frame: Frame, known: Known) -> Ledger:
+        """A frame leaves the coordinator: what its header commits is all the coordinator has, less the last token."""
+        held = dict(self._after(len(self.headers)))
+        prefixes = dict(self.prefixes)
+        for op in frame.ops:
+            self._apply(op, held, prefixes, known)
+        positions = dict(self.positions)
+        for segment in frame.segments:
+            if segment.open:
+                positions[segment.seq_id, segment.window] = segment.position
+            else:
+                held[segment.seq_id] = segment.position + segment.width
+        return replace(self, headers=(*self.headers, held), prefixes=prefixes, positions=positions)
+
+    def _apply(self, op: Op, held: dict[int, int], prefixes: dict[int, int], known: Known) -> None:
+        match op:
+            case Admit(seq_id):
+                held[seq_id] = 0
+            case Evict(seq_id):
+                del held[seq_id]
+            case Commit(seq_id, window, kept):
+                held[seq_id] = self._end(seq_id, window, kept)
+                assert held[seq_id] == known(seq_id) - 1, "a header commits another length"
+            case SavePrefix(seq_id, entry):
+                prefixes[entry] = held[seq_id]
+            case RestorePrefix(seq_id, entry):
+                held[seq_id] = prefixes[entry]
+            case DropPrefix(entry):
+                del prefixes[entry]
+
+    def answered(self, frame: Frame) -> Ledger:
+        """The last stage passes a frame on, and has settled what it says."""
+        said = dict(self.said)
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
+            if segment.open and not outcome.cancelled:
+                said[segment.seq_id] = self._end(segment.seq_id, segment.window, outcome.kept)
+        return replace(self, said=said)
+
+    def rejected(self, seq_id: int, window: int, kept: int, known: Known) -> Ledger:
+        """A rollback is broadcast."""
+        end = self._end(seq_id, window, kept)
+        assert end == known(seq_id) - 1, "a signal commits another length"
+        return replace(self, signals=self.signals | {(seq_id, end)})
+
+    def cancelled(self, seq_id: int) -> Ledger:
+        return replace(self, left=self.left | {seq_id})
+
+    def _end(self, seq_id: int, window: int, kept: int) -> int:
+        return self.positions[seq_id, window] + kept
+
+    def _after(self, frames: int) -> Mapping[int, int]:
+        return self.headers[frames - 1] if frames else {}
+
+    # ---- what must hold
+
+    def check(self, stage: StageEngine) -> None:
+        """A stage holds the sequences that the headers of its frames left it. Of each it has committed what they say,
+        or what a signal said since; the last stage, what it has said itself. How far it got in a sequence whose client
+        is gone is nobody's business."""
+        due = self._after(stage.frames_done)
+        assert stage.sequences.keys() == due.keys(), (stage.sequences.keys(), due)
+        for seq_id, sequence in stage.sequences.items():
+            committed = sequence.stack.committed
+            if seq_id in self.left:
+                continue
+            if stage.verifier is not None:
+                wanted = {max(due[seq_id], self.said.get(seq_id, 0))}
+            else:
+                told = {end for one, end in self.signals if one == seq_id and end > due[seq_id]}
+                wanted = {due[seq_id], *told}
+            assert committed in wanted, (
+                f"sequence {seq_id}: {committed} committed after frame {stage.frames_done - 1}, not {wanted}"
+            )

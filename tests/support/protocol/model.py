@@ -1,0 +1,362 @@
+"""The pipeline's protocol as a world of few states, walked through to the last one.
+
+A world is a coordinator, a chain of real `StageEngine`s without a model, and what lies between them. Every step that
+could happen next is taken from every state: a frame passes a stage or returns, a signal reaches a stage (again,
+late, or never: it is always possible and never needed), a request comes or its client leaves, the plan ends in a
+crash and another begins. States met before are not walked again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Protocol, Self
+
+from proto.errors import StaleEpochError
+from proto.frame import Admit, Frame, Op
+from tests.support.protocol.ledger import Ledger
+from tests.support.stages.token_stages import (
+    Chooser,
+    TruthfulVerifier,
+    clone_stage,
+    layers_of,
+    make_stages,
+    stage_key,
+    tokens_of,
+    truth,
+)
+from worker.engine.stage_engine import StageEngine
+
+
+@dataclass(frozen=True)
+class News:
+    """A signal: a rollback, or with `kept` None a cancellation."""
+
+    seq_id: int
+    window: int = 0
+    kept: int | None = None
+
+
+Step = Callable[["World", Chooser], None]
+
+
+class ModelCoordinator(Protocol):
+    """What stands at the head of a world: the real scheduler, or a script that does what it cannot yet."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def clone(self) -> Self: ...
+
+    def key(self) -> Hashable: ...
+
+    def actions(self) -> list[str]:
+        """What clients may do now."""
+        ...
+
+    def act(self, action: str) -> list[News]: ...
+
+    def next_frame(self) -> Frame | None:
+        """What is sent at once after anything happened."""
+        ...
+
+    def can_send(self) -> bool:
+        """Whether it may send a frame now, or later, or never."""
+        ...
+
+    def send(self, chooser: Chooser) -> Frame: ...
+
+    def settle(self, frame: Frame) -> list[News]:
+        """Raises StaleEpochError for a frame of another plan, and has learned nothing from it then."""
+        ...
+
+    def reset(self, stages: int, epoch: int) -> None: ...
+
+    def known(self, seq_id: int) -> int:
+        """How many tokens of a sequence it has, the prompt included."""
+        ...
+
+    def done(self) -> bool:
+        """Whether every request has ended and no stage has anything of it that it was not told to forget."""
+        ...
+
+    def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
+        """`at_rest`: no frame is on its way."""
+        ...
+
+
+@dataclass
+class World:
+    """One state of everything. `channels[i]` lies before stage i, the last one before the coordinator.
+
+    Worlds share their parts: a step copies the part it changes.
+    """
+
+    coordinator: ModelCoordinator
+    stages: list[StageEngine]
+    channels: list[deque[Frame]]
+    news: frozenset[News] = frozenset()
+    stale_frames: tuple[Frame, ...] = ()
+    stale_news: frozenset[News] = frozenset()
+    stale_results: tuple[Frame, ...] = ()
+    """Those of `stale_frames` that had only the coordinator before them."""
+    ledger: Ledger = field(default_factory=Ledger)
+    crashes: int = 0
+    """How many are still to come, at most."""
+
+    @classmethod
+    def start(cls, coordinator: ModelCoordinator, stages: int, crashes: int = 0) -> World:
+        world = cls(coordinator, [], [], crashes=crashes)
+        world._plan(stages, 1)
+        return world
+
+    def _plan(self, stages: int, epoch: int) -> None:
+        self.coordinator.reset(stages, epoch)
+        self.stages = make_stages(stages, epoch)
+        self.channels = [deque() for _ in range(stages + 1)]
+        self.ledger = Ledger()
+        self._pump()
+
+    def clone(self) -> World:
+        clone = copy.copy(self)
+        clone.stages = list(self.stages)
+        clone.channels = [deque(channel) for channel in self.channels]
+        return clone
+
+    def key(self) -> int:
+        return hash(
+            (
+                self.coordinator.key(),
+                tuple(map(stage_key, self.stages)),
+                tuple(tuple(map(_frame_key, channel)) for channel in self.channels),
+                self.news,
+                self.ledger.key(),
+                self.crashes,
+                tuple(frame.number for frame in self.stale_frames),
+                len(self.stale_results),
+                self.stale_news,
+            )
+        )
+
+    # ---- steps
+
+    def steps(self) -> Iterator[tuple[str, Step]]:
+        """Everything that could happen next. A signal that would change nothing is delivered here, and is no step."""
+        for action in self.coordinator.actions():
+            yield action, partial(World.act, action=action)
+        if self.coordinator.can_send():
+            yield "send", World.send
+        for at, channel in enumerate(self.channels):
+            if channel:
+                yield f"pass {at}", partial(World.pass_on, at=at)
+        for stage, news in product(range(len(self.stages)), self.news):
+            if self._matters(stage, news):
+                yield f"{news} to {stage}", partial(World.deliver, stage=stage, news=news)
+        if self.crashes:
+            for left in range(max(1, len(self.stages) - 1), len(self.stages) + 1):
+                yield f"crash, {left} left", partial(World.crash, left=left)
+
+    def _matters(self, stage: int, news: News) -> bool:
+        tried = clone_stage(self.stages[stage])
+        deliver(tried, self.coordinator.epoch, news)
+        return stage_key(tried) != stage_key(self.stages[stage])
+
+    def _pump(self) -> None:
+        while (frame := self.coordinator.next_frame()) is not None:
+            self._put(frame)
+
+    def _put(self, frame: Frame) -> None:
+        self.ledger = self.ledger.sent(frame, self.coordinator.known)
+        self.channels[0].append(frame)
+
+    def _announce(self, news: list[News]) -> None:
+        self.news |= set(news)
+        for one in news:
+            if one.kept is None:
+                self.ledger = self.ledger.cancelled(one.seq_id)
+            else:
+                self.ledger = self.ledger.rejected(
+                    one.seq_id, one.window, one.kept, self.coordinator.known
+                )
+
+    def send(self, chooser: Chooser) -> None:
+        self.coordinator = self.coordinator.clone()
+        self._put(self.coordinator.send(chooser))
+
+    def act(self, _: Chooser, *, action: str) -> None:
+        self.coordinator = self.coordinator.clone()
+        self._announce(self.coordinator.act(action))
+        self._pump()
+
+    def pass_on(self, chooser: Chooser, *, at: int) -> None:
+        frame = self.channels[at].popleft()
+        if at == len(self.stages):
+            self.coordinator = self.coordinator.clone()
+            self._announce(self.coordinator.settle(frame))
+            self._pump()
+            return
+        stage = self.stages[at] = clone_stage(self.stages[at])
+        if isinstance(stage.verifier, TruthfulVerifier):
+            stage.verifier.chooser = chooser
+        out = stage.process(frame)
+        self.channels[at + 1].append(out)
+        if stage.verifier is not None:
+            self.ledger = self.ledger.answered(out)
+
+    def deliver(self, _: Chooser, *, stage: int, news: News) -> None:
+        self.stages[stage] = clone_stage(self.stages[stage])
+        deliver(self.stages[stage], self.coordinator.epoch, news)
+
+    def crash(self, _: Chooser, *, left: int) -> None:
+        """Every stage and frame of the plan is gone, or comes too late; the next plan has `left` stages."""
+        self.crashes -= 1
+        self.stale_frames = tuple(frame for channel in self.channels for frame in channel)
+        self.stale_results = tuple(self.channels[-1])
+        self.stale_news, self.news = self.news, frozenset()
+        self.coordinator = self.coordinator.clone()
+        self._plan(left, self.coordinator.epoch + 1)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """In every state."""
+        for stage in self.stages:
+            for seq_id, sequence in stage.sequences.items():
+                sequence.stack.check()
+                held, stack = tokens_of(sequence), sequence.stack
+                assert len(held) == stack.length
+                assert len(layers_of(sequence.layers)[1].taped) == len(stack.windows)
+                assert held[: stack.committed] == truth(seq_id, stack.committed), held
+            for prefix in stage.prefixes.values():
+                assert tokens_of(prefix) == truth(0, prefix.length), tokens_of(prefix)
+            self.ledger.check(stage)
+            self._check_stale(stage)
+        self._check_stale_results()
+        self.coordinator.check(self.stages, at_rest=not any(self.channels))
+
+    def _check_stale(self, stage: StageEngine) -> None:
+        """What is left of an older plan changes nothing, whenever it comes."""
+        if not self.stale_frames and not self.stale_news:
+            return
+        before = stage_key(stage)
+        for frame in self.stale_frames:
+            try:
+                stage.process(frame)
+            except StaleEpochError:
+                continue
+            raise AssertionError(f"a frame of epoch {frame.epoch} ran in epoch {stage.epoch}")
+        for news in self.stale_news:
+            deliver(stage, self.coordinator.epoch - 1, news)
+        assert stage_key(stage) == before
+
+    def _check_stale_results(self) -> None:
+        """Nor does the coordinator learn anything from a result of an older plan."""
+        before = self.coordinator.key() if self.stale_results else None
+        for frame in self.stale_results:
+            try:
+                self.coordinator.settle(frame)
+            except StaleEpochError:
+                assert self.coordinator.key() == before
+                continue
+            raise AssertionError(f"a result of epoch {frame.epoch} was taken")
+
+    def check_end(self) -> None:
+        """Where nothing more can happen: all is said, and nothing is left."""
+        assert self.coordinator.done(), "requests are left, and nothing happens any more"
+        assert not any(self.channels)
+        for stage in self.stages:
+            assert not stage.sequences, stage.sequences
+            assert list(stage.prefixes) == list(self.stages[0].prefixes)
+            assert stage.frames_done == self.stages[0].frames_done
+
+
+def deliver(stage: StageEngine, epoch: int, news: News) -> None:
+    if news.kept is None:
+        stage.cancel(epoch, news.seq_id)
+    else:
+        stage.rollback(epoch, news.seq_id, news.window, news.kept)
+
+
+def op_key(op: Op) -> Hashable:
+    """Without the sampling parameters, which hold a dict and are the same in all these worlds."""
+    if isinstance(op, Admit):
+        return op.kind, op.seq_id, op.capacity, op.prompt
+    return op
+
+
+def _frame_key(frame: Frame) -> Hashable:
+    ops = tuple(map(op_key, frame.ops))
+    return frame.epoch, frame.number, ops, frame.segments, frame.outcomes
+
+
+# ---- the walk
+
+
+@dataclass
+class Walk:
+    """What a walk met."""
+
+    states: int = 0
+    steps: int = 0
+    ends: int = 0
+    met: Counter[str] = field(default_factory=Counter)
+    """Steps by kind: what none of is met was not explored."""
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.met.items()))
+        return f"{self.states:,} states, {self.steps:,} steps ({kinds}), {self.ends:,} ends"
+
+
+def explore(start: World, most: int) -> Walk:
+    """Take every step from every state.
+
+    Raises AssertionError, with the steps that led there, where something does not hold, or after `most` states.
+    """
+    walk = Walk(states=1)
+    seen = {start.key()}
+    stack: list[tuple[World, tuple[str, ...]]] = [(start, ())]
+    while stack:
+        world, path = stack.pop()
+        ended = True
+        for name, following in _successors(world, path, walk):
+            ended = ended and name.startswith(("News", "crash"))
+            key = following.key()
+            if key in seen:
+                continue
+            seen.add(key)
+            walk.states += 1
+            assert walk.states <= most, f"more than {most:,} states"
+            _judge(World.check, following, (*path, name))
+            stack.append((following, (*path, name)))
+        if ended:
+            walk.ends += 1
+            _judge(World.check_end, world, path)
+    return walk
+
+
+def _successors(world: World, path: tuple[str, ...], walk: Walk) -> Iterator[tuple[str, World]]:
+    for name, step in world.steps():
+        scripts: list[tuple[int, ...]] = [()]
+        while scripts:
+            chooser = Chooser(scripts.pop())
+            following = world.clone()
+            _judge(_with(step, chooser), following, (*path, name))
+            scripts += chooser.following()
+            walk.steps += 1
+            walk.met[name.partition("(")[0].partition(" ")[0]] += 1
+            yield name, following
+
+
+def _with(step: Step, chooser: Chooser) -> Callable[[World], None]:
+    return lambda world: step(world, chooser)
+
+
+def _judge(check: Callable[[World], None], world: World, path: tuple[str, ...]) -> None:
+    try:
+        check(world)
+    except Exception as error:
+        raise AssertionError("\n  ".join([f"{error!r} after", *path])) from error

@@ -1,0 +1,116 @@
+"""A scheduler and a fake last stage, moved by hand: no threads, no tensors, no clock but the test's own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from coordinator.generation.in_flight import Rejection, Settlement
+from coordinator.generation.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    TokenChunk,
+)
+from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.planning.capacity import Capacity
+from mtp.depth.controller import Controller, MtpMode
+from proto.frame import Frame, Segment
+from proto.params import SamplingParams
+from tests.support.stages.fake_last_stage import FakeLastStage
+
+LIMITS = Limits(context=1000, prefill_chunk=4, step_tokens=8)
+ROOM = Capacity(sequences=16, kv_tokens=10_000, prefix_bytes=0)
+
+
+class Drive:
+    """A scheduler and its stage, moved by hand. `check()` holds after every move."""
+
+    def __init__(
+        self,
+        stages: int = 1,
+        depth: int = 0,
+        limits: Limits = LIMITS,
+        room: Capacity = ROOM,
+        stage: FakeLastStage | None = None,
+        *,
+        mtp: str | None = None,
+    ) -> None:
+        mode = MtpMode(depth) if mtp is None else MtpMode.parse(mtp)
+        self.scheduler = Scheduler(limits, Controller(mode))
+        self.now = 0.0
+        self.events: dict[int, list[GenerationEvent]] = defaultdict(list)
+        self.rejections: list[Rejection] = []
+        self.new_plan(stage or FakeLastStage(), stages, room)
+
+    def new_plan(self, stage: FakeLastStage, stages: int = 1, room: Capacity = ROOM) -> None:
+        """What was in flight is lost."""
+        self.stage = stage
+        self.take(self.scheduler.reset(stages, stage.epoch, room, self.now))
+        self.scheduler.check()
+
+    def take(self, settlement: Settlement) -> None:
+        self.rejections += settlement.rejections
+        for seq_id, event in settlement.events:
+            self.events[seq_id].append(event)
+
+    def submit(
+        self,
+        prompt: Sequence[int] = (1, 2, 3),
+        tokens: int = 20,
+        seed: int = 0,
+        stop: Sequence[int] = (),
+        logprobs: int | None = None,
+    ) -> int:
+        params = SamplingParams(seed=seed, logprobs=logprobs)
+        request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop))
+        return self.scheduler.submit(request, self.now).seq_id
+
+    def send(self) -> Frame | None:
+        frame = self.scheduler.next_frame(self.now)
+        self.scheduler.check()
+        if frame is not None:
+            self.stage.send(frame)
+        return frame
+
+    def fill(self) -> list[Frame]:
+        """Send until the scheduler has no more for now."""
+        frames = []
+        while (frame := self.send()) is not None:
+            frames.append(frame)
+        return frames
+
+    def back(self) -> Frame:
+        """The oldest frame returns, a second later."""
+        self.now += 1.0
+        frame = self.stage.come_back()
+        self.take(self.scheduler.settle(frame, self.now))
+        self.scheduler.check()
+        return frame
+
+    def run(self) -> None:
+        """Until nothing is left to send or to come back."""
+        self.fill()
+        while self.stage.in_flight:
+            self.back()
+            self.fill()
+
+    def tokens(self, seq_id: int) -> list[int]:
+        chunks = [e for e in self.events[seq_id] if isinstance(e, TokenChunk)]
+        return [token for chunk in chunks for token in chunk.tokens]
+
+    def finished(self, seq_id: int) -> Finished:
+        """The last event, and the only one of its kind."""
+        events = self.events[seq_id]
+        assert sum(isinstance(e, Finished) for e in events) == 1
+        last = events[-1]
+        assert isinstance(last, Finished)
+        return last
+
+
+def is_decode(frame: Frame) -> bool:
+    return bool(frame.segments) and all(s.open for s in frame.segments)
+
+
+def chunks_of(frames: Sequence[Frame]) -> list[Segment]:
+    return [s for frame in frames for s in frame.segments if not s.open]

@@ -1,0 +1,229 @@
+"""A pipeline of stages that sleep and links that delay, under the real loop, scheduler and frames.
+
+Time is virtual by default: an event loop that, when nothing is ready, jumps to the next timer. Sixteen stages of 10 ms
+then cost no more than the coordinator's own work, and the figures are the schedule's, not the machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from coordinator.generation.loop import GenerationLoop
+from coordinator.generation.request import GenerationRequest, TokenChunk
+from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.pipeline.base import Pipeline
+from coordinator.planning.capacity import Capacity
+from mtp.depth.controller import Controller, MtpMode
+from proto.errors import ClusterError
+from proto.frame import Frame, decode, encode
+from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
+
+T = TypeVar("T")
+
+SKIP_SECONDS = 1e-5
+"""What a stage takes to pass on a frame that it need not run."""
+
+ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Where a real selector would wait, the clock is put forward instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nothing is left that could ever happen"
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose seconds pass at once."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtually(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: `stage` of each stage a frame, `hop` between neighbours, `row` for each further row of windows, `draft`
+    for each draft in the last stage. By default a frame costs a stage the same whatever it carries, as where reading
+    the weights is what takes time."""
+
+    stages: int
+    stage: float = 0.010
+    hop: float = 0.001
+    row: float = 0.0
+    draft: float = 0.0
+
+    def of(self, frame: Frame, stage: int) -> float:
+        """Seconds of a frame in a stage."""
+        windows = [s for s in frame.segments if s.open]
+        further = max(0, sum(s.width for s in windows) - 1)
+        drafts = max((s.drafts for s in windows), default=0) if stage == self.stages - 1 else 0
+        return self.stage + further * self.row + drafts * self.draft
+
+    @property
+    def step(self) -> float:
+        """One frame through an empty pipeline and back."""
+        return self.stages * self.stage + (self.stages + 1) * self.hop
+
+
+@dataclass
+class SimulatedPipeline:
+    """Implements `coordinator.pipeline.base.Pipeline`. Works in virtual and in real time alike."""
+
+    timing: Timing
+    last: FakeLastStage = field(default_factory=FakeLastStage)
+    epoch: int = 0
+    capacity: Capacity = ROOM
+
+    def __post_init__(self) -> None:
+        self.stages = self.timing.stages
+        self._loop = asyncio.get_running_loop()
+        self._free_at = [0.0] * self.stages
+        self._hops: list[deque[Frame]] = [deque() for _ in range(self.stages + 1)]
+        self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+
+    def send(self, frame: Frame) -> None:
+        self.last.send(decode(encode(frame)))  # judges at once; time passes below
+        self._hops[0].append(self.last.newest)
+        self._loop.call_later(self.timing.hop, self._arrive, 0)
+
+    def _arrive(self, stage: int) -> None:
+        frame = self._hops[stage].popleft()  # timers that are due together come in any order
+        if stage == self.stages:
+            assert self.last.come_back() is frame
+            times = [self.timing.of(frame, stage) for stage in range(self.stages)]
+            stage_us = tuple(int(seconds * 1e6) for seconds in times)
+            self._results.put_nowait(decode(encode(replace(frame, stage_us=stage_us))))
+            return
+        start = max(self._loop.time(), self._free_at[stage])
+        # The last stage knows which windows are in vain, and skips them; the others may not have heard of it.
+        in_vain = frame.segments and all(outcome.cancelled for outcome in frame.outcomes)
+        skipped = in_vain and stage == self.stages - 1
+        self._free_at[stage] = start + (SKIP_SECONDS if skipped else self.timing.of(frame, stage))
+        self._hops[stage + 1].append(frame)
+        self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
+
+    async def receive(self) -> Frame:
+        result = await self._results.get()
+        if isinstance(result, ClusterError):
+            raise result
+        return result
+
+    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+        """Stages that sleep have nothing to restore."""
+
+    def cancel(self, seq_id: int) -> None:
+        """As `rollback`."""
+
+    def fail(self, error: ClusterError) -> None:
+        self._results.put_nowait(error)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class OnePipeline:
+    """A source with one pipeline to give."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    async def acquire(self) -> Pipeline:
+        return self.pipeline
+
+    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+        raise AssertionError(f"the simulated pipeline failed: {error}") from error
+
+
+class Simulation:
+    """A loop over a simulated pipeline, and what its clients measured. Use as an async context manager."""
+
+    def __init__(
+        self,
+        timing: Timing,
+        *,
+        chunk: int = 64,
+        mtp: str = "off",
+        last: FakeLastStage | None = None,
+    ) -> None:
+        self.timing = timing
+        self.clock: Callable[[], float] = asyncio.get_running_loop().time
+        limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
+        self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
+        pipeline = SimulatedPipeline(timing, last or FakeLastStage())
+        self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
+
+    async def __aenter__(self) -> Simulation:
+        await self.loop.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.loop.close()
+
+    async def stream(self, prompt: int, tokens: int, seed: int = 0) -> list[float]:
+        """When each token of one request came, `prompt` tokens having gone before."""
+        request = GenerationRequest(tuple(i % 40 for i in range(seed, seed + prompt)), tokens)
+        times: list[float] = []
+        async for event in self.loop.generate(request):
+            if isinstance(event, TokenChunk):
+                times += [self.clock()] * len(event.tokens)
+        return times
+
+
+async def decode_rate(timing: Timing, streams: int, tokens: int = 40) -> float:
+    """Tokens a second of so many equal streams, the first and last tokens left out."""
+    async with Simulation(timing) as simulation:
+        times = await asyncio.gather(*(simulation.stream(3, tokens, i) for i in range(streams)))
+    start = max(t[0] for t in times)
+    end = min(t[-1] for t in times)
+    counted = sum(1 for t in times for moment in t if start < moment <= end)
+    return counted / (end - start)
+
+
+async def prefill_seconds(timing: Timing, chunks: int) -> float:
+    """Time to the first token of a prompt of so many chunks, nothing else under way."""
+    async with Simulation(timing) as simulation:
+        started = simulation.clock()
+        times = await simulation.stream(64 * chunks, 1)
+        return times[0] - started
+
+
+async def longest_gap(timing: Timing, chunks: int) -> float:
+    """Longest wait between two tokens of an open stream while a prompt of so many chunks goes in."""
+    async with Simulation(timing) as simulation:
+        open_stream = asyncio.create_task(simulation.stream(3, 200))
+        await asyncio.sleep(5 * timing.step)
+        prefill = asyncio.create_task(simulation.stream(64 * chunks, 1, seed=1))
+        started = simulation.clock()
+        ended = (await prefill)[0]
+        times = await open_stream
+        gaps = [b - a for a, b in itertools.pairwise(times) if a < ended and b > started]
+        return max(gaps)
+
+
+async def stream_seconds(timing: Timing, mtp: str, chance: float, tokens: int) -> float:
+    """From the first token to the last of one stream whose drafts are each right with a chance of `chance`."""
+    async with Simulation(timing, mtp=mtp, last=LuckyLastStage(chance)) as simulation:
+        times = await simulation.stream(7, tokens)
+    return times[-1] - times[0]

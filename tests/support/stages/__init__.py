@@ -1,0 +1,1 @@
+"""Stages without a network: real ones in a chain, and ones that only count tokens."""

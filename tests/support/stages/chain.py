@@ -1,0 +1,278 @@
+"""A chain of stage engines, driven by hand: every hop passes bytes, and frames may be left lying between stages.
+
+`Script` stands in for the coordinator's side of one sequence, `Stock` for mlx-lm's own model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.utils import load_model
+
+from mtp.checkpoint import Checkpoint
+from mtp.head.attention import KV, KVFormat
+from proto.frame import Admit, Commit, Frame, Op, Outcome, Segment, decode, encode
+from proto.params import SamplingParams
+from proto.span import Span
+from worker.cache.gdn_cache import GDNCache
+from worker.engine.stage_engine import StageEngine
+from worker.model.loader import StageModules, load_stage
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+
+EPOCH = 1
+VOCAB = 256
+"""Of `write_checkpoint`."""
+
+
+@lru_cache(maxsize=256)
+def modules(path: Path, start: int, end: int, first: bool, last: bool) -> StageModules:
+    """A stage's modules, loaded once: nothing writes to them."""
+    return load_stage(Checkpoint.open(path), Span(start, end), first=first, last=last, dtype=None)
+
+
+class Recorder:
+    """The output projection, remembering what it gave."""
+
+    def __init__(self, unembed: Callable[[mx.array], mx.array]) -> None:
+        self.unembed = unembed
+        self.seen: list[mx.array] = []
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = self.unembed(x)
+        self.seen.append(logits)
+        return logits
+
+
+class Chain:
+    """Stages of the checkpoint at `path`, split before each layer of `cuts`.
+
+    `logits` are the target's rows of the frame that left the chain last, by sequence; `draft_logits` all rows
+    that drafts were drawn from, one array a draft position.
+    """
+
+    def __init__(
+        self, path: Path, cuts: Sequence[int] = (), kv_format: KVFormat | None = None
+    ) -> None:
+        layers = Checkpoint.open(path).config.num_layers
+        kv_format = kv_format or KVFormat()
+        borders = [0, *cuts, layers]
+        self.engines: list[StageEngine] = []
+        for start, end in pairwise(borders):
+            first, last = start == 0, end == layers
+            loaded = modules(path, start, end, first, last)
+            verifier = Verifier(loaded, kv_format) if last else None
+            stage = Stage(loaded, kv_format)
+            self.engines.append(StageEngine(stage, epoch=EPOCH, first=first, verifier=verifier))
+        self.inboxes: list[deque[bytes]] = [deque() for _ in self.engines]
+        self.posted = 0
+        self.logits: dict[int, mx.array] = {}
+        self._target = Recorder(self.verifier.unembed)
+        self.verifier.unembed = self._target
+        self._draft: Recorder | None = None
+        if self.verifier.drafter is not None:
+            self._draft = Recorder(self.verifier.drafter.unembed)
+            self.verifier.drafter.unembed = self._draft
+
+    @property
+    def verifier(self) -> Verifier:
+        found = self.engines[-1].verifier
+        assert found is not None
+        return found
+
+    @property
+    def draft_logits(self) -> list[mx.array]:
+        assert self._draft is not None
+        return self._draft.seen
+
+    # ---- frames
+
+    def post(self, *segments: Segment, ops: Iterable[Op] = ()) -> None:
+        """Number a frame and lay it before the first stage."""
+        self.inboxes[0].append(encode(Frame(EPOCH, self.posted, tuple(ops), segments)))
+        self.posted += 1
+
+    def step(self, stage: int) -> Frame:
+        """Let a stage take the oldest frame before it. Returns what it made of it."""
+        out = self.engines[stage].process(decode(self.inboxes[stage].popleft()))
+        if stage + 1 < len(self.engines):
+            self.inboxes[stage + 1].append(encode(out))
+        else:
+            self._file_logits(out)
+        return decode(encode(out))
+
+    def drain(self) -> list[Frame]:
+        """Let all frames run out of the chain, the oldest first. Returns those that left it."""
+        done = []
+        for stage, inbox in enumerate(self.inboxes):
+            while inbox:
+                out = self.step(stage)
+                if stage + 1 == len(self.engines):
+                    done.append(out)
+        return done
+
+    def send(self, *segments: Segment, ops: Iterable[Op] = ()) -> Frame:
+        """Post a frame and let it run to the end."""
+        self.post(*segments, ops=ops)
+        return self.drain()[-1]
+
+    def _file_logits(self, frame: Frame) -> None:
+        self.logits = {}
+        if not self._target.seen:
+            return
+        rows = self._target.seen.pop()
+        start = 0
+        for segment in frame.segments:
+            if segment.cancelled or not (segment.open or segment.sample):
+                continue
+            width = segment.width if segment.open else 1
+            self.logits[segment.seq_id] = rows[start : start + width]
+            start += width
+        assert start == rows.shape[0]
+
+    # ---- state
+
+    def state(self, seq_id: int, stages: Iterable[int] | None = None) -> list[mx.array]:
+        """What the stages' layers hold of a sequence: conv and recurrent state, or the valid K/V, layer by layer."""
+        found: list[mx.array] = []
+        for stage in range(len(self.engines)) if stages is None else stages:
+            for cache in self.engines[stage].sequences[seq_id].layers:
+                found += cache.arrays() if isinstance(cache, GDNCache) else valid(cache)
+        return found
+
+    def head_state(self, seq_id: int) -> list[mx.array]:
+        """The valid K/V of a sequence's head, as it would be if it were fed all that waits."""
+        head, drafter = self.verifier.tails[seq_id].head, self.verifier.drafter
+        assert head is not None and drafter is not None
+        copy = head.copy()
+        if copy.waiting_tokens:
+            drafter.catch_up([copy])
+        return valid(copy.cache)
+
+
+def valid(cache: KV) -> list[mx.array]:
+    """The tokens a K/V cache holds, without its spare room. Copies, so that the cache may go on writing."""
+    if cache.keys is None:
+        return []
+    keys, values, length = cache.state[:3]
+    parts = [*keys, *values] if isinstance(cache, QuantizedKVCache) else [keys, values]
+    copies = [mx.array(part[..., :length, :]) for part in parts]
+    mx.eval(copies)
+    return copies
+
+
+def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
+    """Whether two states are equal bit for bit."""
+    return len(ours) == len(theirs) and all(
+        mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@dataclass
+class Script:
+    """One sequence as its coordinator sees it: what is known of its text, and the operations that are due.
+
+    `known` are the prompt and all tokens chosen since; the last one stands in no settled window yet.
+    """
+
+    seq_id: int
+    known: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    fed: int = 0
+    number: int = 0
+    drafts: tuple[int, ...] = ()
+    ops: list[Op] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = list(self.known)
+        self.ops.append(Admit(self.seq_id, 4096, len(self.known), self.params))
+
+    def due(self) -> list[Op]:
+        """Operations for the next header."""
+        ops, self.ops = self.ops, []
+        return ops
+
+    def chunk(self, size: int, *, sample: bool = True, drafts: int = 0) -> Segment:
+        """The next `size` tokens of the prompt, or what is left of it."""
+        tokens = tuple(self.known[self.fed : self.fed + size])
+        segment = Segment(self.seq_id, self.number, self.fed, tokens, sample=sample, drafts=drafts)
+        self.fed += len(tokens)
+        self.number += 1
+        return segment
+
+    def window(self, tokens: Sequence[int], drafts: int = 0) -> Segment:
+        """A window at the end of all that has been sent."""
+        segment = Segment(
+            self.seq_id, self.number, self.fed, tuple(tokens), open=True, sample=True, drafts=drafts
+        )
+        self.fed += len(tokens)
+        self.number += 1
+        return segment
+
+    def next_window(self, drafts: int = 0) -> Segment:
+        """The token known last, and the drafts that came with it."""
+        return self.window([self.known[-1], *self.drafts], drafts)
+
+    def settle(self, segment: Segment, outcome: Outcome) -> list[int]:
+        """Take an outcome; returns the tokens it adds to the text."""
+        assert (outcome.seq_id, outcome.window) == (segment.seq_id, segment.window)
+        if segment.open and not outcome.cancelled:
+            self.ops.append(Commit(self.seq_id, segment.window, outcome.kept))
+            if outcome.kept < segment.width:
+                self.fed = segment.position + outcome.kept
+        if outcome.token is None:
+            return []
+        new = (
+            [*segment.tokens[1 : outcome.kept], outcome.token] if segment.open else [outcome.token]
+        )
+        self.drafts = outcome.drafts
+        self.known += new
+        return new
+
+    def run(self, chain: Chain, segment: Segment) -> Outcome:
+        """Send one segment alone in a frame, with what is due, and settle it."""
+        outcome = chain.send(segment, ops=self.due()).outcomes[0]
+        self.settle(segment, outcome)
+        return outcome
+
+
+class Stock:
+    """Greedy text of mlx-lm's own model after a prompt, and its logits: row i `[vocab]` predicts `tokens[i + 1]`."""
+
+    def __init__(self, path: Path, prompt: Sequence[int], steps: int) -> None:
+        model = stock_model(path)
+        cache = model.make_cache()
+        logits = [model(mx.array([prompt]), cache=cache)[0]]
+        self.prompt = list(prompt)
+        self.tokens = list(prompt)
+        for _ in range(steps):
+            self.tokens.append(best(logits[-1][-1]))
+            logits.append(model(mx.array([self.tokens[-1:]]), cache=cache)[0])
+            mx.eval(logits[-1])
+        self.logits = mx.concatenate(logits)
+
+
+@lru_cache(maxsize=16)
+def stock_model(path: Path) -> nn.Module:
+    model, _ = load_model(path)
+    return model
+
+
+def best(logits: mx.array) -> int:
+    """The likeliest token of `logits [vocab]`."""
+    token = mx.argmax(logits).item()
+    assert isinstance(token, int)
+    return token
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCAB - 1) for i in range(count)]

@@ -1,0 +1,190 @@
+"""A last stage without a model: it holds sequences to the window rules, and says tokens from a formula.
+
+What `Scheduler` tests drive. Every frame is judged as a real stage would judge it (`WindowStack`), so a header that a
+stage would refuse fails the test at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from proto.frame import (
+    Admit,
+    Commit,
+    DropPrefix,
+    Evict,
+    Frame,
+    Op,
+    Outcome,
+    RestorePrefix,
+    SavePrefix,
+    Segment,
+    TokenLogprob,
+)
+from worker.cache.window_stack import WindowStack
+
+VOCAB = 97
+
+
+def target(tokens: Sequence[int], seed: int = 0) -> int:
+    """The token after `tokens`: what plain decoding says, by a formula that looks at all of them and the seed."""
+    return (7 * tokens[-1] + 3 * len(tokens) + 5 * sum(tokens) + seed) % VOCAB
+
+
+def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """`count` tokens decoded one at a time."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(target(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeSequence:
+    """What the stage holds of a sequence: tokens up to the end of its open windows.
+
+    `upstream` is the state of a stage before it, which learns what was kept from headers alone.
+    """
+
+    admitted: Admit
+    stack: WindowStack = field(default_factory=WindowStack)
+    upstream: WindowStack = field(default_factory=WindowStack)
+    tokens: list[int] = field(default_factory=list)
+
+
+class FakeLastStage:
+    """Takes frames in order; `come_back` gives them back, oldest first, when the test wants them.
+
+    Drafts for the first `right` of every `out_of` positions are the target's own, the others are not.
+    """
+
+    def __init__(
+        self, epoch: int = 0, right: int = 3, out_of: int = 5, stage_us: int = 100
+    ) -> None:
+        self.epoch = epoch
+        self.right, self.out_of = right, out_of
+        self.stage_us = stage_us
+        self.sequences: dict[int, FakeSequence] = {}
+        self.prefixes: dict[int, tuple[int, ...]] = {}
+        self.seen: list[Frame] = []
+        self.under_way: deque[Frame] = deque()
+
+    def send(self, frame: Frame) -> None:
+        assert (frame.epoch, frame.number) == (self.epoch, len(self.seen))
+        self.seen.append(frame)
+        for op in frame.ops:
+            self._apply(op)
+        outcomes = tuple(self._run(segment) for segment in frame.segments)
+        self.under_way.append(replace(frame, outcomes=outcomes, stage_us=(self.stage_us,)))
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.under_way)
+
+    @property
+    def newest(self) -> Frame:
+        """The frame sent last, with what became of it."""
+        return self.under_way[-1]
+
+    def come_back(self) -> Frame:
+        return self.under_way.popleft()
+
+    def _apply(self, op: Op) -> None:
+        match op:
+            case Admit():
+                assert op.seq_id not in self.sequences
+                self.sequences[op.seq_id] = FakeSequence(op)
+            case Commit():
+                held = self.sequences[op.seq_id]
+                held.stack.commit(op.window, op.kept, in_header=True)
+                held.upstream.commit(op.window, op.kept, in_header=True)
+                assert len(held.tokens) == held.stack.length
+                assert held.stack.stale or held.stack.length == held.upstream.length
+            case Evict():
+                del self.sequences[op.seq_id]
+            case SavePrefix():
+                held = self.sequences[op.seq_id]
+                assert op.entry not in self.prefixes
+                assert not held.upstream.windows
+                assert held.upstream.length == len(held.tokens)
+                self.prefixes[op.entry] = tuple(held.tokens)
+            case RestorePrefix():
+                held = self.sequences[op.seq_id]
+                assert not held.tokens
+                held.tokens += self.prefixes[op.entry]
+                held.stack.length = held.upstream.length = len(held.tokens)
+            case DropPrefix():
+                del self.prefixes[op.entry]
+
+    def _run(self, segment: Segment) -> Outcome:
+        held = self.sequences[segment.seq_id]
+        where = segment.window, segment.position, segment.width
+        held.upstream.extend(*where, stays_open=segment.open)
+        if held.stack.stale:
+            return Outcome(segment.seq_id, segment.window, 0, cancelled=True)
+        held.stack.extend(*where, stays_open=segment.open)
+        held.tokens += segment.tokens
+        assert len(held.tokens) <= held.admitted.capacity
+        if not segment.sample:
+            return Outcome(segment.seq_id, segment.window, segment.width)
+        kept = self._kept(held, segment)
+        del held.tokens[segment.position + kept :]
+        if segment.open:
+            held.stack.commit(segment.window, kept, in_header=False)
+        if not kept:
+            return Outcome(segment.seq_id, segment.window, 0)
+        token = target(held.tokens, held.admitted.params.seed)
+        return Outcome(
+            segment.seq_id,
+            segment.window,
+            kept,
+            token,
+            self._drafts([*held.tokens, token], segment.drafts, held.admitted.params.seed),
+            self._logprobs(held, segment, kept, token),
+        )
+
+    def _kept(self, held: FakeSequence, segment: Segment) -> int:
+        if not segment.open:
+            return segment.width
+        kept = 0
+        while kept < segment.width:
+            before = held.tokens[: segment.position + kept]
+            if segment.tokens[kept] != target(before, held.admitted.params.seed):
+                break
+            kept += 1
+        return kept
+
+    def _drafts(self, tokens: list[int], count: int, seed: int) -> tuple[int, ...]:
+        drafts: list[int] = []
+        for _ in range(count):
+            right = target([*tokens, *drafts], seed)
+            miss = (len(tokens) + len(drafts)) % self.out_of >= self.right
+            drafts.append((right + miss) % VOCAB)
+        return tuple(drafts)
+
+    def _logprobs(
+        self, held: FakeSequence, segment: Segment, kept: int, token: int
+    ) -> tuple[TokenLogprob, ...]:
+        if held.admitted.params.logprobs is None:
+            return ()
+        drafts = segment.tokens[1:kept] if segment.open else ()
+        return tuple(TokenLogprob(t, -float(t)) for t in (*drafts, token))
+
+
+class LuckyLastStage(FakeLastStage):
+    """Its drafts are the target's own with a chance of `chance` each, by a draw that the text decides."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def _drafts(self, tokens: list[int], count: int, seed: int) -> tuple[int, ...]:
+        drafts: list[int] = []
+        for _ in range(count):
+            text = [*tokens, *drafts]
+            lucky = random.Random(repr((text, seed))).random() < self.chance
+            drafts.append((target(text, seed) + (not lucky)) % VOCAB)
+        return tuple(drafts)

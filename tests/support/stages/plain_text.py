@@ -1,0 +1,60 @@
+"""A text without windows: what rollback tests compare with."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from mtp.head.attention import KVFormat
+from proto.params import SamplingParams
+from tests.support.stages.chain import VOCAB, Chain, Script, random_tokens
+
+GROUP = 32
+"""Of quantized K/V: the test checkpoints' head_dim."""
+
+
+def kv_format(bits: int | None) -> KVFormat:
+    return KVFormat(bits, GROUP)
+
+
+class Truth:
+    """A text after a prompt, fed token by token without a window, with the state after every token."""
+
+    def __init__(
+        self,
+        path: Path,
+        prompt: int,
+        steps: int,
+        bits: int | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
+        chain = Chain(path, kv_format=kv_format(bits))
+        self.params = params or SamplingParams()
+        script = Script(0, random_tokens(prompt, seed=prompt), self.params)
+        self.prompt = prompt
+        self.states: dict[int, list[mx.array]] = {}
+        self.head_states: dict[int, list[mx.array]] = {}
+        self.logits: dict[int, mx.array] = {}
+        while script.fed < prompt + steps:
+            outcome = chain.send(script.chunk(1), ops=script.due()).outcomes[0]
+            self.states[script.fed] = chain.state(0)
+            self.head_states[script.fed] = chain.head_state(0)
+            self.logits[script.fed] = chain.logits[0][0]
+            if script.fed == len(script.known):
+                assert outcome.token is not None
+                script.known.append(outcome.token)
+        self.tokens = script.known
+
+    def window(self, start: int, width: int, right: int) -> list[int]:
+        """`width` tokens for `start`, of which the first `right` are the text's."""
+        end = start + width
+        text = [*self.tokens[start:end], *[0] * (end - len(self.tokens))]
+        return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
+
+
+@lru_cache(maxsize=32)
+def truth(path: Path, prompt: int, steps: int, bits: int | None = None) -> Truth:
+    """The greedy text."""
+    return Truth(path, prompt, steps, bits)

@@ -1,0 +1,241 @@
+"""Stages without a model: real `StageEngine`s whose layers hold the tokens themselves, a last one that knows the text.
+
+A sequence's text is a formula (`truth`), so a stage that holds a wrong token is seen at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mtp.sampling.acceptance import kept as count_kept
+from proto.frame import Admit, Outcome, Segment
+from worker.cache.gdn_cache import GDNCache
+from worker.cache.last_stage_state import Tail
+from worker.cache.prefix_entry import PrefixEntry
+from worker.cache.sequence_cache import LayerCache, SequenceCache
+from worker.engine.stage_engine import StageEngine
+from worker.model.loader import StageModules
+from worker.model.stage import Run, Stage
+from worker.model.verifier import Key, Verifier
+
+VOCAB = 256
+WRONG = 100
+"""Added to a token to make another one of it."""
+
+LOST = VOCAB - 1
+"""What the target says after tokens that are not the text: it must never be heard."""
+
+
+def truth(seq_id: int, length: int) -> list[int]:
+    """The first `length` tokens of a sequence's text, prompt included."""
+    return [first_token(seq_id) + position for position in range(length)]
+
+
+def first_token(seq_id: int) -> int:
+    """Texts have no token in common, so that one in a wrong place is seen."""
+    return 20 * (seq_id + 1)
+
+
+class Chooser:
+    """Makes the choices that chance would make, in every way: those of `script`, then the first of each."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        self.script = tuple(script)
+        self.made: list[int] = []
+        self.ways: list[int] = []
+
+    def pick(self, ways: int) -> int:
+        """A number below `ways`."""
+        at = len(self.made)
+        self.made.append(self.script[at] if at < len(self.script) else 0)
+        self.ways.append(ways)
+        return self.made[-1]
+
+    def following(self) -> Iterator[tuple[int, ...]]:
+        """Scripts of the ways not gone at the choices made beyond the script."""
+        for at in range(len(self.script), len(self.made)):
+            for way in range(1, self.ways[at]):
+                yield (*self.made[:at], way)
+
+
+class TokenCache(KVCache):
+    """A layer cache that holds the tokens themselves."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.tokens = list(tokens)
+
+    def trim(self, n: int) -> int:
+        assert 0 < n <= len(self.tokens)
+        del self.tokens[-n:]
+        return n
+
+
+class TokenState(GDNCache):
+    """A recurrent state that is the tokens it has seen, and tapes that are the tokens of open windows."""
+
+    def __init__(self, seen: tuple[int, ...] = (), taped: Sequence[tuple[int, ...]] = ()) -> None:
+        self.seen = seen
+        self.taped = list(taped)
+
+    def run(self, tokens: tuple[int, ...], *, stays_open: bool) -> None:
+        self.seen += tokens
+        if stays_open:
+            self.taped.append(tokens)
+
+    def settle(self, whole: int, cut: int | None) -> None:
+        if cut is not None:
+            undone = sum(map(len, self.taped[whole:]))
+            self.seen = (*self.seen[: len(self.seen) - undone], *self.taped[whole][:cut])
+            whole = len(self.taped)
+        del self.taped[:whole]
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+
+def tokens_of(held: SequenceCache | PrefixEntry) -> list[int]:
+    """What both layers hold."""
+    cache, state = layers_of(held.layers)
+    assert tuple(cache.tokens) == state.seen, "two layers hold different tokens"
+    return cache.tokens
+
+
+def copies(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """For `worker.engine.stage_engine.copies_of`, which would copy arrays."""
+    cache, state = layers_of(layers)
+    return [TokenCache(cache.tokens), TokenState(state.seen, state.taped)]
+
+
+def layers_of(layers: Sequence[LayerCache]) -> tuple[TokenCache, TokenState]:
+    cache, state = layers
+    assert isinstance(cache, TokenCache) and isinstance(state, TokenState)
+    return cache, state
+
+
+class TokenStage(Stage):
+    """A stage whose hidden states are the tokens: `[rows, 1]`."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
+        self.modules = cast(StageModules, SimpleNamespace(config=config))
+
+    def new_sequence(self, admitted: Admit) -> SequenceCache:
+        return SequenceCache(admitted, [TokenCache(), TokenState()])
+
+    def embed(self, tokens: Sequence[int]) -> mx.array:
+        return mx.array(list(tokens), mx.float32)[:, None]
+
+    def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
+        rows = [token for _, segment in runs for token in segment.tokens]
+        assert x[:, 0].tolist() == rows, "a row belongs to another token"
+        for sequence, segment in runs:
+            sequence.extend(segment)
+            cache, state = layers_of(sequence.layers)
+            cache.tokens += segment.tokens
+            state.run(segment.tokens, stays_open=segment.open)
+        return x
+
+
+@dataclass
+class TruthfulVerifier(Verifier):
+    """Says the text where the tokens before it are the text. Its drafts are right or wrong by choice."""
+
+    chooser: Chooser
+    expected: dict[int, int | None] = field(default_factory=dict)
+
+    def admit(self, op: Admit) -> None:
+        self.expected[op.seq_id] = None
+
+    def evict(self, seq_id: int) -> None:
+        self.expected.pop(seq_id, None)
+
+    def save(self, seq_id: int) -> Tail:
+        return Tail(Admit(seq_id, 0, 0), None)
+
+    def restore(self, seq_id: int, saved: Tail) -> None:
+        """What comes next is said by the tokens held."""
+
+    def verify(
+        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
+    ) -> dict[Key, Outcome]:
+        return {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
+
+    def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
+        if not (segment.open or segment.sample):
+            return Outcome(segment.seq_id, segment.window, segment.width)
+        held = tokens_of(sequence)
+        ends = range(segment.position + 1, segment.position + segment.width + 1)
+        targets = [_target(segment.seq_id, held[:end]) for end in ends]
+        count = segment.width
+        if segment.open:
+            count = count_kept(segment.tokens, targets, self.expected[segment.seq_id])
+        token = targets[count - 1] if count else None
+        self.expected[segment.seq_id] = token if count else self.expected[segment.seq_id]
+        drafts: tuple[int, ...] = ()
+        if count:
+            after = segment.position + count + 1
+            drafts = guesses(segment.seq_id, after, segment.drafts, self.chooser)
+        return Outcome(segment.seq_id, segment.window, count, token, drafts)
+
+
+def guesses(seq_id: int, position: int, count: int, chooser: Chooser) -> tuple[int, ...]:
+    """`count` drafts from `position` on: right up to a place of choice, wrong there, right again behind it."""
+    right = truth(seq_id, position + count)[position:]
+    miss = chooser.pick(count + 1) - 1 if count else -1
+    return tuple((t + WRONG) % VOCAB if i == miss else t for i, t in enumerate(right))
+
+
+def _target(seq_id: int, tokens: Sequence[int]) -> int:
+    text = truth(seq_id, len(tokens) + 1)
+    return text[-1] if list(tokens) == text[:-1] else LOST
+
+
+def make_stages(count: int, epoch: int) -> list[StageEngine]:
+    last = count - 1
+    return [
+        StageEngine(
+            TokenStage(),
+            epoch=epoch,
+            first=i == 0,
+            verifier=TruthfulVerifier(Chooser()) if i == last else None,
+        )
+        for i in range(count)
+    ]
+
+
+def clone_stage(engine: StageEngine) -> StageEngine:
+    clone = copy.copy(engine)
+    clone.sequences = {
+        seq_id: SequenceCache(s.admitted, copies(s.layers), copy.copy(s.stack))
+        for seq_id, s in engine.sequences.items()
+    }
+    for sequence in clone.sequences.values():
+        sequence.stack.windows = list(sequence.stack.windows)
+    clone.prefixes = dict(engine.prefixes)
+    if isinstance(engine.verifier, TruthfulVerifier):
+        clone.verifier = TruthfulVerifier(Chooser(), dict(engine.verifier.expected))
+    return clone
+
+
+def stage_key(engine: StageEngine) -> Hashable:
+    """All that tells two states of a stage apart."""
+    held = tuple(
+        (seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items()
+    )
+    verifier = engine.verifier
+    expects = tuple(verifier.expected.items()) if isinstance(verifier, TruthfulVerifier) else ()
+    prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())
+    return engine.epoch, engine.frames_done, held, prefixes, expects
+
+
+def _stack_key(sequence: SequenceCache) -> tuple[Hashable, ...]:
+    fields = vars(sequence.stack)
+    return tuple(tuple(v) if isinstance(v, list) else v for v in fields.values())

@@ -1,0 +1,280 @@
+"""POST /v1/chat/completions, whole and streamed, over a generator that says what it is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from coordinator.generation.request import GenerationRequest
+from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+
+
+def api_saying(text: str, **options: Any) -> ApiClient:
+    """An API whose model answers with `text`; the template has opened a think block before it."""
+    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
+
+
+async def test_a_whole_answer_has_openais_shape() -> None:
+    """Text before the end of the think block is reasoning; usage counts prompt, answer, cache, drafts."""
+    api = api_saying("hm\n</think>\n\nHello there", cached=3)
+    response = await api.chat()
+    assert response.status_code == 200
+    answer = response.json()
+    assert response.headers["x-request-id"] == answer["id"]
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": "Hello there",
+            "reasoning_content": "hm",
+        },
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    (request,) = api.generator.requests
+    tokens = tiny_tokenizer().encode(api.generator.text)
+    reasoning = tiny_tokenizer().encode("hm\n</think>")
+    assert answer["usage"] == {
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(tokens),
+        "total_tokens": len(request.prompt) + len(tokens),
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {
+            "reasoning_tokens": len(reasoning),
+            "accepted_prediction_tokens": 6,
+            "rejected_prediction_tokens": 3,
+        },
+    }
+
+
+async def test_the_prompt_is_the_rendered_chat() -> None:
+    """Text parts are joined, developer is system, template variables reach the template."""
+    api = api_saying("ok")
+    await api.chat(
+        messages=[
+            {"role": "developer", "content": "Be kind."},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+        ],
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
+    assert prompt.decode() == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+async def test_a_stream_adds_up_to_the_whole_answer() -> None:
+    """Role first, then deltas, then the finish_reason, then usage when asked for, then [DONE]."""
+    text = "hm\n</think>\n\nHello 🎉 there\n\nbye"
+    whole = (await api_saying(text).chat(seed=1)).json()
+    events = await api_saying(text).stream(seed=1, stream_options={"include_usage": True})
+    assert events.done
+    assert events.data[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    message = whole["choices"][0]["message"]
+    assert "".join(events.deltas("reasoning_content")) == message["reasoning_content"] == "hm"
+    assert "".join(events.deltas("content")) == message["content"] == "Hello 🎉 there\n\nbye"
+    assert events.finish_reasons() == ["stop"]
+    assert events.data[-2]["choices"][0]["delta"] == {}
+    assert events.data[-1]["choices"] == []
+    assert events.data[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in events.data[:-1])
+    assert {chunk["object"] for chunk in events.data} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in events.data}) == 1
+    assert all("\ufffd" not in text for text in events.deltas("content"))
+
+
+async def test_a_stream_without_include_usage_has_none() -> None:
+    """No usage field, no chunk without choices."""
+    events = await api_saying("hi").stream()
+    assert events.done
+    assert all("usage" not in chunk and chunk["choices"] for chunk in events.data)
+
+
+async def test_several_choices_have_their_own_seeds_and_indices() -> None:
+    """`n` requests with seeds seed, seed+1, …; each choice is its own text; the prompt counts once."""
+
+    def by_seed(request: GenerationRequest) -> str:
+        return f"</think>answer {request.params.seed}"
+
+    api = api_saying("", answer=by_seed)
+    whole = (await api.chat(n=3, seed=2**64 - 2)).json()
+    contents = [choice["message"]["content"] for choice in whole["choices"]]
+    assert contents == [f"answer {2**64 - 2}", f"answer {2**64 - 1}", "answer 0"]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["prompt_tokens"] == len(api.generator.requests[0].prompt)
+    events = await api.stream(n=2, seed=5)
+    assert ["".join(events.deltas("content", index)) for index in (0, 1)] == [
+        "answer 5",
+        "answer 6",
+    ]
+    assert events.finish_reasons() == ["stop", "stop"]
+
+
+async def test_without_a_seed_every_request_has_another() -> None:
+    """Two equal requests are not the same draw."""
+    api = api_saying("hi")
+    await api.chat()
+    await api.chat()
+    first, second = api.generator.requests
+    assert first.params.seed != second.params.seed
+
+
+async def test_tool_calls_whole_and_streamed() -> None:
+    """Calls have ids, names and JSON arguments; a stream tells each whole, with its index."""
+    api = api_saying(f"</think>I look.\n\n{CALL}\n{CALL}")
+    (choice,) = (await api.chat(tools=[TOOL])).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather", "weather"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "Rome"}] * 2
+    assert all(set(call) == {"id", "type", "function"} for call in calls)
+    events = await api.stream(tools=[TOOL])
+    streamed = [call for calls in events.deltas("tool_calls") for call in calls]
+    assert [call["index"] for call in streamed] == [0, 1]
+    assert streamed[0]["id"] != streamed[1]["id"]
+    assert "".join(events.deltas("content")) == "I look."
+    assert events.finish_reasons() == ["tool_calls"]
+
+
+async def test_an_answer_cut_after_a_call_says_that_it_was_cut() -> None:
+    """The limit is the reason; the call that was whole is told all the same."""
+    text = f"</think>{CALL} and so on and on"
+    limit = len(tiny_tokenizer().encode(text)) - 2
+    (choice,) = (await api_saying(text).chat(tools=[TOOL], max_tokens=limit)).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> None:
+    """An answer sent back by OpenAI's client, nulls and all, and the tool's result reach the template."""
+    api = api_saying("</think>Sunny")
+    said = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+            }
+        ],
+    }
+    told = {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"}
+    response = await api.chat(messages=[USER, said, told], tools=[TOOL])
+    assert response.status_code == 200
+    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
+    assert CALL in prompt.decode()
+    assert "Tell the weather." in prompt.decode()
+
+
+async def test_tool_choice_none_keeps_the_tools_from_the_model() -> None:
+    """Nothing of the tools is in the prompt and nothing is parsed as a call."""
+    api = api_saying(f"</think>{CALL}")
+    (choice,) = (await api.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
+    assert "Tell the weather." not in prompt.decode()
+
+
+@pytest.mark.parametrize("window", [1, 3, 50])
+async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
+    """The text ends before it, tokens count up to the one that completed it, the engine is told to stop."""
+    api = api_saying("</think>one two three four five", window=window, hang_after=40)
+    answer = (await api.chat(stop=["e f", "never"])).json()
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == "one two thre"
+    assert choice["finish_reason"] == "stop"
+    tokens, text = 0, ""
+    for token in tiny_tokenizer().encode(api.generator.text):
+        tokens += 1
+        text += tiny_tokenizer().token_bytes(token).decode()
+        if "e f" in text:
+            break
+    assert answer["usage"]["completion_tokens"] == tokens
+    assert "accepted_prediction_tokens" in answer["usage"]["completion_tokens_details"]
+
+
+async def test_a_stop_string_stops_only_its_choice() -> None:
+    """The other choice goes on to its end."""
+
+    def by_seed(request: GenerationRequest) -> str:
+        return (
+            "</think>ab STOP" + " cd" * 200
+            if request.params.seed == 0
+            else "</think>long enough to go on"
+        )
+
+    api = api_saying("", answer=by_seed, window=1)
+    answer = (await api.chat(n=2, seed=0, stop="STOP")).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [
+        "ab ",
+        "long enough to go on",
+    ]
+    assert api.generator.cancelled == [f"{answer['id']}-0"]
+
+
+async def test_a_stop_string_that_is_a_control_token_stops_as_a_token() -> None:
+    """`<|im_start|>` has no text to be found in, so it is given to the engine."""
+    api = api_saying("hi")
+    await api.chat(stop=["<|im_start|>", "x"])
+    (start,) = tiny_tokenizer().encode("<|im_start|>")
+    (end,) = tiny_tokenizer().encode("<|im_end|>")
+    assert api.generator.requests[0].stop_tokens == {start, end}
+
+
+async def test_length_is_told_as_the_reason() -> None:
+    """max_tokens and max_completion_tokens are the same limit."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = (await api_saying("</think>one two three").chat(**{name: 3})).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_logprobs_of_every_token_whole_and_streamed() -> None:
+    """One entry a generated token, reasoning too, with its bytes and the alternatives; a stream's add up to them."""
+    text = "hm</think>Hi 🎉"
+    tokens = tiny_tokenizer().encode(text)
+    answer = (await api_saying(text).chat(logprobs=True, top_logprobs=2)).json()
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
+    assert [entry["logprob"] for entry in entries] == [-token / 1000 for token in tokens]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    events = await api_saying(text).stream(logprobs=True, top_logprobs=2)
+    choices = [entry for chunk in events.data for entry in chunk["choices"]]
+    streamed = [
+        e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]
+    ]
+    assert streamed == entries
+    alone = (await api_saying(text).chat(logprobs=True)).json()
+    assert alone["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_logprobs_end_where_a_stop_string_cut_the_text() -> None:
+    """No entry for a token none of whose text is shown."""
+    answer = (await api_saying("</think>ab STOP cd").chat(logprobs=True, stop=" STOP")).json()
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "</think>ab"

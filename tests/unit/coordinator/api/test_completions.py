@@ -1,0 +1,91 @@
+"""POST /v1/completions, whole and streamed, over a generator that says what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.generation.request import GenerationRequest
+from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
+
+
+def api_saying(text: str, **options: Any) -> ApiClient:
+    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
+
+
+async def test_a_whole_answer_is_the_text_as_generated() -> None:
+    """Leading spaces and markers stay: nothing is parsed."""
+    answer = (await api_saying(" Paris.<think>\n").complete()).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [
+        {"index": 0, "text": " Paris.<think>\n", "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert answer["usage"]["total_tokens"] == (
+        answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    )
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+async def test_several_prompts_each_have_n_choices_in_order(as_tokens: bool) -> None:
+    """Choice p·n+i is the i-th of prompt p and has the seed plus i; each prompt counts once."""
+
+    def tell(request: GenerationRequest) -> str:
+        return f"{len(request.prompt)}:{request.params.seed}"
+
+    words: list[str] = ["a", "ab🎉"]
+    lengths = [len(tiny_tokenizer().encode(word)) for word in words]
+    prompt = [list(tiny_tokenizer().encode(word)) for word in words] if as_tokens else words
+    answer = (await api_saying("", answer=tell).complete(prompt=prompt, n=2, seed=7)).json()
+    assert [choice["text"] for choice in answer["choices"]] == [
+        f"{length}:{seed}" for length in lengths for seed in (7, 8)
+    ]
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)
+
+
+async def test_one_prompt_as_token_ids_is_used_as_it_is() -> None:
+    """No tokenizer between the client and the engine."""
+    api = api_saying("x")
+    await api.complete(prompt=[5, 6, 7])
+    assert [request.prompt for request in api.generator.requests] == [(5, 6, 7)]
+
+
+async def test_a_stream_adds_up_to_the_whole_text() -> None:
+    """The same text, then the finish_reason, then [DONE]; prefill progress is told in comments."""
+    text = "one 🎉 two three"
+    events = await api_saying(text).stream("/v1/completions")
+    entries = [entry for chunk in events.data for entry in chunk["choices"]]
+    assert "".join(entry["text"] for entry in entries) == text
+    assert events.finish_reasons() == ["stop"]
+    assert events.done
+    assert events.comments == ["prefill 1/2", "prefill 2/2"]
+
+
+async def test_logprobs_name_each_token_its_offset_and_its_rivals() -> None:
+    """Tokens of one character share its offset and are named by their bytes; streamed offsets go on."""
+    text = "ab 🎉c"
+    answer = (await api_saying(text).complete(logprobs=2)).json()
+    told = answer["choices"][0]["logprobs"]
+    names = "".join(told["tokens"])
+    assert names.startswith("ab")
+    assert "bytes:\\xf0" in names
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"])
+    assert told["text_offset"][-1] == text.index("c")
+    assert all(len(top) == 2 for top in told["top_logprobs"])
+    events = await api_saying(text).stream("/v1/completions", logprobs=2)
+    entries = [entry["logprobs"] for chunk in events.data for entry in chunk["choices"]]
+    offsets = [offset for entry in entries if entry for offset in entry["text_offset"]]
+    assert offsets == told["text_offset"]
+    alone = (await api_saying(text).complete(logprobs=0)).json()
+    assert alone["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+async def test_ignore_eos_and_stop_token_ids_reach_the_engine() -> None:
+    """ignore_eos leaves only the ids the request names."""
+    api = api_saying("x")
+    await api.complete(ignore_eos=True, stop_token_ids=[3])
+    await api.complete(stop_token_ids=[3])
+    (end,) = tiny_tokenizer().encode("<|im_end|>")
+    assert [request.stop_tokens for request in api.generator.requests] == [{3}, {3, end}]

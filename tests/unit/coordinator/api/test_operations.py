@@ -1,0 +1,184 @@
+"""Health, readiness, models, status, metrics, keys and pages: what operators rely on."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.api.context import ApiOptions
+from coordinator.status.cluster_status import ClusterStatus
+from coordinator.status.metrics import Metrics
+from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator, FakeStatus
+
+KEY = "key-ü-1"
+GUARDED = ["/v1/models", "/v1/models/tiny", "/status", "/metrics"]
+
+
+async def test_health_is_the_process_and_ready_is_the_plan() -> None:
+    """A supervisor restarts what is not healthy; a load balancer waits for what is not ready."""
+    api = ApiClient(status=FakeStatus(ready=False))
+    assert (await api.get("/health")).status_code == 200
+    response = await api.get("/ready")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    api.status.ready = True
+    assert (await api.get("/ready")).status_code == 200
+
+
+async def test_models_lists_the_one_model() -> None:
+    """Listed and by id or alias; another is OpenAI's 404."""
+    api = ApiClient()
+    listed = (await api.get("/v1/models")).json()
+    described = {
+        "id": "tiny",
+        "object": "model",
+        "created": 7,
+        "owned_by": "mtp-cluster",
+        "max_model_len": 500,
+    }
+    assert listed == {"object": "list", "data": [described]}
+    assert (await api.get("/v1/models/default_model")).json() == described
+    missing = await api.get("/v1/models/org/other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_unknown_paths_and_methods_have_openais_shape() -> None:
+    """Also what no handler saw is an error object, and there are no generated pages."""
+    api = ApiClient()
+    for path in ("/v1/embeddings", "/docs", "/openapi.json"):
+        response = await api.get(path)
+        assert response.status_code == 404
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert (await api.get("/v1/chat/completions")).status_code == 405
+
+
+async def test_status_is_the_whole_snapshot() -> None:
+    """Every field of ClusterStatus, by its name."""
+    api = ApiClient()
+    body = (await api.get("/status")).json()
+    assert set(body) == set(ClusterStatus.__dataclass_fields__)
+    assert body["nodes"][0]["span"] == "0-3"
+    assert body["drafted_by_position"] == [100, 80]
+
+
+async def test_metrics_tell_of_requests_and_of_the_cluster() -> None:
+    """Counts by outcome, tokens, times, and the status source's figures as they are at the scrape."""
+    api = ApiClient(FakeGenerator(tiny_tokenizer(), "one two three", cached=1, window=2))
+    await api.complete(prompt=[1, 2, 3], n=2)
+    await api.complete(max_tokens=1)
+    await api.complete(temperature=-1)
+    tokens = len(tiny_tokenizer().encode("one two three"))
+    text = (await api.get("/metrics")).text
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["mtp_requests_total", "completions", "stop"] == 1
+    assert samples["mtp_requests_total", "completions", "length"] == 1
+    assert samples["mtp_requests_total", "completions", "refused"] == 1
+    assert samples["mtp_open_requests",] == 0
+    assert samples["mtp_prompt_tokens_total",] == 3 + len(tiny_tokenizer().encode("Hi"))
+    assert samples["mtp_cached_prompt_tokens_total",] == 2
+    assert samples["mtp_generated_tokens_total",] == 2 * tokens + 1
+    assert samples["mtp_time_to_first_token_seconds_count",] == 3
+    assert samples["mtp_inter_token_seconds_count",] == 2 * (-(-tokens // 2) - 1)
+    assert samples["mtp_ready",] == 1
+    assert samples["mtp_plan_epoch",] == 3
+    assert samples["mtp_queue_length",] == 1
+    assert samples["mtp_queue_limit",] == 64
+    assert samples["mtp_drafts_total", "2"] == 80
+    assert samples["mtp_accepted_drafts_total", "2"] == 40
+    assert samples["mtp_stage_seconds", "0-3", "mac-1"] == 0.0125
+    assert samples["mtp_node_memory_limit_bytes", "mac-1"] == 2**31
+    assert ("mtp_node_memory_limit_bytes", "mac-2") not in samples
+    api.status.ready = False
+    assert "mtp_ready 0.0" in (await api.get("/metrics")).text
+
+
+def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
+    """By a clock of the test's own, each choice for itself."""
+    times = iter([0.0, 1.0, 1.5, 3.0, 3.5, 5.0])
+    metrics = Metrics(FakeStatus(), clock=lambda: next(times))
+    meter = metrics.begin("chat")
+    for choice, count in ((0, 2), (1, 1), (0, 1), (1, 4)):
+        meter.tokens(choice, count)
+    meter.end("stop")
+    text = metrics.render().decode()
+    assert "mtp_time_to_first_token_seconds_sum 2.5" in text
+    assert "mtp_inter_token_seconds_sum 4.0" in text
+    assert "mtp_generated_tokens_total 8.0" in text
+    assert "mtp_request_seconds_sum 5.0" in text
+
+
+async def test_two_apps_in_one_process_do_not_share_metrics() -> None:
+    """Each has its registry."""
+    first, second = ApiClient(), ApiClient()
+    await first.complete()
+    assert "mtp_requests_total{" in (await first.get("/metrics")).text
+    assert "mtp_requests_total{" not in (await second.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "Bearer wrong", "Bearer ", "Basic " + KEY, KEY, "Bearer key-ü-12", "Bearer key-ü"],
+)
+async def test_without_a_valid_key_nothing_but_health_is_told(
+    header: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """401 in OpenAI's shape; the key itself is nowhere in answers or logs."""
+    caplog.set_level(logging.DEBUG)
+    api = ApiClient(options=ApiOptions(api_keys=("other", KEY)))
+    headers = {"authorization": header.encode()} if header else {}
+    for path in GUARDED:
+        response = await api.get(path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert KEY not in response.text
+    refused = await api.post("/v1/completions", {"prompt": "Hi"}, headers=headers)
+    assert refused.status_code == 401
+    assert api.generator.requests == []
+    for path in ("/health", "/ready"):
+        assert (await api.get(path)).status_code == 200
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["other", KEY])
+async def test_every_key_opens(key: str) -> None:
+    """Any of the keys, with the scheme in any case."""
+    api = ApiClient(options=ApiOptions(api_keys=("other", KEY)))
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} {key}".encode()}
+        for path in GUARDED:
+            assert (await api.get(path, headers=headers)).status_code == 200
+
+
+async def test_pages_of_other_origins_may_call_only_when_told() -> None:
+    """CORS is off by default."""
+    origin = {"origin": "https://chat.example"}
+    assert (
+        "access-control-allow-origin"
+        not in (await ApiClient().get("/health", headers=origin)).headers
+    )
+    api = ApiClient(options=ApiOptions(allowed_origins=("https://chat.example",)))
+    allowed = (await api.get("/health", headers=origin)).headers
+    assert allowed["access-control-allow-origin"] == "https://chat.example"
+    other = (await api.get("/health", headers={"origin": "https://evil.example"})).headers
+    assert "access-control-allow-origin" not in other
+
+
+async def test_replan_is_asked_for_in_json_alone() -> None:
+    """A page in a browser can post a form across sites, and must not move layers by it."""
+    asked: list[bool] = []
+    api = ApiClient(replan=lambda: asked.append(True))
+    refused = await api.post("/replan", {})
+    assert refused.status_code == 400
+    assert not asked
+    taken = await api.post("/replan", {}, headers={"Content-Type": "application/json"})
+    assert taken.status_code == 202
+    assert asked == [True]

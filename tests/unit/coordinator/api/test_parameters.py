@@ -1,0 +1,341 @@
+"""What a body may say: every field taken has an effect, every other is refused by name, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.api.context import ApiOptions
+from coordinator.text.tokenizer import Tokenizer
+from proto.errors import RequestError
+from proto.params import SamplingParams
+from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
+from tests.support.checkpoints.tiny_tokenizer import TEMPLATE, write_tokenizer
+
+
+def error_of(response: Any, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 11,
+    "min_p": 0.05,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "seed": 42,
+}
+
+
+async def test_every_sampling_field_reaches_the_engine() -> None:
+    """As the client wrote it, on both endpoints."""
+    api = ApiClient()
+    await api.chat(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=True, top_logprobs=3)
+    await api.complete(**SAMPLING, logit_bias={"5": -100, "6": 2.5}, logprobs=3)
+    newline = tiny_tokenizer().encode("\n")
+    assert newline, "XTC leaves line breaks alone, as mlx-lm's server has it"
+    expected = SamplingParams(
+        **SAMPLING, xtc_spared=newline, logit_bias={5: -100, 6: 2.5}, logprobs=3
+    )
+    assert [request.params for request in api.generator.requests] == [expected, expected]
+
+
+async def test_what_is_left_out_or_null_is_the_models_default() -> None:
+    """The checkpoint's recommendation stands until the client says otherwise."""
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    api = ApiClient(defaults=defaults)
+    await api.chat(seed=0, temperature=None, top_k=None, stop=None, max_tokens=None, tools=None)
+    await api.chat(seed=0, top_k=-1, temperature=0)
+    first, second = (request.params for request in api.generator.requests)
+    assert first == defaults
+    assert (second.top_k, second.greedy, second.top_p) == (0, True, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("parallel_tool_calls", True),
+        ("response_format", {"type": "text"}),
+        ("store", False),
+        ("user", "me"),
+        ("n", 1),
+        ("stream", False),
+        ("service_tier", "auto"),
+        ("modalities", ["text"]),
+        ("logprobs", False),
+        ("tool_choice", "auto"),
+    ],
+)
+async def test_fields_at_the_value_that_needs_no_doing_are_taken(field: str, value: Any) -> None:
+    """Clients send their defaults; those change nothing."""
+    assert (await ApiClient().chat(**{field: value})).status_code == 200
+
+
+CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"store": True}, "store"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"frequency": 1}, "frequency"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": True}, "top_p"),
+    ({"seed": 1.5}, "seed"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs"),
+    ({"xtc_threshold": 0.2}, "xtc_threshold"),
+    ({"user": "x" * 257}, "user"),
+    ({"user": "me\ninfo: all is well"}, "user"),
+    ({"user": "me\x1b[2J"}, "user"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"messages": [{**USER, "name": "Ann"}]}, "messages[0].name"),
+    ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [USER, {**USER, "reasoning_content": "hm"}]}, "messages[1].reasoning_content"),
+    ({"messages": [{**USER, "role": "tool", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "role": "system", "tool_calls": []}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{**USER, "role": "assistant", "tool_call_id": "1"}]},
+        "messages[0].tool_call_id",
+    ),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [USER, {"role": "system", "content": "late"}]}, "messages"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                },
+            ]
+        },
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), CHAT_REFUSALS)
+async def test_a_chat_field_that_is_wrong_or_unknown_is_named(
+    body: dict[str, Any], param: str
+) -> None:
+    """400 with the field's name in message and param, and the engine is not asked."""
+    api = ApiClient()
+    error = error_of(await api.chat(**body))
+    assert error["param"] == param
+    assert param.split("[")[0].split(".")[0] in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert api.generator.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"messages": [USER]}, "messages"),
+    ],
+)
+async def test_a_completion_field_that_is_wrong_or_unknown_is_named(
+    body: dict[str, Any], param: str
+) -> None:
+    """400 with the field's name, and the engine is not asked."""
+    api = ApiClient()
+    error = error_of(await api.complete(**body))
+    assert error["param"] == param
+    assert api.generator.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"xtc_threshold": 0.2}, "xtc_threshold"),
+        ({"user": "\u2028"}, "user"),
+    ],
+)
+async def test_both_endpoints_name_a_field_that_needs_another(
+    body: dict[str, Any], param: str
+) -> None:
+    """A field without effect for want of another is refused too."""
+    assert error_of(await ApiClient().complete(**body))["param"] == param
+    assert error_of(await ApiClient().chat(**body))["param"] == param
+
+
+async def test_a_name_is_taken_where_the_template_looks_at_it(tmp_path: Path) -> None:
+    """In the turns of a role that it shows, and in no others."""
+    template = TEMPLATE.replace(
+        "message.content }}",
+        "message.content ~ (message.name or '' if message.role == 'user' else '') }}",
+    )
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template=template))
+    api = ApiClient(FakeGenerator(tokenizer))
+    ann = {**USER, "name": "Ann"}
+    assert (await api.chat(messages=[USER, ann])).status_code == 200
+    prompt = b"".join(map(tokenizer.token_bytes, api.generator.requests[0].prompt))
+    assert prompt.count(b"Ann") == 1
+    robot = {"role": "assistant", "content": "Hello", "name": "Robot"}
+    error = error_of(await api.chat(messages=[ann, robot, ann, robot]))
+    assert error["param"] == "messages[1].name"
+
+
+async def test_the_clients_label_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """`user` goes into the line a request ends with, whole or streamed; a request without one has no such field."""
+    caplog.set_level(logging.INFO)
+    api = ApiClient()
+    await api.chat(user="Ann Ö.")
+    await api.stream("/v1/completions", user="Bob")
+    await api.complete()
+    ends = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert [end.get("user") for end in ends] == ["Ann Ö.", "Bob", None]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b'{"messages": "\\ud800"}',
+        b'{"temperature": NaN}',
+        b"[" * 9999,
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_400(content: bytes) -> None:
+    """Whatever the bytes, an answer in OpenAI's shape."""
+    error_of(await ApiClient().post("/v1/chat/completions", content))
+
+
+async def test_images_are_refused_in_words() -> None:
+    """The message says what the model reads."""
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    error = error_of(await ApiClient().chat(messages=[{"role": "user", "content": image}]))
+    assert "text" in error["message"]
+    assert "image_url" in error["message"]
+
+
+async def test_another_model_is_a_404() -> None:
+    """As OpenAI answers; the served id and the alias of mlx-lm's clients are taken."""
+    api = ApiClient()
+    error = error_of(await api.chat(model="gpt-4"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    for name in ("tiny", "default_model", None):
+        assert (await api.chat(model=name)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": None}, "prompt"),
+        ({"max_tokens": 5}, "prompt"),
+        ({"max_completion_tokens": 5}, "prompt"),
+        ({"max_tokens": 30, "prompt": "a"}, "max_tokens"),
+        ({"max_completion_tokens": 30, "prompt": "a"}, "max_completion_tokens"),
+    ],
+)
+async def test_what_exceeds_the_context_is_refused_with_openais_code(
+    body: dict[str, Any], param: str
+) -> None:
+    """Naming what is too much: a prompt that fills it, or the limit that would with the prompt, as the client calls
+    them."""
+    api = ApiClient(context_length=30)
+    body = {"prompt": "word " * 40, **body}
+    chat = {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
+    del chat["prompt"]
+    errors = [(error_of(await api.chat(**chat)), "messages" if param == "prompt" else param)]
+    if "max_completion_tokens" not in body:
+        errors.append((error_of(await api.complete(**body)), param))
+    for error, name in errors:
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+        assert name in error["message"]
+        assert "30" in error["message"]
+    assert (await api.complete(prompt="a", max_tokens=29)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("engines", "chats"), [("prompt", "messages"), ("max_tokens", "max_completion_tokens")]
+)
+async def test_what_the_engine_refuses_is_named_as_the_client_wrote_it(
+    engines: str, chats: str, stream: bool
+) -> None:
+    """The engine knows of prompts and max_tokens; a chat has messages, and another name for its limit."""
+
+    def api() -> ApiClient:
+        refusal = RequestError("too much", param=engines)
+        return ApiClient(FakeGenerator(tiny_tokenizer(), refuse=refusal))
+
+    chat = await api().chat(max_completion_tokens=5, stream=stream)
+    assert error_of(chat)["param"] == chats
+    text = await api().complete(max_tokens=5, stream=stream)
+    assert error_of(text)["param"] == engines
+
+
+async def test_without_a_limit_an_answer_may_fill_the_context_up_to_the_default() -> None:
+    """The server's default keeps one request from reserving all memory there is."""
+    small = ApiClient(context_length=30)
+    await small.complete(prompt=[1, 2])
+    assert small.generator.requests[0].max_tokens == 28
+    large = ApiClient(context_length=10**6, options=ApiOptions(default_max_tokens=100))
+    await large.complete(prompt=[1, 2])
+    assert large.generator.requests[0].max_tokens == 100
+
+
+async def test_a_body_that_is_too_large_is_a_413() -> None:
+    """Read no further than the limit."""
+    api = ApiClient(options=ApiOptions(max_body_bytes=1000))
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    assert "1000 bytes" in error_of(await api.post("/v1/completions", body), 413)["message"]

@@ -1,0 +1,387 @@
+"""`mtp-coord add-mtp`: a head where there was none, as if the conversion had kept it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from coordinator.cli import load_command
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.lazy_weights import read_part
+from mtp.checkpoint.format.names import is_head
+from proto.errors import CheckpointError, UsageError
+from proto.span import Span
+from proto.terminal.size import format_size
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
+from tests.support.checkpoints.hub import Hub
+from tests.support.checkpoints.small_disk import Plenty, small_disk
+from worker.model.loader import load_stage
+
+REPO = "someone/some-model"
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"moe": True, "fused_mtp_experts": True},
+    {"moe": True, "fused_mtp_experts": False, "shards": 4},
+]
+each_head = pytest.mark.parametrize("options", HEADS, ids=repr)
+
+
+def add(target: Path, source: str | Path, *flags: str) -> None:
+    args = ["--mlx-path", str(target), "--hf-path", str(source), *flags]
+    load_command("add-mtp").main(args, standalone_mode=False)
+
+
+def head_of(path: Path) -> Weights:
+    weights = read_part(Checkpoint.open(path), "mtp", None)
+    mx.eval(weights)
+    return weights
+
+
+def stripped(source: Path, path: Path, settings: Settings) -> Path:
+    """A conversion as most are published: no head, and a config.json that announces one."""
+    convert(Checkpoint.open(source), path, settings, shard_bytes=500_000)
+    (path / "mtp.safetensors").unlink()
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] = {n: f for n, f in content["weight_map"].items() if not is_head(n)}
+    index.write_text(json.dumps(content))
+    config = json.loads((path / "config.json").read_text())
+    for key in ("quantization", "quantization_config"):
+        if key in config:
+            config[key] = {n: v for n, v in config[key].items() if not is_head(n)}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    return path
+
+
+def says(path: Path) -> list[Any]:
+    """All that config.json and the index say; a mode is affine where none is named."""
+    config = json.loads((path / "config.json").read_text())
+    for value in config.get("quantization", {}).values():
+        if isinstance(value, dict):
+            value.setdefault("mode", "affine")
+    config.pop("quantization_config", None)
+    return [config, json.loads((path / "model.safetensors.index.json").read_text())]
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization(4, 64), Quantization(4, 32, "mxfp4")])
+@each_head
+def test_the_result_is_that_of_a_conversion_that_keeps_it(
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    options: dict[str, Any],
+    quantization: Quantization | None,
+) -> None:
+    """Same tensors, same bits, packed like the backbone; and the model's own files are left alone."""
+    source, settings = checkpoints(**options), Settings(quantization)
+    target = stripped(source, tmp_path / "target", settings)
+    before = content(target)
+    add(target, source)
+    convert(Checkpoint.open(source), tmp_path / "kept", settings, shard_bytes=500_000)
+    found, expected = read_tensors(target), read_tensors(tmp_path / "kept")
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+    after = content(target)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"mtp.safetensors", "config.json", "model.safetensors.index.json"} - (
+        {"config.json"} if quantization is None or "moe" not in options else set()
+    )
+    assert says(target) == says(tmp_path / "kept")
+
+
+def test_a_recipe_is_followed(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Each of the head's modules is packed like the same module of the last attention layer."""
+    source = checkpoints()
+    settings = Settings(Quantization(4, 64), recipe="mixed_3_6")
+    target = stripped(source, tmp_path / "target", settings)
+    add(target, source)
+    head, layer = head_of(target), read_part(Checkpoint.open(target), "layers.7", None)
+    for name in (n for n in layer if n.endswith("weight")):
+        assert head[f"layers.0.{name}"].shape == layer[name].shape
+    assert head["fc.weight"].dtype == mx.float32
+    load_stage(Checkpoint.open(target), Span(7, 8), first=False, last=True, dtype=None)
+
+
+def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """One file without an index gets one; the head takes the model's type; mlx-lm still loads both."""
+    source = checkpoints()
+    one_file = tmp_path / "one"
+    shutil.copytree(checkpoints(mtp=False, layout="mlx", quantize=4), one_file)
+    before = load_model(one_file)[0](mx.array([[1, 2, 3]]))
+    add(one_file, source)
+    assert Checkpoint.open(one_file).mtp.complete
+    assert mx.array_equal(load_model(one_file)[0](mx.array([[1, 2, 3]])), before)
+    half = stripped(source, tmp_path / "half", Settings(dtype="float16"))
+    add(half, source)
+    assert {weight.dtype for weight in head_of(half).values()} == {mx.float16}
+
+
+def test_an_already_converted_source_is_not_shifted_again(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Raw or converted, packed or not: the head is the same head."""
+    source = checkpoints()
+    for number, (quantize, settings) in enumerate(
+        [(None, Settings()), (4, Settings(Quantization(4, 64)))]
+    ):
+        target = stripped(source, tmp_path / f"target {number}", settings)
+        add(target, checkpoints(layout="mlx", quantize=quantize))
+        expected = head_of(checkpoints(layout="mlx", quantize=quantize))
+        found = head_of(target)
+        assert found.keys() == expected.keys()
+        assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("bits", "scales"), [("none", 0), ("8", 7)])
+def test_bits_and_type_of_its_own(
+    checkpoints: Checkpoints, tmp_path: Path, bits: str, scales: int
+) -> None:
+    """`--mtp-bits` and `--mtp-dtype` override the match."""
+    source = checkpoints()
+    target = stripped(source, tmp_path / "target", Settings(Quantization(4, 64)))
+    add(target, source, "--mtp-bits", bits, "--mtp-dtype", "bfloat16")
+    head = head_of(target)
+    assert sum(name.endswith("scales") for name in head) == scales
+    assert head["fc.weight"].dtype == mx.bfloat16
+    load_stage(Checkpoint.open(target), Span(7, 8), first=False, last=True, dtype=None)
+
+
+# ---- refusals
+
+
+def test_dry_run_touches_nothing(
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what would be written, to the byte, and refuses what the real one would."""
+    source = checkpoints()
+    settings = Settings(Quantization(4, 64), dtype="float16")
+    target = stripped(source, tmp_path / "target", settings)
+    before = content(target)
+    add(target, source, "--dry-run")
+    assert content(target) == before
+    would = capsys.readouterr().out.splitlines()[0].replace("would be ", "")
+    add(target, source)
+    assert capsys.readouterr().out.splitlines()[0] == would
+    written = Checkpoint.open(target).part_bytes()["mtp"]
+    assert would == f"{target / 'mtp.safetensors'}: {format_size(written)}, 4 bits"
+    with pytest.raises(UsageError, match="has an MTP head already"):
+        add(target, source, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 128}, "hidden_size is 128 there and 64 here"),
+        ({"vocab": 512}, "vocab_size is 512 there and 256 here"),
+        ({"moe": True}, "intermediate_size is"),
+        ({"mtp": False}, "has no complete MTP head"),
+    ],
+)
+def test_a_head_that_does_not_fit(
+    checkpoints: Checkpoints, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    """Named before anything is written."""
+    target = stripped(checkpoints(), tmp_path / "target", Settings())
+    before = content(target)
+    with pytest.raises(CheckpointError, match=message):
+        add(target, checkpoints(**other))
+    assert content(target) == before
+
+
+def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """A source whose config.json lies."""
+    source = write_checkpoint(tmp_path / "raw")
+    weights = read_tensors(source)
+    weights["mtp.fc.weight"] = weights["mtp.fc.weight"][:, :64]
+    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "pt"})
+    target = stripped(checkpoints(), tmp_path / "target", Settings())
+    with pytest.raises(
+        CheckpointError, match=r"mtp\.fc\.weight.*the shape \(64, 64\).*\(64, 128\)"
+    ):
+        add(target, source)
+
+
+def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """A raw one, one that is no directory, one that has a head."""
+    with pytest.raises(UsageError, match="is a raw checkpoint; mtp-coord convert"):
+        add(checkpoints(mtp=False), checkpoints())
+    with pytest.raises(UsageError, match="hf download mlx-community/some --local-dir"):
+        add(Path("mlx-community/some"), checkpoints())
+    with pytest.raises(UsageError, match="has an MTP head already; --replace"):
+        add(checkpoints(layout="mlx"), checkpoints())
+    target = stripped(checkpoints(), tmp_path / "target", Settings())
+    with pytest.raises(UsageError, match="quantized already; leave the flag out"):
+        add(target, checkpoints(layout="mlx", quantize=4), "--mtp-bits", "8")
+
+
+def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """One with raw norms amid the model's own tensors, under other names: the new one counts."""
+    source = checkpoints()
+    target = tmp_path / "target"
+    shutil.copytree(checkpoints(layout="mlx", quantize=4, mtp=False), target)
+    weights = read_tensors(target)
+    raw = {n: w for n, w in read_tensors(source).items() if is_head(n) and "fc" not in n}
+    mx.save_safetensors(str(target / "model.safetensors"), weights | raw, {"format": "mlx"})
+    with pytest.raises(UsageError, match="has a part of an MTP head already; --replace"):
+        add(target, source)
+    add(target, source, "--replace")
+    expected = head_of(checkpoints(layout="mlx", quantize=4))
+    found = head_of(target)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+
+
+# ---- from a hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.install(monkeypatch, tmp_path / "home")
+        monkeypatch.setattr("mtp.checkpoint.hub.repo.FIRST_PAUSE", 0.001)
+        yield hub
+
+
+@each_head
+def test_of_a_hub_repo_only_the_head_is_read(
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    hub: Hub,
+    options: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Sharded or not: its tensors, and the headers of the files they are in and of one that tells the layout."""
+    source = checkpoints(**options)
+    hub.add(REPO, source)
+    settings = Settings(Quantization(4, 64))
+    target = stripped(source, tmp_path / "target", settings)
+    add(target, REPO, "--dry-run")
+    assert not (target / "mtp-source").exists()
+    told = capsys.readouterr().out
+    hub.sent.clear()
+    add(target, REPO)
+    expected = tmp_path / "expected"
+    add(stripped(source, expected, settings), source)
+    assert content(target) == content(expected)
+    tensors = Checkpoint.open(source).tensors
+    size = sum(info.nbytes for name, info in tensors.items() if is_head(name))
+    assert f"{size / 1000:.3g} kB" in told
+    headers = sum(
+        int.from_bytes(file.read_bytes()[:8], "little") + 9 for file in source.glob("*.safetensors")
+    )
+    assert size < hub.weights_sent <= size + headers
+
+
+def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
+    """When the hub gives out the error says so; the same command fetches the rest, and leaves nothing behind."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    target = stripped(source, tmp_path / "target", Settings())
+    head = [i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n)]
+    hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
+    with pytest.raises(CheckpointError, match="what has arrived is kept: try again later"):
+        add(target, REPO)
+    assert not Checkpoint.open(target).mtp.present
+    assert hub.weights_sent > 20_000
+    hub.faults.cut_after = []
+    add(target, REPO)
+    assert Checkpoint.open(target).mtp.complete
+    assert hub.weights_sent < sum(head) + 40_000  # the header twice
+    assert not (target / "mtp-source").exists()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "no note", "half a note", "lost bytes"])
+def test_after_a_crash_nothing_is_believed_unseen(
+    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, damage: str
+) -> None:
+    """A machine that loses power may keep a file's length and not its bytes: the head is right all the same."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    target = stripped(source, tmp_path / "target", Settings())
+    hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
+    with pytest.raises(CheckpointError, match="try again later"):
+        add(target, REPO)
+    (part,) = (target / "mtp-source").glob("*.part")
+    (note,) = (target / "mtp-source").glob("*.journal")
+    content = bytearray(part.read_bytes())
+    match damage:
+        case "a bit":
+            content[-5000] ^= 1
+        case "no note":
+            content[-5000] ^= 1
+            note.unlink()
+        case "half a note":
+            content[-5000] ^= 1
+            note.write_bytes(note.read_bytes()[:12])
+        case "lost bytes":
+            del content[-5000:]
+    part.write_bytes(content)
+    hub.faults.cut_after = []
+    add(target, REPO)
+    expected = head_of(source)
+    assert all(mx.array_equal(w, expected[n]) for n, w in head_of(target).items())
+
+
+def test_a_damaged_header_is_refused(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
+    """Of ranges the hub has no hash, but what says where they lie must make sense; nothing is written."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    target = stripped(source, tmp_path / "target", Settings())
+    before = content(target)
+    (file,) = {i.file.name for n, i in Checkpoint.open(source).tensors.items() if is_head(n)}
+    hub.faults.flip[file] = 8  # the brace its header begins with
+    with pytest.raises(CheckpointError, match=file):
+        add(target, REPO)
+    assert content(target) == before
+
+
+def test_a_full_disk(
+    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the head is fetched; and when others fill the disk meanwhile, in the middle. With room it goes on."""
+    source = checkpoints()
+    hub.add(REPO, source)
+    made = stripped(source, tmp_path / "made", Settings())
+    size = sum(i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n))
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        target = Path(shutil.copytree(made, disk / "target"))
+        # The head fits once; it has to be there twice until it is in.
+        filler = disk / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - size * 3 // 2))
+        with pytest.raises(CheckpointError, match="are to be written, and the disk has"):
+            add(target, REPO)
+        assert hub.weights_sent < size
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", lambda path: Plenty())
+            with pytest.raises(CheckpointError, match=r"the disk is full.*it goes on from here"):
+                add(target, REPO)
+        assert not Checkpoint.open(target).mtp.present
+        filler.unlink()
+        add(target, REPO)
+        assert Checkpoint.open(target).mtp.complete
+        assert hub.weights_sent < 2 * size
+
+
+def test_a_repo_without_access(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
+    """One error; the checkpoint is as it was."""
+    target = stripped(checkpoints(), tmp_path / "target", Settings())
+    before = content(target)
+    hub.add(REPO, checkpoints(), gate="GatedRepo")
+    with pytest.raises(CheckpointError, match="accept terms first"):
+        add(target, REPO)
+    assert content(target) == before

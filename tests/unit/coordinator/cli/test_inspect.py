@@ -1,0 +1,133 @@
+"""`mtp-coord inspect`: what it says is what the loader would load."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx.utils import tree_flatten
+
+from coordinator.cli.inspect_command import inspect
+from mtp.checkpoint import Checkpoint
+from proto.span import Span
+from proto.terminal import console
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import without, write_checkpoint
+from worker.model.loader import load_stage
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal wide enough that no line wraps."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def _facts(path: Path, capsys: pytest.CaptureFixture[str], nodes: int = 1) -> dict[str, Any]:
+    capsys.readouterr()
+    inspect(str(path), nodes=nodes, as_json=True)
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_json_has_the_promised_keys(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts read these; values describe the fixture."""
+    facts = _facts(checkpoints(moe=True, layout="mlx", quantize=4, overrides=True), capsys)
+    assert facts["model_type"] == "qwen3_5_moe"
+    assert facts["num_layers"] == 8
+    assert facts["layer_kinds"] == ["gdn", "gdn", "gdn", "attention"] * 2
+    quantization = facts["quantization"]
+    assert (quantization["bits"], quantization["group_size"]) == (4, 64)
+    assert quantization["overrides"]["layers.0.mlp.gate"]["bits"] == 8
+    assert quantization["overrides"]["mtp.layers.0.mlp.gate"]["bits"] == 8
+    assert facts["norms"] == "shifted"
+    assert facts["mtp"] == {"announced": True, "present": True, "complete": True, "missing": []}
+    assert set(facts["bytes"]) == {"embed", "norm", "lm_head", "mtp", "layers", "vision", "total"}
+    assert len(facts["nodes"]) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"tie": False}, {"moe": True, "tie": False}], ids=repr)
+def test_parameters_are_those_the_loader_builds(
+    checkpoints: Checkpoints, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counted from a loaded model, head included; a quantized copy of it has as many."""
+    raw = checkpoints(**options)
+    stage = load_stage(Checkpoint.open(raw), Span(0, 8), first=True, last=True, dtype=None)
+    modules: list[Any] = [stage.embed_tokens, stage.norm, stage.lm_head, stage.head, *stage.layers]
+    arrays = dict(tree_flatten([m.parameters() for m in modules if m is not None])).values()
+    assert _facts(raw, capsys)["parameters"] == sum(w.size for w in arrays)
+    quantized = checkpoints(**options, layout="mlx", quantize=4)
+    assert _facts(quantized, capsys)["parameters"] == _facts(raw, capsys)["parameters"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_nodes_cover_the_model_and_their_bytes_add_up(
+    checkpoints: Checkpoints, nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every layer is on one node; all parts are counted once, the embedding again on the last of several."""
+    facts = _facts(checkpoints(tie=False), capsys, nodes)
+    spans = [Span.parse(node["layers"]) for node in facts["nodes"]]
+    assert len(spans) == nodes
+    assert [layer for span in spans for layer in span] == list(range(8))
+    sizes = facts["bytes"]
+    copies = sizes["embed"] if nodes > 1 else 0
+    assert sum(node["bytes"] for node in facts["nodes"]) == sizes["total"] + copies
+    assert sum(node["attention"] for node in facts["nodes"]) == 2
+
+
+def test_the_table_says_what_people_look_for(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversion that lost its head is told apart from one that has it, in words."""
+    inspect(str(checkpoints(mtp=False, layout="mlx", quantize=4)), nodes=2)
+    lost = capsys.readouterr().out
+    assert "none: config.json announces one, its tensors are missing" in lost
+    assert "4 bit, groups of 64" in lost
+    assert "6 GatedDeltaNet, 2 full attention" in lost
+    inspect(str(checkpoints()))
+    assert "complete" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_whole_is_shown_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no stage could load is named in JSON, in the table and in the verdict; a whole model has none."""
+    whole = write_checkpoint(tmp_path / "m", tie=False)
+    assert _facts(whole, capsys)["missing_tensors"] == []
+    gone = [
+        "lm_head.weight",
+        "model.language_model.layers.1.mlp.up_proj.weight",
+        "model.language_model.layers.7.self_attn.q_norm.weight",
+    ]
+    path = without(whole, *gone)
+    facts = _facts(path, capsys)
+    assert sorted(facts["missing_tensors"]) == gone
+    assert facts["health"]["works"] is False
+    assert "lm_head.weight are missing" in facts["health"]["verdict"]
+    inspect(str(path))
+    table = capsys.readouterr().out
+    assert "incomplete" in table
+    assert f"3 tensors missing: {gone[1]}" in table
+
+
+def test_errors_end_with_status_2_and_one_line(
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong directory, a wrong name, more nodes than layers: no traceback."""
+    jobs: list[tuple[str | None, str | None, int, str]] = [
+        (str(tmp_path), None, 1, "config.json"),
+        (None, "no-such-model", 1, "no-such-model"),
+        (str(checkpoints()), None, 9, "--nodes 9"),
+        (None, None, 1, "name one model"),
+    ]
+    for argument, option, nodes, message in jobs:
+        with pytest.raises(SystemExit) as stopped:
+            console.run("mtp-coord", partial(inspect, argument, option, nodes=nodes))
+        assert stopped.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert message in lines[0]

@@ -1,0 +1,140 @@
+"""`mtp-coord plan` on paper: machines described by flags, nothing loaded, nothing asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli import app
+from coordinator.cli.plan_command import given_nodes, parse_node
+from coordinator.planning.plan import NodeSpec
+from proto.errors import CheckpointError, MemoryLimitError, NotReadyError, SpanError, UsageError
+from proto.span import Span
+from tests.support.checkpoints.checkpoints import without, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("plan") / "m", tie=False)
+
+
+def run(*arguments: str) -> str:
+    """Standard output of `mtp-coord plan …`; raises what the command raises."""
+    result = CliRunner().invoke(
+        app, ["plan", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def facts_of(*arguments: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return facts
+
+
+def test_json_has_the_promised_keys(model: Path) -> None:
+    """Scripts read these; layers cover the model, bytes fit the limits."""
+    facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
+    assert set(facts) == {
+        "objective", "drafts", "slowest_seconds", "pass_seconds", "capacity", "unused", "stages",
+        "refused",
+    }  # fmt: skip
+    assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
+    layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
+    assert layers == list(range(8))
+    assert [stage["ends"] for stage in facts["stages"]] == [["embedding"], [], ["lm_head"]]
+    for stage in facts["stages"]:
+        assert 0 < stage["weight_bytes"] + stage["cache_bytes"] <= stage["memory_limit"] == 10**9
+    assert facts["slowest_seconds"] == max(s["predicted_seconds"] for s in facts["stages"])
+    assert facts["capacity"]["sequences"] >= 1
+
+
+def test_the_table_names_what_matters(model: Path) -> None:
+    """Nodes, inclusive layers, sizes, times and what there is room for."""
+    text = run(str(model), "--node", "mac-1=1GB,layers=0-4", "--node", "mac-2=64GB")
+    assert "mac-1" in text
+    assert "0-4" in text
+    assert "5-7" in text
+    assert "1 GB" in text
+    assert "Room for 16 requests" in text
+
+
+def test_a_model_is_an_argument_or_an_option(model: Path) -> None:
+    """As all other commands take it, `--model`, or first; one of the two."""
+    nodes = ("--nodes", "2", "--memory", "1GB")
+    assert facts_of("--model", str(model), *nodes) == facts_of(str(model), *nodes)
+    for words in ((), (str(model), "--model", str(model))):
+        with pytest.raises(UsageError, match="name one model"):
+            run(*words, *nodes)
+
+
+def test_flags_change_the_plan(model: Path) -> None:
+    """Speed and drafts move the cut, --spare leaves a slow machine out, --objective is passed on."""
+    equal = facts_of(str(model), "--node", "a=1GB", "--node", "b=1GB", "--mtp", "0")
+    fast = facts_of(str(model), "--node", "a=1GB", "--node", "b=1GB,speed=3", "--mtp", "0")
+    assert fast["pass_seconds"] < equal["pass_seconds"]
+    nodes = ["--node", "a=1GB", "--node", "old=1GB,speed=0.001"]
+    assert facts_of(str(model), *nodes)["unused"] == []
+    assert facts_of(str(model), *nodes, "--spare")["unused"] == ["old"]
+    assert facts_of(str(model), *nodes, "--objective", "latency")["objective"] == "latency"
+    shallow, deep = (facts_of(str(model), "--node", "a=1GB", "--mtp", d) for d in ("0", "3"))
+    assert deep["pass_seconds"] > shallow["pass_seconds"]
+    assert deep["stages"][0]["weight_bytes"] > shallow["stages"][0]["weight_bytes"]
+    wide = facts_of(str(model), "--node", "a=1GB", "--dtype", "bfloat16")
+    assert wide["stages"][0]["weight_bytes"] < deep["stages"][0]["weight_bytes"]
+
+
+def test_no_plan_is_an_error_that_says_why(model: Path) -> None:
+    """Too little memory, a gap, no machine at all."""
+    with pytest.raises(MemoryLimitError, match=r"a \(limit 1 MB\) lacks"):
+        run(str(model), "--node", "a=1MB")
+    with pytest.raises(SpanError, match="no worker holds layers 4-7"):
+        run(str(model), "--node", "a=1GB,layers=0-3")
+    with pytest.raises(NotReadyError, match="--nodes 2 --memory"):
+        run(str(model))
+
+
+def test_a_model_that_is_not_whole_has_no_plan(tmp_path: Path) -> None:
+    """Nobody could load it: the tensor and its file are named, and the exit status is 2."""
+    gone = "model.language_model.layers.1.mlp.up_proj.weight"
+    path = without(write_checkpoint(tmp_path), gone)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors: tensor {gone} is missing; download"
+    ):
+        run(str(path), "--node", "a=1GB")
+    assert CheckpointError.exit_code == 2
+
+
+def test_a_node_is_read_as_written() -> None:
+    """Name, size, and settings in any order."""
+    assert parse_node("a=64GB") == NodeSpec("a", 64 * 10**9)
+    assert parse_node("a=1GiB,layers=0-3,speed=2.5") == NodeSpec("a", 2**30, 2.5, Span(0, 4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", "a=", "=1GB", "a=x", "a=1GB,speed=fast", "a=1GB,speed=0", "a=1GB,cores=8", "a=1GB,"],
+)
+def test_what_is_no_node_is_refused(text: str) -> None:
+    """A UsageError that shows the form or names the setting."""
+    with pytest.raises(UsageError):
+        parse_node(text)
+
+
+def test_equal_nodes_need_their_memory() -> None:
+    """--nodes without --memory, or the other way round, is half a question."""
+    assert [node.name for node in given_nodes(["x=1GB"], 2, "1GB")] == ["x", "node-1", "node-2"]
+    with pytest.raises(UsageError, match="go together"):
+        given_nodes([], 3, None)
+    with pytest.raises(UsageError, match="go together"):
+        given_nodes([], None, "1GB")
+
+
+def test_unknown_types_are_refused(model: Path) -> None:
+    """Before anything is read."""
+    with pytest.raises(UsageError, match="--dtype"):
+        run(str(model), "--node", "a=1GB", "--dtype", "int8")

@@ -1,0 +1,46 @@
+"""What the manager does with events; what it decides is `decide`'s, and tested there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.events import Lost, Seen, Serving
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.view import Phase, Settings
+from coordinator.planning.plan import Plan
+from proto import cluster_pb2 as pb
+from proto.errors import MemoryLimitError
+from tests.support.protocol.cluster_walk import planner_for, worker
+
+
+async def no_pipeline(epoch: int) -> Any:
+    raise MemoryLimitError("this machine serves nothing alone in this test")
+
+
+async def test_workers_that_are_let_go_are_not_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing asks all workers at once, and the first to go ends its stream while another does not answer: the one that
+    is left gets no plan, and no Load after its Unload."""
+
+    async def serve(self: ClusterManager, plan: Plan) -> None:
+        """The test says itself when a plan serves."""
+
+    monkeypatch.setattr(ClusterManager, "_serve", serve)
+    model: Any = SimpleNamespace(planner=lambda link_seconds: planner_for(1))
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
+    manager = ClusterManager(model, options, no_pipeline)
+    for event in (Seen(worker("a")), Seen(worker("b")), Serving(1)):
+        manager._happened(event)
+    assert manager.view.phase is Phase.SERVING
+
+    async def closes() -> None:
+        manager._happened(Lost("a", "its stream has ended"))
+
+    monkeypatch.setattr(manager.membership, "close", closes)
+    await manager.close()
+    assert manager.view.epoch == 1

@@ -1,0 +1,194 @@
+"""The generation loop over pipelines that come and go, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from coordinator.generation.in_flight import Settlement
+from coordinator.generation.loop import MOST_FAILURES, GenerationLoop
+from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
+from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.pipeline.base import Pipeline, PipelineSource
+from mtp.depth.controller import Controller, MtpMode
+from proto.errors import ClusterError, StaleEpochError, WorkerLostError
+from proto.frame import Frame
+from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
+from tests.support.stages.fake_last_stage import plain
+
+PROMPT = (1, 2, 3)
+
+
+class Failing:
+    """A source whose first pipelines end with these errors as soon as they are taken."""
+
+    def __init__(self, errors: list[ClusterError]) -> None:
+        self.errors = errors
+        self.lost = 0
+
+    async def acquire(self) -> Pipeline:
+        pipeline = SimulatedPipeline(Timing(2), epoch=self.lost)
+        pipeline.last.epoch = self.lost
+        if self.lost < len(self.errors):
+            pipeline.fail(self.errors[self.lost])
+        return pipeline
+
+    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+        self.lost += 1
+
+
+class Breaking(Failing):
+    """A source that gives one pipeline, which fails, and breaks down itself when it is asked for another."""
+
+    async def acquire(self) -> Pipeline:
+        if self.lost:
+            raise RuntimeError("out of memory")
+        return await super().acquire()
+
+
+async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
+    """What the client of one request hears."""
+    return await heard(Failing(errors))
+
+
+async def heard(
+    source: PipelineSource, scheduler: Scheduler | None = None
+) -> list[GenerationEvent]:
+    scheduler = scheduler or Scheduler(Limits(100), Controller(MtpMode(1)))
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+    await loop.start()
+    try:
+        return [event async for event in loop.generate(GenerationRequest(PROMPT, 10))]
+    finally:
+        await loop.close()
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [WorkerLostError("gone")] * (MOST_FAILURES - 1),
+        [StaleEpochError("replaced")] * 3 * MOST_FAILURES,
+        [StaleEpochError("replaced"), WorkerLostError("gone")] * (MOST_FAILURES - 1),
+    ],
+)
+def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
+    """A few plans that fail, and any number that give way to others, change no token."""
+    found = run_virtually(events(errors))
+    assert told(found) == plain(PROMPT, 10)
+
+
+def test_a_request_that_no_plan_survives_ends() -> None:
+    """It may be what kills them: its client hears an error, and the plans after it live."""
+    found = run_virtually(events([WorkerLostError("gone")] * MOST_FAILURES))
+    (end,) = [event for event in found if isinstance(event, Finished)]
+    assert end.reason == "error"
+    assert "in a row" in (end.error or "")
+
+
+def test_a_source_that_breaks_down_ends_what_waits() -> None:
+    """With any error, not only those that are foreseen: nobody waits for ever for a plan that will not come."""
+    (end,) = run_virtually(heard(Breaking([WorkerLostError("gone")])))
+    assert isinstance(end, Finished)
+    assert end.reason == "error"
+
+
+class Careless(Scheduler):
+    """Breaks down once, on the frame after the first that came back."""
+
+    returned = 0
+
+    def settle(self, frame: Frame, now: float) -> Settlement:
+        self.returned += 1
+        return super().settle(frame, now)
+
+    def next_frame(self, now: float) -> Frame | None:
+        if self.returned == 1:
+            self.returned += 1
+            raise KeyError("a bug")
+        return super().next_frame(now)
+
+
+def test_a_loop_that_breaks_down_ends_what_waits_and_goes_on() -> None:
+    """A bug between hearing a frame and sending the next: what was heard is told, then the error."""
+
+    async def two() -> tuple[list[GenerationEvent], list[GenerationEvent]]:
+        scheduler = Careless(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        request = GenerationRequest(PROMPT, 10)
+        try:
+            first = [event async for event in loop.generate(request)]
+            return first, [event async for event in loop.generate(request)]
+        finally:
+            await loop.close()
+
+    first, second = run_virtually(two())
+    assert told(first) == plain(PROMPT, 10)[:1]
+    assert isinstance(first[-1], Finished)
+    assert first[-1].reason == "error"
+    assert told(second) == plain(PROMPT, 10)
+
+
+def told(found: list[GenerationEvent]) -> list[int]:
+    return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]
+
+
+def test_a_change_of_plan_says_when_answers_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a plan that found answers under way, and not for the first."""
+    with caplog.at_level(logging.INFO, "coordinator.generation.loop"):
+        run_virtually(events([]))
+        assert "sequences rebuilt" not in caplog.messages, "no plan has failed"
+        run_virtually(after_three_tokens())
+    assert caplog.messages.count("sequences rebuilt") == 1
+
+
+async def after_three_tokens() -> None:
+    """The plan fails amid an answer."""
+    scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
+    source = Failing([])
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+    await loop.start()
+    found: list[GenerationEvent] = []
+    async for event in loop.generate(GenerationRequest(PROMPT, 10)):
+        found.append(event)
+        if told(found) == plain(PROMPT, 10)[:3] and isinstance(event, TokenChunk):
+            assert loop.pipeline is not None
+            loop.pipeline.fail(WorkerLostError("gone"))
+    assert told(found) == plain(PROMPT, 10)
+    await loop.close()
+
+
+def test_who_has_ended_hears_so_though_the_frame_breaks_the_loop() -> None:
+    """Two answers in one frame: the first has its last token, the second's outcome is no outcome. By then the
+    scheduler has let go of the first."""
+
+    async def last_events() -> list[GenerationEvent]:
+        scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        assert loop.pipeline is not None
+        receive = loop.pipeline.receive
+
+        async def broken() -> Frame:
+            frame = await receive()
+            ending = scheduler.running.get(0)
+            if len(frame.segments) < 2 or ending is None or ending.remaining > 1:
+                return frame
+            first, second = frame.outcomes
+            return replace(frame, outcomes=(first, replace(second, token=None)))
+
+        async def last(number: int) -> GenerationEvent:
+            async with asyncio.timeout(3600):
+                request = GenerationRequest((1, 2, 3 + number), 5 + 3 * number)
+                return [event async for event in loop.generate(request)][-1]
+
+        with patch.object(loop.pipeline, "receive", broken):
+            found = await asyncio.gather(*map(last, range(4)))
+        await loop.close()
+        return found
+
+    assert all(isinstance(event, Finished) for event in run_virtually(last_events()))

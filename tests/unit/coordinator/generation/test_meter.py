@@ -1,0 +1,95 @@
+"""Speed, acceptance and stage times, from frames and what their return meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.generation.in_flight import Settlement
+from coordinator.generation.meter import RATE_SECONDS, SMOOTHING, Meter
+from coordinator.generation.request import PrefillProgress, TokenChunk
+from proto.frame import Frame, Segment
+
+LANE = (Segment(0, 0, position=5, tokens=(1,), open=True, sample=True),)
+PROMPT = (Segment(0, 0, position=0, tokens=(1, 2, 3), sample=True),)
+
+
+def settled(tokens: int, *judged: tuple[int, bool]) -> Settlement:
+    """So many tokens came out of it, and this is what became of drafts."""
+    settlement = Settlement(judged=list(judged))
+    settlement.events.append((0, PrefillProgress(3, 3, 0)))
+    if tokens:
+        settlement.events.append((0, TokenChunk((7,) * tokens)))
+    return settlement
+
+
+def seen(
+    meter: Meter,
+    now: float,
+    tokens: int = 1,
+    segments: tuple[Segment, ...] = LANE,
+    stage_us: tuple[int, ...] = (1000, 3000),
+) -> None:
+    meter.observe(Frame(1, 0, segments=segments, stage_us=stage_us), settled(tokens), now)
+
+
+def test_acceptance_is_counted_by_position() -> None:
+    """Also where a window's first token is itself a draft, sent on the hope that it stands."""
+    meter = Meter()
+    meter.observe(Frame(1, 0), settled(2, (1, True), (2, False), (3, False)), 0.0)
+    meter.observe(Frame(1, 1), settled(1, (1, True)), 0.1)
+    assert meter.drafted == [2, 1, 1]
+    assert meter.accepted == [2, 0, 0]
+
+
+def test_tokens_are_those_that_came_out() -> None:
+    """None of a frame that carried a prompt's earlier chunks."""
+    meter = Meter()
+    seen(meter, 0.0, tokens=0, segments=PROMPT)
+    assert meter.tokens_per_second(0.0) == 0.0
+    seen(meter, 1.0, tokens=1, segments=PROMPT)
+    seen(meter, 2.0, tokens=3)
+    assert meter.tokens_per_second(3.0) == pytest.approx(4 / 2)
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    """Old tokens leave it; a server that has fallen silent says zero."""
+    meter = Meter()
+    for second in range(20):
+        seen(meter, float(second), tokens=2)
+    assert meter.tokens_per_second(19.0) == pytest.approx(2, rel=0.15)
+    assert meter.tokens_per_second(19.0 + RATE_SECONDS + 0.1) == 0.0
+
+
+def test_one_token_is_no_endless_rate() -> None:
+    """The moment after a first token the rate is a number people can read."""
+    meter = Meter()
+    seen(meter, 5.0, segments=PROMPT)
+    assert meter.tokens_per_second(5.0) <= 10
+
+
+def test_stage_times_follow_the_newest_slowly_and_another_plan_at_once() -> None:
+    """One slow step is no slow stage; times of other stages are no guess for these."""
+    meter = Meter()
+    seen(meter, 0.0, stage_us=(1000, 3000))
+    assert meter.stage_ms == [1.0, 3.0]
+    seen(meter, 0.1, stage_us=(2000, 3000))
+    assert meter.stage_ms == pytest.approx([1 + SMOOTHING, 3.0])
+    seen(meter, 0.2, stage_us=(500, 600, 700))
+    assert meter.stage_ms == [0.5, 0.6, 0.7]
+
+
+def test_stage_times_are_those_of_decode_steps() -> None:
+    """A prompt chunk of hundreds of tokens says nothing of the usual step."""
+    meter = Meter()
+    seen(meter, 0.0, stage_us=(1000,))
+    seen(meter, 0.1, tokens=0, segments=PROMPT, stage_us=(90_000,))
+    seen(meter, 0.2, segments=PROMPT, stage_us=(90_000,))
+    assert meter.stage_ms == [1.0]
+
+
+def test_what_nobody_asks_for_does_not_grow() -> None:
+    """A server runs for months, and need have nobody who looks at its rate."""
+    meter = Meter()
+    for second in range(1000):
+        seen(meter, float(second))
+    assert len(meter._emitted) <= RATE_SECONDS + 1

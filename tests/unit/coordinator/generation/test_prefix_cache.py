@@ -1,0 +1,249 @@
+"""Which prefixes are kept: found when they fit, made where they pay, dropped oldest first, never over the budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.generation.prefix_cache import (
+    BLOCK,
+    RECENT_PROMPTS,
+    SMALLEST_ENTRY,
+    PrefixCache,
+    Tokens,
+    common_length,
+)
+from coordinator.planning.capacity import Capacity
+from coordinator.text.model_info import Json
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+
+
+def cache(prefix_bytes: int = 10**6, token_bytes: int = 1, state_bytes: int = 0) -> PrefixCache:
+    found = PrefixCache()
+    found.reset(Capacity(4, 10**6, prefix_bytes, token_bytes=token_bytes, state_bytes=state_bytes))
+    return found
+
+
+def text(length: int, seed: int = 0) -> Tokens:
+    return tuple((seed * 31 + i * i) % 97 for i in range(length))
+
+
+# ---- finding
+
+
+def test_the_longest_entry_that_leaves_a_token_to_run() -> None:
+    """A prompt needs a last token to give logits: an entry of the whole prompt is of no use to it."""
+    kept = cache()
+    long = text(300)
+    entries = [kept.make(long[:n])[0] for n in (128, 200, 300)]
+    for prompt, expected in (
+        (long, entries[1]),
+        ((*long, 5), entries[2]),
+        (long[:200], entries[0]),
+        (long[:150], entries[0]),
+        (long[:128], None),
+        (text(300, seed=1), None),
+        ((*long[:199], 96, *long[200:]), entries[0]),
+    ):
+        assert kept.find(prompt) == expected
+
+
+def test_a_new_plan_holds_nothing() -> None:
+    """What other stages held is gone with them; numbers are not used again, lest an old frame's entry be taken."""
+    kept = cache()
+    first, _ = kept.make(text(200))
+    kept.reset(kept.capacity)
+    assert kept.find(text(300)) is None
+    second, _ = kept.make(text(200))
+    assert first is not None
+    assert second is not None
+    assert second.number > first.number
+
+
+# ---- making
+
+
+def test_no_entry_twice_and_none_too_short() -> None:
+    """An entry for tokens that have one, or for fewer than pay, is not made."""
+    kept = cache()
+    assert kept.make(text(200))[0] is not None
+    assert kept.make(text(200)) == (None, [])
+    assert kept.make(text(SMALLEST_ENTRY - 1)) == (None, [])
+    assert kept.make(text(SMALLEST_ENTRY))[0] is not None
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    """Making room drops what was neither made nor found for longest, and no more than needed."""
+    kept = cache(prefix_bytes=600)
+    a, b, c = (kept.make(text(200, seed))[0] for seed in range(3))
+    assert None not in (a, b, c)
+    kept.find((*text(200, 0), 1))
+    new, dropped = kept.make(text(200, 3))
+    assert b is not None
+    assert dropped == [b.number]
+    assert new is not None
+    assert kept.find((*text(200, 1), 1)) is None
+    assert kept.find((*text(200, 0), 1)) == a
+
+
+def test_an_entry_weighs_its_tokens_and_its_states() -> None:
+    """States weigh the same however short the entry is: where they do not fit, nothing is kept."""
+    kept = cache(prefix_bytes=1000, token_bytes=2, state_bytes=500)
+    entry, _ = kept.make(text(200))
+    assert entry is not None
+    assert (entry.nbytes, kept.nbytes) == (900, 900)
+    assert kept.make(text(251)) == (None, [])
+    assert kept.make(text(250, seed=1))[1] == [entry.number]
+
+
+# ---- where
+
+
+def test_entries_end_near_the_end_of_a_prompt_and_where_prompts_part() -> None:
+    """Both at whole blocks, so that prompts that differ in their last words share one."""
+    kept = cache()
+    system = text(200)
+    first, second = (*system, *text(130, 1)), (*system, *text(130, 2))
+    assert kept.boundaries(first, 0) == [320]
+    assert kept.boundaries(second, 0) == [192, 320]
+    assert kept.boundaries(second, 192) == [320]
+    assert kept.boundaries(second, 320) == []
+    assert cache().boundaries(text(320), 0) == [288]  # one token at least is left to run
+
+
+def test_a_few_tokens_more_than_are_held_are_no_entry() -> None:
+    """Prompts that share a little more than an entry of theirs do not make another of it."""
+    kept = cache()
+    first, second = text(330), (*text(290), *text(100, 1))
+    assert kept.boundaries(first, 0, turn=270) == [270]
+    assert kept.boundaries(second, 270, turn=380) == [380]
+    assert kept.boundaries(second, 250, turn=380) == [288, 380]
+
+
+def test_no_boundary_where_an_entry_is_held_or_cannot_be() -> None:
+    """A chunk that is cut for nothing costs a step."""
+    kept = cache()
+    prompt = text(300)
+    kept.make(prompt[:288])
+    assert kept.boundaries(prompt, 0) == []
+    assert cache(prefix_bytes=0).boundaries(prompt, 0) == []
+    assert cache(prefix_bytes=200).boundaries(prompt, 0) == []
+    assert cache().boundaries(text(SMALLEST_ENTRY), 0) == []
+
+
+def test_old_prompts_are_forgotten() -> None:
+    """Only so many are compared with a new one: the work a prompt makes does not grow with the server's age."""
+    kept = cache()
+    shared = text(256)
+    kept.boundaries((*shared, 1, *text(60, 1)), 0)
+    assert 256 in kept.boundaries((*shared, 2, *text(60, 2)), 0)
+    for seed in range(3, 3 + RECENT_PROMPTS):
+        kept.boundaries((90 + seed, *text(40, seed)), 0)
+    assert 256 not in kept.boundaries((*shared, 3, *text(60, 3)), 0)
+
+
+# ---- chats
+
+OPENING = 9
+"""Most tokens of `<|im_start|>assistant` and an empty think block."""
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"properties": {"city": {}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(checkpoint_dir())
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thinking: bool) -> None:
+    """However long it is: the history leaves out only how the answer was opened. That answer's end is no use to it."""
+    for words in range(SMALLEST_ENTRY, SMALLEST_ENTRY + 2 * BLOCK + 1):
+        kept = cache()
+        chat: list[Json] = [{"role": "user", "content": "a " * words}]
+        held = 0
+        for answer in ("Yes.", "\n\nNo", "  (1)"):
+            prompt = tokenizer.chat_prompt(chat, template_kwargs={"enable_thinking": thinking})
+            found = kept.find(prompt.tokens)
+            assert (len(found.tokens) if found else 0) == held
+            assert kept.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
+            kept.make(prompt.tokens[: prompt.turn])
+            held = prompt.turn
+            assert len(prompt.tokens) - OPENING <= held < len(prompt.tokens)
+            assert not prompt.continued
+            chat += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": "Why? " * (words % 7)},
+            ]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_tools_result_goes_on_from_the_end_of_its_call(
+    tokenizer: Tokenizer, thinking: bool
+) -> None:
+    """Between a call and its result the history holds all that the model wrote."""
+    kwargs = {"enable_thinking": thinking}
+    chat: list[Json] = [{"role": "user", "content": "Weather? " * SMALLEST_ENTRY}]
+    prompt = tokenizer.chat_prompt(chat, [WEATHER], kwargs)
+    assert prompt.continued
+    call = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    wrote = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+    answer: Json = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    if thinking:
+        answer["reasoning_content"] = "I call it."
+        wrote = f"I call it.\n</think>\n\n{wrote}"
+    kept = cache()
+    end, _ = kept.make((*prompt.tokens, *tokenizer.encode(wrote)))
+    following = [*chat, answer, {"role": "tool", "content": "sunny"}]
+    assert end is not None
+    assert kept.find(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
+
+
+# ---- whatever is asked
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(
+    lambda bits: tuple(x for bit in bits for x in text(BLOCK, bit))
+)
+
+
+@given(st.lists(st.tuples(prompts, st.integers(0, 1200)), max_size=30), st.integers(0, 3000))
+def test_the_budget_holds_and_what_is_found_is_a_prefix(
+    asked: list[tuple[Tokens, int]], budget: int
+) -> None:
+    """Entries never weigh more than the budget; what is dropped was held; what is found begins the prompt; every
+    boundary is a place where `make` makes an entry."""
+    kept = cache(prefix_bytes=budget, token_bytes=2, state_bytes=100)
+    held: set[int] = set()
+    for prompt, length in asked:
+        found = kept.find(prompt)
+        if found is not None:
+            assert found.number in held
+            assert prompt[: len(found.tokens)] == found.tokens != prompt
+        start = len(found.tokens) if found else 0
+        for boundary in kept.boundaries(prompt, start):
+            assert start < boundary < len(prompt)
+            assert boundary % BLOCK == 0
+            entry, dropped = kept.make(prompt[:boundary])
+            assert entry is not None
+            assert held >= set(dropped)
+            held = (held - set(dropped)) | {entry.number}
+        entry, dropped = kept.make(prompt[:length])
+        held -= set(dropped)
+        held |= {entry.number} if entry else set()
+        assert kept.nbytes <= budget
+        assert set(kept.entries) == held
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_length(a: list[int], b: list[int]) -> None:
+    """As found token by token."""
+    plain = 0
+    while plain < min(len(a), len(b)) and a[plain] == b[plain]:
+        plain += 1
+    assert common_length(tuple(a), tuple(b)) == plain

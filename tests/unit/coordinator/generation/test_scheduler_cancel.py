@@ -1,0 +1,41 @@
+"""When stages may be told by signal that a client has left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from proto.frame import SavePrefix
+from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive
+
+PROMPT = range(1, 201)
+"""Long enough for a prefix entry, which ends at 192."""
+
+
+def _drive(prefix_bytes: int) -> Drive:
+    room = replace(ROOM, prefix_bytes=prefix_bytes, token_bytes=1)
+    return Drive(stages=3, limits=replace(LIMITS, prefill_chunk=64, step_tokens=64), room=room)
+
+
+def test_nothing_is_skipped_while_a_prefix_entry_is_being_made() -> None:
+    """Until the entry's last chunk has passed the last stage, a signal that overtakes it would leave the entry shorter
+    on the stages it reached: then the Evict in the next header must do."""
+    drive = _drive(prefix_bytes=1000)
+    seq_id = drive.submit(PROMPT)
+    frames = drive.fill()
+    assert [any(isinstance(op, SavePrefix) for op in f.ops) for f in frames] == [False] * 3 + [True]
+    for _ in range(3):
+        assert not drive.scheduler.may_skip(seq_id)
+        drive.back()
+    assert drive.scheduler.may_skip(seq_id)
+
+
+def test_a_sequence_no_entry_is_made_of_may_be_skipped_at_once() -> None:
+    """And one that is waiting, gone or unknown has nothing on its way."""
+    drive = _drive(prefix_bytes=0)
+    seq_id = drive.submit(PROMPT)
+    assert not drive.scheduler.may_skip(seq_id)
+    drive.fill()
+    assert drive.scheduler.may_skip(seq_id)
+    drive.scheduler.cancel(seq_id)
+    assert not drive.scheduler.may_skip(seq_id)
+    assert not drive.scheduler.may_skip(99)

@@ -1,0 +1,181 @@
+"""The filled pipeline: several windows of one sequence in flight, each built on hope; what comes out is what plain
+decoding says, and no stage holds what it should not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.generation.request import GenerationRequest
+from mtp.depth.controller import Controller, MtpMode
+from mtp.depth.shape import Shape
+from proto.frame import Evict
+from proto.params import SamplingParams
+from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
+from tests.support.stages.fake_last_stage import FakeLastStage, plain
+
+PROMPT = (1, 2, 3, 4, 5)
+
+
+def driven(stages: int, right: int = 3, out_of: int = 5, mtp: str = "filled") -> Drive:
+    return Drive(stages=stages, stage=FakeLastStage(right=right, out_of=out_of), mtp=mtp)
+
+
+def most_in_flight(drive: Drive) -> int:
+    """Run to the end; the most windows of one sequence that were in flight and might have stood."""
+    most = 0
+    drive.fill()
+    while drive.stage.in_flight:
+        most = max([most, *(len(s.flight) for s in drive.scheduler.running.values())])
+        drive.back()
+        drive.fill()
+    return most
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("right", "out_of"), [(0, 5), (1, 2), (4, 5), (5, 5)])
+def test_one_stream_fills_every_stage(stages: int, right: int, out_of: int) -> None:
+    """One window a stage in flight, whatever drafts are worth; the text is plain decoding's."""
+    drive = driven(stages, right, out_of)
+    seq = drive.submit(PROMPT, tokens=40)
+    assert most_in_flight(drive) == stages
+    assert drive.tokens(seq) == plain(PROMPT, 40)
+    assert not drive.stage.sequences
+
+
+def test_right_hopes_cost_one_frame_a_token() -> None:
+    """Where every draft is right nothing is ever taken back, and each window brings its token."""
+    drive = driven(4, right=5, out_of=5)
+    seq = drive.submit(PROMPT, tokens=40)
+    drive.run()
+    assert drive.rejections == []
+    assert len([f for f in drive.stage.seen if is_decode(f)]) == 39
+    stats = drive.finished(seq).stats
+    assert stats.accepted == stats.drafted
+
+
+def test_a_failed_hope_is_told_at_once() -> None:
+    """The signal names the first window that was built on it, of which nothing is kept, and all that goes with it."""
+    drive = driven(4, right=0)  # no draft is ever right
+    drive.submit(PROMPT, tokens=10)
+    drive.run()
+    told = [r for r in drive.rejections if r.kept == 0]
+    assert told and len(told) == len(drive.rejections)
+    assert max(r.trim for r in told) == 3
+    for window in told:
+        frame = next(
+            f for f in drive.stage.seen for s in f.segments if s.open and s.window == window.window
+        )
+        assert frame.segments[0].tokens != ()
+
+
+class Wide(Controller):
+    """Windows of two."""
+
+    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
+        return Shape(2, fill)
+
+
+def test_wide_windows_in_a_filled_pipeline() -> None:
+    """Windows of two, four in flight: kept in part, in whole, or not at all, the text stays the same."""
+    for right, out_of in ((1, 2), (2, 3), (6, 7)):
+        drive = driven(4, right, out_of)
+        drive.scheduler.controller = Wide(MtpMode.parse("filled"))
+        seq = drive.submit(PROMPT, tokens=60)
+        most_in_flight(drive)
+        assert drive.tokens(seq) == plain(PROMPT, 60)
+
+
+def test_two_streams_share_the_stages() -> None:
+    """Of four stages each of two streams fills two; of two stages each has one."""
+    for stages, each in ((4, 2), (2, 1)):
+        drive = driven(stages)
+        seqs = [drive.submit((i, i + 1), tokens=30, seed=i) for i in range(2)]
+        assert most_in_flight(drive) == each
+        for i, seq in enumerate(seqs):
+            assert drive.tokens(seq) == plain((i, i + 1), 30, i)
+
+
+def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
+    """While a prompt goes in, the open stream sends one window at a time."""
+    drive = driven(4, right=5)
+    first = drive.submit(PROMPT, tokens=60)
+    for _ in range(10):
+        drive.fill()
+        drive.back()
+    drive.submit(range(1, 60), tokens=1)
+    seen = len(drive.stage.seen)
+    drive.fill()
+    late = [s for f in drive.stage.seen[seen:] for s in f.segments]
+    assert late and not any(s.open and s.seq_id == first for s in late)
+    drive.run()
+    assert drive.tokens(first) == plain(PROMPT, 60)
+
+
+def test_no_more_windows_than_there_is_memory_for() -> None:
+    """A plan that admits two sequences has room for two open windows and two states: three windows of one."""
+    for sequences, most in ((1, 1), (2, 3), (16, 8)):
+        room = replace(ROOM, sequences=sequences)
+        drive = Drive(stages=8, room=room, stage=FakeLastStage(right=5), mtp="filled")
+        drive.submit(PROMPT, tokens=40)
+        assert most_in_flight(drive) == most
+
+
+def test_the_ratio_rule_is_never_filled() -> None:
+    """Its tokens are compared with the scores of the drafts last handed out: one window at a time."""
+    drive = driven(4)
+    params = SamplingParams(temperature=0.7, acceptance="ratio")
+    drive.scheduler.submit(GenerationRequest(PROMPT, 20, params), 0.0)
+    assert most_in_flight(drive) == 1
+
+
+def test_a_stop_ends_what_is_in_flight() -> None:
+    """Windows beyond the end of a text come back to nobody; the prefix kept of it is what the stages hold."""
+    expected = plain(PROMPT, 40)
+    for at in range(1, 39):
+        end = expected.index(expected[at])
+        room = replace(ROOM, prefix_bytes=10**6)
+        drive = Drive(stages=4, room=room, stage=FakeLastStage(right=5), mtp="filled")
+        seq = drive.submit(PROMPT, tokens=40, stop=[expected[at]])
+        drive.run()
+        assert drive.tokens(seq) == expected[:end]
+        assert drive.finished(seq).reason == "stop"
+        assert any(isinstance(op, Evict) for f in drive.stage.seen for op in f.ops)
+        assert not drive.stage.sequences
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_order_of_events(data: st.DataObject) -> None:
+    """Streams that come, leave and are cut off by a new plan, in any order: each that stays says what it should."""
+    stages = data.draw(st.integers(2, 6))
+    make = st.builds(FakeLastStage, right=st.integers(0, 4), out_of=st.just(4))
+    drive = Drive(stages=stages, stage=data.draw(make), mtp="filled")
+    alive: dict[int, tuple[tuple[int, ...], int]] = {}
+    for _ in range(data.draw(st.integers(5, 40))):
+        match data.draw(
+            st.sampled_from(["submit", "send", "send", "back", "back", "leave", "plan"])
+        ):
+            case "submit" if len(alive) < 4:
+                prompt = tuple(data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=9)))
+                count = data.draw(st.integers(1, 15))
+                alive[drive.submit(prompt, tokens=count)] = prompt, count
+            case "send":
+                drive.send()
+            case "back" if drive.stage.in_flight:
+                drive.back()
+            case "leave" if alive:
+                seq = data.draw(st.sampled_from(sorted(alive)))
+                del alive[seq]
+                drive.scheduler.cancel(seq)
+            case "plan":
+                stage = data.draw(make)
+                stage.epoch = drive.stage.epoch + 1
+                drive.new_plan(stage, data.draw(st.integers(1, 6)))
+    drive.run()
+    for seq, (prompt, count) in alive.items():
+        assert drive.tokens(seq) == plain(prompt, count)
+    assert not drive.stage.sequences

@@ -1,0 +1,264 @@
+"""What the scheduler sends, when and in which company: convoys, lanes, cancellation, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from coordinator.generation.request import Finished, PrefillProgress
+from proto.errors import CapacityError, ProtocolError, RequestError
+from proto.frame import Admit, Evict
+from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of, is_decode
+from tests.support.stages.fake_last_stage import plain
+
+# ---- lanes and convoy
+
+
+def test_a_prompt_travels_as_a_convoy() -> None:
+    """N + 1 chunks are under way before the first has come back, in order and whole; progress counts what passed."""
+    drive = Drive(stages=3)
+    seq_id = drive.submit(range(1, 31), tokens=1)
+    first = drive.fill()
+    assert len(first) == 4
+    drive.run()
+    chunks = chunks_of(drive.stage.seen)
+    assert [c.position for c in chunks] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert [t for c in chunks for t in c.tokens] == list(range(1, 31))
+    assert [c.sample for c in chunks] == [False] * 7 + [True]
+    progress = [e.done for e in drive.events[seq_id] if isinstance(e, PrefillProgress)]
+    assert progress == [4, 8, 12, 16, 20, 24, 28, 30]
+
+
+def test_what_one_prompt_leaves_of_a_frame_goes_to_the_next() -> None:
+    """Short prompts share a frame up to its budget of tokens; the oldest prompt comes first."""
+    drive = Drive(limits=replace(LIMITS, prefill_chunk=6, step_tokens=8))
+    for _ in range(3):
+        drive.submit((1, 2, 3), tokens=1)
+    frame = drive.send()
+    assert frame is not None
+    assert [(s.seq_id, s.width) for s in frame.segments] == [(0, 3), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
+    """Between two windows of a running stream no more than one chunk a stage goes out, and one more."""
+    drive = Drive(stages)
+    running = drive.submit(tokens=400)
+    for _ in range(3):
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    drive.submit(range(200), tokens=1)
+    while not drive.events[1] or not isinstance(drive.events[1][-1], Finished):
+        drive.fill()
+        drive.back()
+    kinds = [is_decode(f) for f in drive.stage.seen[start:] if f.segments]
+    assert kinds.count(False) == 50
+    longest = max(len(run) for run in "".join("d" if k else "p" for k in kinds).split("d"))
+    assert longest <= stages + 1
+    drive.scheduler.cancel(running)
+
+
+@pytest.mark.parametrize(("sequences", "stages"), [(4, 4), (8, 4), (5, 2), (3, 2), (7, 3)])
+def test_lanes_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> None:
+    """c sequences on N <= c stages: lanes of at most ⌈c/N⌉ rows, N of them under way, and all sequences get
+    their turns."""
+    drive = Drive(stages)
+    for i in range(sequences):
+        drive.submit((1, 2, i), tokens=100)
+    for _ in range(3 * sequences):  # every prompt is through
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    for _ in range(20 * stages):
+        drive.fill()
+        assert drive.stage.in_flight >= stages
+        drive.back()
+    frames = [f for f in drive.stage.seen[start:] if f.segments]
+    assert all(is_decode(f) and len(f.segments) <= -(-sequences // stages) for f in frames)
+    turns = Counter(s.seq_id for f in frames for s in f.segments)
+    assert len(turns) == sequences
+    assert max(turns.values()) - min(turns.values()) <= 2
+
+
+@pytest.mark.parametrize(("sequences", "stages"), [(2, 1), (8, 1), (8, 2), (16, 4)])
+def test_late_comers_join_full_lanes(sequences: int, stages: int) -> None:
+    """Requests that came one after another are soon served N lanes at a time, as those that came together."""
+    drive = Drive(stages)
+    for i in range(sequences):
+        drive.submit((1, 2, i), tokens=300)
+        drive.fill()
+        drive.back()
+    for _ in range(10 * sequences):
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    for _ in range(10 * stages):
+        drive.fill()
+        drive.back()
+    rows = [len(f.segments) for f in drive.stage.seen[start:]]
+    assert sum(rows) / len(rows) == sequences / stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
+    """However many streams run, a chunk of a new prompt passes with every round of theirs."""
+    drive = Drive(stages)
+    for i in range(8):
+        drive.submit((1, 2, i), tokens=500)
+        drive.fill()
+        drive.back()
+    for _ in range(30):
+        drive.fill()
+        drive.back()
+    late = drive.submit(range(1, 41), tokens=5)
+    for _ in range(11 * (stages + 2)):
+        drive.fill()
+        drive.back()
+    assert drive.tokens(late)
+
+
+def test_never_more_lanes_than_stages() -> None:
+    """Single sequences that get ready one by one do not crowd the pipeline; chunks come on top, N + 1 at most."""
+    drive = Drive(stages=2, limits=replace(LIMITS, step_tokens=4))
+    for i in range(12):
+        drive.submit((1, 2, 3, i), tokens=50)
+    for _ in range(100):
+        drive.fill()
+        lanes = sum(is_decode(f) for f in list(drive.stage.under_way))
+        assert lanes <= 2
+        assert drive.stage.in_flight - lanes <= 3
+        drive.back()
+
+
+# ---- cancellation
+
+
+def test_cancelled_while_waiting() -> None:
+    """It never reaches a stage."""
+    drive = Drive(room=replace(ROOM, sequences=1))
+    first, second = drive.submit(), drive.submit()
+    drive.fill()
+    drive.scheduler.cancel(second)
+    drive.run()
+    assert drive.tokens(first) == plain((1, 2, 3), 20)
+    assert not drive.events[second]
+    admitted = [op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit)]
+    assert admitted == [first]
+
+
+@pytest.mark.parametrize("prompt", [3, 30], ids=["decoding", "prefilling"])
+@pytest.mark.parametrize("returned", range(6))
+def test_cancelled_under_way(prompt: int, returned: int) -> None:
+    """With frames in flight or none, in prefill or decode: Evict goes out at once, no event follows, others go on."""
+    drive = Drive(stages=2, depth=2)
+    other = drive.submit((9, 9), tokens=30)
+    gone = drive.submit(range(1, prompt + 1), tokens=30)
+    drive.fill()
+    for _ in range(returned):
+        drive.back()
+        drive.fill()
+    assert gone in drive.stage.sequences
+    events = len(drive.events[gone])
+    drive.scheduler.cancel(gone)
+    frame = drive.send()
+    assert frame is not None
+    assert Evict(gone) in frame.ops
+    assert gone not in drive.stage.sequences
+    drive.run()
+    assert len(drive.events[gone]) == events
+    assert drive.tokens(other) == plain((9, 9), 30)
+
+
+def test_cancelling_what_has_ended_changes_nothing() -> None:
+    """A client that leaves after the last event."""
+    drive = Drive()
+    seq_id = drive.submit(tokens=2)
+    drive.run()
+    drive.scheduler.cancel(seq_id)
+    drive.scheduler.cancel(99)
+    assert drive.send() is None
+
+
+def test_room_freed_is_room_given() -> None:
+    """Sequences and K/V tokens of one that leaves go to the next in the queue, in order."""
+    drive = Drive(room=replace(ROOM, kv_tokens=50))
+    big, next_one = drive.submit(tokens=40), drive.submit(tokens=30)
+    drive.fill()
+    assert list(drive.scheduler.running) == [big]
+    drive.scheduler.cancel(big)
+    drive.fill()
+    assert list(drive.scheduler.running) == [next_one]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "param"),
+    [
+        ((), 5, "prompt"),
+        ((1,), 0, "max_tokens"),
+        (range(990), 11, "max_tokens"),
+        (range(1000), 1, "prompt"),
+    ],
+)
+def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, param: str) -> None:
+    """An error that names the field, before anything is queued."""
+    drive = Drive()
+    with pytest.raises(RequestError) as caught:
+        drive.submit(prompt, tokens)
+    assert caught.value.param == param
+    assert drive.send() is None
+
+
+def test_more_than_the_memory_holds_is_refused() -> None:
+    """A request beyond kv_tokens is told so, not left to wait for ever."""
+    drive = Drive(room=replace(ROOM, kv_tokens=20))
+    with pytest.raises(RequestError, match="20 tokens") as caught:
+        drive.submit(tokens=18)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(RequestError, match="20 tokens") as caught:
+        drive.submit(range(20), tokens=1)
+    assert caught.value.param == "prompt"
+    drive.submit(tokens=17)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    """CapacityError with retry_after; what is queued is served."""
+    drive = Drive(limits=replace(LIMITS, queue=2), room=replace(ROOM, sequences=1))
+    ids = [drive.submit(tokens=2)]
+    drive.send()
+    ids += [drive.submit(tokens=2), drive.submit(tokens=2)]
+    with pytest.raises(CapacityError) as caught:
+        drive.submit(tokens=2)
+    assert caught.value.retry_after > 0
+    drive.run()
+    assert all(drive.finished(i).reason == "length" for i in ids)
+
+
+@pytest.mark.parametrize(("sequences", "waiting"), [(1, 16), (3, 48), (16, 256), (40, 256)])
+def test_the_queue_is_as_long_as_suits_the_plan(sequences: int, waiting: int) -> None:
+    """Unless the user says otherwise 16 for each sequence that fits, from 16 to 256; another plan, another queue."""
+    drive = Drive(room=replace(ROOM, sequences=2, kv_tokens=10**6))
+    assert drive.scheduler.queue_limit == 32
+    drive.new_plan(drive.stage, room=replace(ROOM, sequences=sequences, kv_tokens=10**6))
+    for _ in range(waiting):
+        drive.submit()
+    with pytest.raises(CapacityError):
+        drive.submit()
+
+
+@pytest.mark.parametrize("wrong", ["number", "outcomes"])
+def test_a_frame_out_of_order_is_refused(wrong: str) -> None:
+    """Frames come back in the order they left, whole."""
+    drive = Drive(stages=2)
+    drive.submit(range(1, 20))
+    drive.fill()
+    frame = drive.stage.come_back()
+    bad = replace(frame, number=1) if wrong == "number" else replace(frame, outcomes=())
+    with pytest.raises(ProtocolError):
+        drive.scheduler.settle(bad, 1.0)

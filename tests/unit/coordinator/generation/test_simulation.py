@@ -1,0 +1,63 @@
+"""The schedule alone, in virtual time: what N stages make of many streams and of a long prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.protocol.simulation import (
+    Timing,
+    decode_rate,
+    longest_gap,
+    prefill_seconds,
+    run_virtually,
+    stream_seconds,
+)
+
+STAGES = (2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_many_streams_fill_the_pipeline(stages: int) -> None:
+    """N streams over N stages yield at least .9 N times the tokens a second of one stream, and 2N streams 1.8 N times:
+    two rows of a lane cost what one costs."""
+    timing = Timing(stages)
+    one, lanes, many = (
+        run_virtually(decode_rate(timing, streams)) for streams in (1, stages, 2 * stages)
+    )
+    assert lanes >= 0.9 * stages * one
+    assert many >= 1.8 * stages * one
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_chunks_of_a_prompt_follow_each_other(stages: int) -> None:
+    """16 chunks through N stages take at most 1/.9 of the bound (C + N - 1)/(N C) of their time one by one."""
+    timing, chunks = Timing(stages), 16
+    convoy = run_virtually(prefill_seconds(timing, chunks))
+    one_by_one = chunks * timing.step
+    assert one_by_one / convoy >= 0.9 * stages * chunks / (chunks + stages - 1)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_a_long_prompt_does_not_stall_an_open_stream(stages: int) -> None:
+    """While a 16-chunk prompt goes in, no token of an open stream takes more than two steps."""
+    timing = Timing(stages)
+    assert run_virtually(longest_gap(timing, 16)) <= 2 * timing.step
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_one_stream_fills_the_pipeline(stages: int) -> None:
+    """Where a second row costs half a pass more, a pipeline filled on hope is well ahead of any block of drafts, and
+    `auto` finds that out within a few hundred tokens."""
+    timing = Timing(stages, row=0.005, draft=0.001)
+    modes = ("off", "1", "2", "3", "filled", "auto")
+    seconds = {mode: run_virtually(stream_seconds(timing, mode, 0.85, 400)) for mode in modes}
+    best = min(seconds[mode] for mode in ("off", "1", "2", "3"))
+    assert best / seconds["filled"] > {2: 1.15, 4: 1.6, 8: 2.0}[stages]
+    assert seconds["auto"] < 1.07 * seconds["filled"]
+
+
+def test_filling_costs_nothing_where_drafts_are_worthless() -> None:
+    """One draft in a hundred right: `auto` is as fast as plain decoding, but for what finding out costs."""
+    timing = Timing(4, row=0.005, draft=0.001)
+    off, auto = (run_virtually(stream_seconds(timing, mode, 0.01, 400)) for mode in ("off", "auto"))
+    assert auto < 1.05 * off

@@ -1,0 +1,134 @@
+"""TextStream: whole characters, stop strings over token borders, every token in one piece."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from coordinator.text.detokenizer import Piece, TextStream
+
+
+def byte_stream(stop: tuple[str, ...] = ()) -> TextStream:
+    """A stream whose tokens are bytes."""
+    return TextStream(lambda token: bytes([token]), stop)
+
+
+def feed(stream: TextStream, tokens: list[int]) -> list[Piece]:
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.add(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def reference(text: str, stops: list[str]) -> str:
+    """Read character by character; cut before the first stop string to be complete, the longer of two."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end - len(max(hits, key=len))]
+    return text
+
+
+@given(st.text(max_size=40))
+def test_any_text_comes_back_whole(text: str) -> None:
+    """The pieces of a text's bytes add up to the text, and no piece holds a broken character."""
+    pieces = feed(byte_stream(), list(text.encode()))
+    assert text_of(pieces) == text
+
+
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
+    """Bytes that are no UTF-8 become what bytes.decode makes of them, but for a character cut off at the end."""
+    expected = bytes(tokens).decode("utf-8", "replace")
+    got = text_of(feed(byte_stream(), tokens))
+    assert expected.startswith(got)
+    assert expected[len(got) :] in ("", "\ufffd")
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    """Nothing is emitted for the first bytes of a character; its piece has all its tokens."""
+    stream = byte_stream()
+    party = list("🎉".encode())
+    assert [stream.add(token).text for token in party[:-1]] == ["", "", ""]
+    assert stream.add(party[-1]) == Piece("🎉", tuple(party), (0, 0, 0, 0))
+
+
+def test_a_character_cut_off_by_the_end_is_left_out_but_its_tokens_are_told() -> None:
+    """A length limit inside a character shows no replacement sign; logprobs still cover its tokens."""
+    stream = byte_stream()
+    stream.add(ord("a"))
+    stream.add(0xF0)
+    assert stream.finish() == Piece("", (0xF0,), (1,))
+
+
+@given(
+    st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), max_size=6),
+    st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+@example(["xabc"], ["abc", "b"])
+@example(["a", "bcd"], ["abcd", "bc", "c"])
+def test_stop_strings_do_not_depend_on_token_borders(words: list[str], stops: list[str]) -> None:
+    """However a text is cut into tokens, it ends before the stop string that is complete first."""
+    text = "".join(words)
+    whole = TextStream(lambda token: words[token].encode(), tuple(stops))
+    by_word = feed(whole, list(range(len(words))))
+    by_byte = feed(byte_stream(tuple(stops)), list(text.encode()))
+    assert text_of(by_word) == text_of(by_byte) == reference(text, stops)
+
+
+@given(
+    st.text(alphabet="ab\n", max_size=20),
+    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+    """After each token, what is held back is the beginning of some stop string."""
+    stream = byte_stream(tuple(stops))
+    seen = shown = ""
+    for token in text.encode():
+        shown += stream.add(token).text
+        seen += chr(token)
+        if stream.stopped:
+            return
+        held = seen[len(shown) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "é", "", "🎉"]), max_size=10),
+    st.lists(st.sampled_from(["ab", "ba", "éa", "b"]), max_size=2),
+)
+def test_every_token_of_the_text_is_told_once_with_its_place(
+    words: list[str], stops: list[str]
+) -> None:
+    """Tokens come in order, each once; each offset is where its text begins; none after the cut."""
+    stream = TextStream(lambda token: words[token].encode(), tuple(stops))
+    pieces = feed(stream, list(range(len(words))))
+    told = [token for piece in pieces for token in piece.tokens]
+    offsets = [offset for piece in pieces for offset in piece.offsets]
+    assert told == list(range(len(told)))
+    assert offsets == [len("".join(words[:token])) for token in told]
+    if stream.stopped:
+        assert all(offset < len(text_of(pieces)) for offset in offsets)
+    else:
+        assert len(told) == len(words)
+
+
+def test_a_stop_string_over_two_tokens_leaves_what_stands_before_it() -> None:
+    """The part of a token before the stop string is text; the token is told, the next one is not."""
+    words = ["Hello", " wor", "ld END now", " never"]
+    stream = TextStream(lambda token: words[token].encode(), ("world END",))
+    assert stream.add(0) == Piece("Hello", (0,), (0,))
+    assert stream.add(1) == Piece(" ", (1,), (5,))
+    assert not stream.stopped
+    assert stream.add(2) == Piece()
+    assert stream.stopped
+    assert stream.finish() == Piece()
+    with pytest.raises(AssertionError):
+        stream.add(3)

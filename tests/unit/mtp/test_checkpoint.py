@@ -1,0 +1,340 @@
+"""Opening a checkpoint: what config and headers say, and one clear error for each way they can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mtp.checkpoint import Checkpoint, ModelConfig
+from mtp.checkpoint.format.header import MAX_HEADER_BYTES
+from proto.errors import CheckpointError, SpanError
+from proto.span import Span
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+
+
+@pytest.fixture
+def dense(tmp_path: Path, checkpoints: Checkpoints) -> Path:
+    """A raw dense checkpoint in three shards that a test may edit."""
+    return Path(shutil.copytree(checkpoints(shards=3), tmp_path / "dense"))
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply `change` to text_config of `path/config.json`."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    change(config["text_config"])
+    file.write_text(json.dumps(config))
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, mx.array]], object], form: str = "pt") -> None:
+    """Put all tensors through `change` into one file without an index."""
+    weights = read_tensors(path)
+    for file in path.glob("model*"):
+        file.unlink()
+    change(weights)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": form})
+
+
+# ---- config
+
+
+def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
+    """A text-only checkpoint has the same fields without the wrapper, and its own name for the type."""
+    wrapped = ModelConfig.load(dense)
+    text = json.loads((dense / "config.json").read_text())["text_config"]
+    (dense / "config.json").write_text(json.dumps(text))
+    assert ModelConfig.load(dense) == wrapped
+    assert wrapped.model_type == "qwen3_5"
+    assert wrapped.layer_kinds == ("gdn", "gdn", "gdn", "attention") * 2
+    assert wrapped.eos_token_ids == (255,)
+    assert wrapped.text_args().tie_word_embeddings is True
+
+
+def test_state_bytes_follow_the_shapes_of_the_caches(checkpoints: Checkpoints) -> None:
+    """K/V: 2 x 2 heads x 32 at 2 bytes. GDN: 3 rows of 256 channels at 2 bytes, and 4 x 32 x 32 in fp32."""
+    config = ModelConfig.load(checkpoints())
+    assert config.kv_bytes_per_token(2) == 256
+    assert config.gdn_bytes_per_sequence(2) == 3 * 256 * 2 + 4 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"layer_types": ["linear_attention"] * 8}, "layer_types"),
+        ({"full_attention_interval": 2}, "layer_types"),
+        ({"rope_parameters": {}}, "rope_theta"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads 3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(
+    dense: Path, change: dict[str, Any], message: str
+) -> None:
+    """Whatever config.json says that cannot be honoured is refused at once, not found out from the text."""
+    _edit(dense, lambda text: text.update(change))
+    with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
+        ModelConfig.load(dense)
+
+
+def test_quantized_activations_are_refused(dense: Path) -> None:
+    """mlx-lm would compute something else; going on would be a silent difference."""
+    config = json.loads((dense / "config.json").read_text()) | {"quantize_activations": True}
+    (dense / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantize_activations"):
+        Checkpoint.open(dense)
+
+
+def test_another_architecture_is_refused_and_the_supported_ones_named(dense: Path) -> None:
+    """Someone who points at a Llama learns what this program runs."""
+    (dense / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match=r"'llama'.*qwen3_5 and qwen3_5_moe"):
+        Checkpoint.open(dense)
+
+
+def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
+    """A mistyped path says so; a directory that is no checkpoint names the file it lacks."""
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        Checkpoint.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        Checkpoint.open(tmp_path)
+
+
+# ---- files
+
+
+def test_a_truncated_file_is_named_wherever_it_was_cut(dense: Path) -> None:
+    """Cut before, in and after the header, or one byte short: always the file, never a wrong tensor."""
+    file = dense / "model-00002-of-00003.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors"):
+            Checkpoint.open(dense)
+    file.write_bytes(whole)
+    Checkpoint.open(dense)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"x": 1}',
+        b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+        b'{"x": {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+    ],
+)
+def test_a_header_that_lies_is_refused(dense: Path, header: bytes) -> None:
+    """Entries that contradict themselves or the file's size name the file instead of reading elsewhere."""
+    file = dense / "model-00001-of-00003.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003\.safetensors: "):
+        Checkpoint.open(dense)
+
+
+def test_a_huge_header_is_refused_before_it_is_read(dense: Path) -> None:
+    """Text instead of tensors (a Git LFS pointer) decodes as a header of exabytes."""
+    file = dense / "model-00001-of-00003.safetensors"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="Git LFS"):
+        Checkpoint.open(dense)
+    assert MAX_HEADER_BYTES < 2**27
+
+
+def test_an_index_that_names_a_missing_shard_or_tensor_is_refused(dense: Path) -> None:
+    """Half a download is noticed at once, and the missing shard named."""
+    index = dense / "model.safetensors.index.json"
+    entries = json.loads(index.read_text())
+    entries["weight_map"]["mtp.extra.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match=r"model-00001.*no tensor mtp\.extra\.weight"):
+        Checkpoint.open(dense)
+    (dense / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00003\.safetensors is missing"):
+        Checkpoint.open(dense)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', "{"])
+def test_an_index_that_holds_nonsense_is_named(dense: Path, index: str) -> None:
+    """A file that is JSON of another kind, or none, is refused by its name."""
+    (dense / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        Checkpoint.open(dense)
+
+
+def test_an_index_cannot_point_outside_its_directory(dense: Path) -> None:
+    """File names in an index come from a download: only those beside it are followed, whatever is there."""
+    shutil.copy(dense / "model-00001-of-00003.safetensors", dense.parent / "x.safetensors")
+    index = '{"weight_map": {"mtp.fc.weight": "../x.safetensors"}}'
+    (dense / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="is not the name of a file beside it"):
+        Checkpoint.open(dense)
+
+
+def test_shards_are_found_without_an_index(dense: Path) -> None:
+    """All safetensors files count when no index says which; a tensor in two of them is an error."""
+    indexed = Checkpoint.open(dense)
+    (dense / "model.safetensors.index.json").unlink()
+    assert Checkpoint.open(dense).tensors == indexed.tensors
+    first = dense / "model-00001-of-00003.safetensors"
+    shutil.copy(first, dense / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"is in model\.safetensors as well"):
+        Checkpoint.open(dense)
+
+
+def test_a_directory_without_weights_is_refused(dense: Path) -> None:
+    """config.json alone is what an interrupted download leaves."""
+    for file in dense.glob("model*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        Checkpoint.open(dense)
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("layout", ["raw", "mlx"])
+def test_the_layout_is_seen_from_conv1d(checkpoints: Checkpoints, layout: str) -> None:
+    """The convolution's shape in the headers tells a raw checkpoint from a converted one."""
+    assert Checkpoint.open(checkpoints(layout=layout)).layout == layout
+
+
+@pytest.mark.parametrize(("form", "layout"), [("pt", "raw"), ("mlx", "mlx")])
+def test_without_gdn_layers_the_metadata_tells_the_layout(
+    dense: Path, form: str, layout: str
+) -> None:
+    """A file without a convolution still says which program wrote it."""
+
+    def drop_convolutions(weights: dict[str, mx.array]) -> None:
+        for name in [n for n in weights if "conv1d" in n]:
+            del weights[name]
+
+    _rewrite(dense, drop_convolutions, form)
+    assert Checkpoint.open(dense).layout == layout
+    _rewrite(dense, drop_convolutions, "")
+    with pytest.raises(CheckpointError, match="cannot tell a raw checkpoint"):
+        Checkpoint.open(dense)
+
+
+def test_raw_and_converted_layers_in_one_checkpoint_are_refused(dense: Path) -> None:
+    """Whatever one decided, half the norms would be wrong."""
+    name = "model.language_model.layers.1.linear_attn.conv1d.weight"
+    _rewrite(dense, lambda weights: weights.update({name: weights[name].moveaxis(2, 1)}))
+    with pytest.raises(CheckpointError, match=r"mixed: .* is raw, .*layers\.1.* is converted"):
+        Checkpoint.open(dense)
+
+
+# ---- what is there
+
+
+@pytest.mark.parametrize("options", [{}, {"moe": True}, {"moe": True, "fused_mtp_experts": True}])
+def test_a_whole_head_is_complete(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
+    """Dense, MoE with experts one by one, MoE with fused ones: nothing is missing."""
+    status = Checkpoint.open(checkpoints(**options)).mtp
+    assert (status.announced, status.present, status.complete) == (True, True, True)
+
+
+def test_an_announced_head_without_tensors_opens_and_is_reported(checkpoints: Checkpoints) -> None:
+    """Most published conversions are like this: the backbone runs, and the 15 names are there to show."""
+    status = Checkpoint.open(checkpoints(mtp=False, layout="mlx")).mtp
+    assert (status.announced, status.present, status.complete) == (True, False, False)
+    assert len(status.missing) == 15
+    assert "mtp.fc.weight" in status.missing
+
+
+def test_a_head_short_of_one_expert_is_incomplete(tmp_path: Path) -> None:
+    """The missing expert's stored name is given, so that one sees what to fetch."""
+    path = write_checkpoint(tmp_path, moe=True, layers=4)
+    gone = "mtp.layers.0.mlp.experts.2.up_proj.weight"
+    _rewrite(path, lambda weights: weights.pop(gone))
+    status = Checkpoint.open(path).mtp
+    assert (status.present, status.complete, status.missing) == (True, False, (gone,))
+
+
+def test_a_head_beside_an_indexed_checkpoint_is_found(tmp_path: Path) -> None:
+    """A file the index does not name brings the head, and only the head."""
+    path = write_checkpoint(tmp_path / "a", layout="mlx", shards=2, mtp=False)
+    whole = mx.load(str(write_checkpoint(tmp_path / "b", layout="mlx") / "model.safetensors"))
+    assert isinstance(whole, dict)
+    mx.save_safetensors(str(path / "mtp.safetensors"), whole, {"format": "mlx"})
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.mtp.complete
+    assert checkpoint.tensors["mtp.fc.weight"].file.name == "mtp.safetensors"
+    assert checkpoint.tensors["language_model.model.norm.weight"].file.name != "mtp.safetensors"
+
+
+def test_part_bytes_cover_every_tensor_once(checkpoints: Checkpoints) -> None:
+    """Parts and vision add up to the file: a planner neither forgets bytes nor counts a fused tensor twice."""
+    for options in ({"tie": False}, {"moe": True}, {"moe": True, "fused_experts": False}):
+        checkpoint = Checkpoint.open(checkpoints(**options))
+        vision = checkpoint.tensors["model.visual.patch_embed.proj.weight"].nbytes
+        total = sum(info.nbytes for info in checkpoint.tensors.values())
+        assert sum(checkpoint.part_bytes().values()) + vision == total
+
+
+def test_stage_parts_are_the_span_and_the_ends_it_owns(checkpoints: Checkpoints) -> None:
+    """First: embedding. Last: norm, head, and the embedding again; an untied lm_head instead of a tied one."""
+    tied, untied = (Checkpoint.open(checkpoints(tie=tie)) for tie in (True, False))
+    span = Span(3, 4)
+    assert tied.stage_parts(span, first=False, last=False) == ("layers.3",)
+    assert tied.stage_parts(span, first=True, last=False) == ("embed", "layers.3")
+    last = untied.stage_parts(span, first=False, last=True)
+    assert last == ("embed", "layers.3", "norm", "lm_head", "mtp")
+    assert untied.stage_parts(span, first=False, last=True, with_head=False) == (
+        "layers.3",
+        "norm",
+        "lm_head",
+    )
+    assert tied.stage_parts(span, first=False, last=True, with_head=False) == (
+        "embed",
+        "layers.3",
+        "norm",
+    )
+    with pytest.raises(SpanError, match="8 layers"):
+        tied.stage_parts(Span(7, 9), first=False, last=True)
+
+
+# ---- fingerprint
+
+
+def test_the_fingerprint_follows_content_and_nothing_else(tmp_path: Path) -> None:
+    """Equal for the same weights in other shards or another directory; not for other weights or another rope."""
+    one = write_checkpoint(tmp_path / "one", layers=4)
+    two = write_checkpoint(tmp_path / "two", layers=4, shards=3)
+    other = write_checkpoint(tmp_path / "other", layers=4, seed=1)
+    assert _fingerprint(one) == _fingerprint(two)
+    assert _fingerprint(one) != _fingerprint(other)
+    _edit(two, lambda text: text["rope_parameters"].update(rope_theta=20000.0))
+    assert _fingerprint(one) != _fingerprint(two)
+
+
+def test_the_fingerprint_sees_one_changed_tensor(tmp_path: Path) -> None:
+    """A single fine-tuned tensor of the same shape changes it."""
+    path = write_checkpoint(tmp_path, layers=4)
+    before = _fingerprint(path)
+    name = "model.language_model.layers.2.mlp.up_proj.weight"
+    _rewrite(path, lambda weights: weights.update({name: weights[name] * 1.001}))
+    assert _fingerprint(path) != before
+
+
+def _fingerprint(path: Path) -> str:
+    return Checkpoint.open(path).fingerprint()

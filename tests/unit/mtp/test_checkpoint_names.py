@@ -1,0 +1,140 @@
+"""Names of tensors: every spelling users have reaches the one parameter it belongs to."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp.checkpoint.format.names import (
+    How,
+    Layout,
+    Source,
+    local_name,
+    module_path,
+    mtp_parameters,
+    part_names,
+    plan_part,
+    split_part,
+)
+from proto.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("stored", "local"),
+    [
+        ("model.language_model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
+        ("language_model.model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
+        ("model.layers.3.mlp.up_proj.weight", "layers.3.mlp.up_proj.weight"),
+        ("model.language_model.embed_tokens.weight", "embed_tokens.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("mtp.fc.weight", "mtp.fc.weight"),
+        ("language_model.mtp.fc.weight", "mtp.fc.weight"),
+        ("model.visual.blocks.0.norm1.weight", None),
+        ("vision_tower.blocks.0.norm1.weight", None),
+    ],
+)
+def test_every_prefix_leads_to_one_local_name(stored: str, local: str | None) -> None:
+    """Raw, converted and text-only spellings of a tensor have the same local name; vision has none."""
+    assert local_name(stored) == local
+
+
+@pytest.mark.parametrize(
+    ("local", "where"),
+    [
+        ("embed_tokens.weight", ("embed", "weight")),
+        ("norm.weight", ("norm", "weight")),
+        ("lm_head.scales", ("lm_head", "scales")),
+        ("layers.7.self_attn.q_norm.weight", ("layers.7", "self_attn.q_norm.weight")),
+        ("mtp.layers.0.mlp.gate.weight", ("mtp", "layers.0.mlp.gate.weight")),
+        ("layers.8.mlp.gate.weight", None),
+        ("layers.x.mlp.gate.weight", None),
+        ("rotary.inv_freq", None),
+        ("norm", None),
+    ],
+)
+def test_a_local_name_belongs_to_one_part_or_to_none(
+    local: str, where: tuple[str, str] | None
+) -> None:
+    """In a model of 8 layers, a name is split into its part and the parameter within it, and put together."""
+    assert split_part(local, 8) == where
+    if where:
+        assert where[0] in part_names(8)
+        assert module_path(*where) == local
+
+
+@pytest.mark.parametrize(
+    ("part", "within", "how"),
+    [
+        ("layers.0", "input_layernorm.weight", "norm + 1"),
+        ("layers.0", "post_attention_layernorm.weight", "norm + 1"),
+        ("layers.3", "self_attn.q_norm.weight", "norm + 1"),
+        ("layers.3", "self_attn.k_norm.weight", "norm + 1"),
+        ("norm", "weight", "norm + 1"),
+        ("mtp", "norm.weight", "norm + 1"),
+        ("mtp", "pre_fc_norm_embedding.weight", "norm + 1"),
+        ("mtp", "pre_fc_norm_hidden.weight", "norm + 1"),
+        ("mtp", "layers.0.self_attn.q_norm.weight", "norm + 1"),
+        ("layers.0", "linear_attn.conv1d.weight", "conv1d"),
+        ("layers.0", "linear_attn.norm.weight", "as stored"),
+        ("layers.0", "linear_attn.A_log", "as stored"),
+        ("layers.0", "mlp.up_proj.weight", "as stored"),
+        ("embed", "weight", "as stored"),
+        ("lm_head", "weight", "as stored"),
+    ],
+)
+def test_raw_tensors_are_changed_and_converted_ones_are_not(
+    part: str, within: str, how: How
+) -> None:
+    """Raw: +1 on every RMSNorm but linear_attn.norm, conv1d transposed. Converted: everything as stored."""
+    assert _plan(part, [within], "raw") == {within: Source((within,), how)}
+    assert _plan(part, [within], "mlx") == {within: Source((within,))}
+
+
+def _plan(part: str, within: list[str], layout: Layout = "raw") -> dict[str, Source]:
+    return plan_part(part, [(name, name) for name in within], layout, num_experts=2)
+
+
+def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
+    """Experts stored one by one become switch_mlp stacked 0, 1, …, whatever order the names come in."""
+    names = [f"mlp.experts.{e}.{p}_proj.weight" for e in (1, 0) for p in ("gate", "up", "down")]
+    plan = _plan("layers.0", names)
+    assert plan == {
+        f"mlp.switch_mlp.{p}_proj.weight": Source(
+            tuple(f"mlp.experts.{e}.{p}_proj.weight" for e in (0, 1)), "stack"
+        )
+        for p in ("gate", "up", "down")
+    }
+
+
+def test_fused_experts_are_split_gate_first() -> None:
+    """`gate_up_proj` is gate, then up; `down_proj` is taken whole."""
+    assert _plan(
+        "mtp", ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
+    ) == {
+        "layers.0.mlp.switch_mlp.gate_proj.weight": Source(
+            ("layers.0.mlp.experts.gate_up_proj",), "gate half"
+        ),
+        "layers.0.mlp.switch_mlp.up_proj.weight": Source(
+            ("layers.0.mlp.experts.gate_up_proj",), "up half"
+        ),
+        "layers.0.mlp.switch_mlp.down_proj.weight": Source(("layers.0.mlp.experts.down_proj",)),
+    }
+
+
+def test_a_stack_names_an_expert_that_is_not_there() -> None:
+    """So that a loader can say which one is missing; one beyond the model's count is left to be refused."""
+    plan = _plan("layers.0", ["mlp.experts.1.up_proj.weight", "mlp.experts.2.up_proj.weight"])
+    assert plan["mlp.switch_mlp.up_proj.weight"].stored[0] == "mlp.experts.0.up_proj.weight"
+    assert "mlp.experts.2.up_proj.weight" in plan
+
+
+def test_one_parameter_from_two_tensors_is_an_error() -> None:
+    """A checkpoint with both a fused and an unfused down_proj names both."""
+    with pytest.raises(CheckpointError, match=r"stored twice.*experts\.0\.down.*experts\.down"):
+        _plan("layers.0", ["mlp.experts.0.down_proj.weight", "mlp.experts.down_proj"])
+
+
+def test_a_dense_head_has_fifteen_tensors() -> None:
+    """The count MTP_HEAD.md gives for raw dense heads; a MoE one has five more after stacking."""
+    assert len(mtp_parameters(0)) == 15
+    assert len(mtp_parameters(256)) == 20

@@ -1,0 +1,73 @@
+"""What a person may call a model, and what each name leads to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.hub.resolve import find_model, resolve_model
+from proto.errors import CheckpointError
+from tests.conftest import Checkpoints
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache and no network, whatever this machine has."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
+    """`builtin` is the package's own; a directory is taken as it is, `~` included."""
+    assert resolve_model("builtin") == checkpoint_dir()
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model("~") == Path.home()
+
+
+def test_a_cached_repo_is_found_without_the_network(
+    offline: Path, checkpoints: Checkpoints
+) -> None:
+    """The standard cache's layout is read, and nothing is asked of the hub."""
+    put_in_cache(offline, checkpoints())
+    assert (resolve_model("someone/some-model") / "config.json").is_file()
+
+
+@pytest.mark.parametrize("left", [["config.json"], ["config.json", "*1-of*", "*index*"]], ids=str)
+def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
+    offline: Path, checkpoints: Checkpoints, left: list[str]
+) -> None:
+    """One file that another program wanted, or a shard less than the index names: it is to be downloaded."""
+    snapshot = put_in_cache(offline, checkpoints(shards=2))
+    for file in snapshot.iterdir():
+        if not any(file.match(pattern) for pattern in left):
+            file.unlink()
+    assert find_model("someone/some-model") is None
+
+
+def put_in_cache(cache: Path, model: Path) -> Path:
+    """As any version of the hub's library lays it out. Returns where the files are."""
+    commit = "0" * 40
+    repo = cache / "models--someone--some-model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    return Path(shutil.copytree(model, repo / "snapshots" / commit))
+
+
+def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:
+    """Not cached and offline: the name, the reason and the alternatives in one line."""
+    with pytest.raises(CheckpointError, match=r"someone/else.*cannot be reached.*builtin"):
+        resolve_model("someone/else")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing-here", "./nothing/here", "/no/such/dir", "a/b/c", "a--b/c", "./x"]
+)
+def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
+    """A mistyped path is an error about a path."""
+    with pytest.raises(CheckpointError, match="no such directory"):
+        resolve_model(name)

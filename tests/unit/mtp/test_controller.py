@@ -1,0 +1,370 @@
+"""The controller against a simulated machine: known costs, known acceptance, noisy timings, no clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from mtp.depth.controller import AUTO_DEPTH, LAST_INTERVAL, MAX_DEPTH, Controller, MtpMode
+from mtp.depth.estimates import (
+    FIRST_SAMPLES,
+    AcceptanceEstimate,
+    StepCost,
+    StepCosts,
+    expected_kept,
+)
+from mtp.depth.shape import Shape
+from proto.errors import UsageError
+
+COSTS = {
+    "dear": (1.0, 1.9, 2.8, 3.7, 4.6),  # a CPU: every row costs almost a pass
+    "middling": (1.0, 1.45, 1.85, 2.3, 2.75),
+    "cheap": (1.0, 1.2, 1.3, 1.45, 1.6),  # an M4: rows share the reading of the weights
+    "stairs": (1.0, 1.7, 1.75, 1.8, 1.85),  # another kernel from two rows on
+}
+CHANCES = {
+    "published": (0.84, 0.65, 0.49, 0.30),
+    "steady": (0.84, 0.78, 0.75, 0.70),
+    "great": (0.97, 0.95, 0.94, 0.93),
+    "poor": (0.30, 0.20, 0.20, 0.10),
+    "none": (0.02, 0.02, 0.02, 0.02),
+}
+DRAFT_COST = 0.05
+"""Cost of one draft over a plain step; contained in COSTS."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the choices of one simulation were worth, and what they were: (tokens so far, depth) a step."""
+
+    tokens_per_second: float
+    steps: list[tuple[int, int]]
+
+    def share(self, depth: int, first: int, last: int) -> float:
+        """Share of the steps between two token counts that drafted `depth`."""
+        depths = [d for tokens, d in self.steps if first <= tokens < last]
+        return depths.count(depth) / len(depths)
+
+
+def drafts(width: int, kept: int) -> list[tuple[int, bool]]:
+    """What became of the drafts of a window that kept so many of its tokens."""
+    return [(number, number < kept) for number in range(1, width)]
+
+
+def step(seconds: float) -> StepCost:
+    return StepCost(seconds, seconds)
+
+
+def simulate(
+    controller: Controller,
+    costs: Sequence[float],
+    chances: Callable[[int], Sequence[float]],
+    tokens: int,
+    seed: int,
+    hiccups: float = 0.02,
+    slowdown: Callable[[int], float] = lambda tokens: 1.0,
+) -> Run:
+    """Decode `tokens` tokens. `chances(t)` and `slowdown(t)` hold from token t on.
+
+    Timings scatter by 5 %, and a share `hiccups` of them takes three times as long. The rate is that of the
+    *choices*: expected tokens over expected cost, without the luck of the draws.
+    """
+    rng = random.Random(seed)
+    expected_tokens = expected_seconds = 0.0
+    done, width = 0, 1
+    steps = []
+    while done < tokens:
+        now = chances(done)
+        depth = controller.choose().depth
+        kept = 1
+        while kept < width and rng.random() < now[kept - 1]:
+            kept += 1
+        cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
+        noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
+        controller.observe_step(1, width, depth, step(cost * noise * slowdown(done)))
+        controller.observe_drafts(drafts(width, kept))
+        expected_tokens += expected_kept(now[: width - 1])
+        expected_seconds += cost
+        done += kept
+        steps.append((done, depth))
+        width = depth + 1
+    return Run(expected_tokens / expected_seconds, steps)
+
+
+def best_fixed(costs: Sequence[float], chances: Sequence[float]) -> float:
+    """Tokens a second of the best depth that never changes."""
+    return max(expected_kept(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
+
+
+def auto() -> Controller:
+    return Controller(MtpMode.parse("auto"))
+
+
+@pytest.mark.parametrize("profile", CHANCES)
+@pytest.mark.parametrize("machine", COSTS)
+def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
+    machine: str, profile: str
+) -> None:
+    """From a cold start, exploration and wrong turns included, 1,000 tokens take at most 3 % longer than with the
+    best fixed depth, in the mean of ten runs; no run loses more than 10 %."""
+    costs, chances = COSTS[machine], CHANCES[profile]
+    best = best_fixed(costs, chances)
+    rates = [
+        simulate(auto(), costs, lambda _: chances, 1000, seed).tokens_per_second / best
+        for seed in range(10)
+    ]
+    assert sum(rates) / len(rates) > 0.97, rates
+    assert min(rates) > 0.90, rates
+
+
+@pytest.mark.parametrize("profile", CHANCES)
+def test_speculation_does_not_cost_where_verification_is_dear(profile: str) -> None:
+    """Where plain decoding is best or nearly so, 1,000 tokens lose at most 3 % to it in the mean of ten runs."""
+    rates = [
+        simulate(auto(), COSTS["dear"], lambda _: CHANCES[profile], 1000, s).tokens_per_second
+        for s in range(10)
+    ]
+    assert sum(rates) / len(rates) > 0.97, rates
+
+
+def test_auto_finds_the_best_depth_despite_hiccups() -> None:
+    """With one timing in ten tripled, auto still spends most of its steps at the best depth or its equal."""
+    run = simulate(auto(), COSTS["cheap"], lambda _: CHANCES["great"], 2000, 3, hiccups=0.1)
+    assert run.share(4, 500, 2000) > 0.9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fall_of_acceptance_turns_drafting_off(seed: int) -> None:
+    """Within 150 tokens after drafts stop being kept, plain decoding is back; later probes take less than 15 %
+    of the steps."""
+
+    def chances(tokens: int) -> Sequence[float]:
+        return CHANCES["steady"] if tokens < 1000 else CHANCES["none"]
+
+    run = simulate(auto(), COSTS["middling"], chances, 3000, seed)
+    assert run.share(0, 500, 1000) < 0.1
+    assert run.share(0, 1150, 3000) > 0.85
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_of_acceptance_turns_drafting_on_again(seed: int) -> None:
+    """After drafting was off, it is found again at the latest one probe interval after it would pay."""
+    change = 2000
+
+    def chances(tokens: int) -> Sequence[float]:
+        return CHANCES["none"] if tokens < change else CHANCES["steady"]
+
+    run = simulate(auto(), COSTS["cheap"], chances, change + LAST_INTERVAL + 700, seed)
+    assert run.share(0, change - 500, change) > 0.8
+    assert run.share(0, change + LAST_INTERVAL + 100, change + LAST_INTERVAL + 700) < 0.1
+
+
+def test_probes_grow_rare() -> None:
+    """When nothing changes, less than 2 % of the steps between token 4,000 and 8,000 leave the depth in use."""
+    run = simulate(auto(), COSTS["dear"], lambda _: CHANCES["poor"], 8000, 1)
+    assert run.share(0, 4000, 8000) > 0.98
+
+
+def test_a_machine_slower_at_everything_changes_nothing() -> None:
+    """Other programs that make every step take 1.6 times as long do not look like a reason to change depth."""
+
+    def slowdown(tokens: int) -> float:
+        return 1.6 if 1000 <= tokens < 1600 else 1.0
+
+    run = simulate(
+        auto(), COSTS["cheap"], lambda _: CHANCES["published"], 2200, 2, slowdown=slowdown
+    )
+    assert run.share(2, 950, 2200) + run.share(3, 950, 2200) > 0.95
+
+
+def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
+    """If everything took five times as long while plain decoding was first timed, drafting looks cheap beyond doubt;
+    plain decoding is timed again all the same, and in use before 1,000 tokens are out."""
+    run = simulate(
+        auto(),
+        COSTS["dear"],
+        lambda _: CHANCES["poor"],
+        2000,
+        seed=4,
+        slowdown=lambda tokens: 5.0 if tokens < 4 else 1.0,
+    )
+    assert run.share(0, 50, 150) < 0.1
+    assert run.share(0, 1000, 2000) > 0.9
+
+
+def test_a_probe_goes_on_while_its_outcome_is_in_doubt() -> None:
+    """A draft kept every other time does not pay for a second row at .6, but the few windows that time it do not tell
+    .5 from .8: a few more are spent. That it does not pay for a second row at 1.5, where none could, they do tell."""
+    assert first_probe(second_row=0.6) > first_probe(second_row=1.5) == FIRST_SAMPLES + 1
+
+
+def first_probe(second_row: float) -> int:
+    """Steps of the first probe of depth 1, where every other draft is kept."""
+    controller = auto()
+    steps, width, right = 0, 1, False
+    while True:
+        depth = controller.choose().depth
+        if steps and depth != 1:
+            return steps
+        controller.observe_step(1, width, depth, step(1 + second_row * (width - 1)))
+        controller.observe_drafts(drafts(width, width if right else 1))
+        steps, width, right = steps + depth, depth + 1, not right
+
+
+def test_a_step_between_two_depths_has_no_say() -> None:
+    """A step that verified one token and drafted four, or the other way round, is no measure of any depth: however long
+    it took, the choice is the same."""
+    chosen = []
+    for mixed in (1e-3, 1e3):
+        controller = auto()
+        width, depths = 1, []
+        for _ in range(300):
+            depth = controller.choose().depth
+            clean = depth == width - 1
+            controller.observe_step(
+                1, width, depth, step(COSTS["cheap"][depth] if clean else mixed)
+            )
+            controller.observe_drafts(drafts(width, width))
+            depths.append(depth)
+            width = depth + 1
+        chosen.append(depths)
+    assert chosen[0] == chosen[1]
+
+
+def test_a_depth_that_cannot_win_is_never_tried() -> None:
+    """Where even the first draft loses, deeper ones are not measured at all: they could only lose more."""
+    run = simulate(auto(), (1.0, 3.0, 5.0, 7.0, 9.0), lambda _: CHANCES["poor"], 2000, 0)
+    assert max(depth for _, depth in run.steps) <= 1
+
+
+def test_the_same_observations_lead_to_the_same_choices() -> None:
+    """Nothing but what is observed decides: no clock, no random number."""
+    runs = [
+        simulate(auto(), COSTS["middling"], lambda _: CHANCES["steady"], 1000, 5) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_numbers_of_sequences_have_costs_of_their_own() -> None:
+    """Steps of eight sequences, where a second row is dear, do not teach steps of one, where it is cheap."""
+    controller = auto()
+    depths: dict[int, list[int]] = {1: [], 8: []}
+    width = {1: 1, 8: 1}
+    for _ in range(400):
+        for sequences, second_row in ((1, 0.1), (8, 1.5)):
+            depth = controller.choose(sequences).depth
+            seconds = 1 + second_row * (width[sequences] - 1)
+            controller.observe_step(sequences, width[sequences], depth, step(seconds))
+            controller.observe_drafts(drafts(width[sequences], width[sequences]))
+            depths[sequences].append(depth)
+            width[sequences] = depth + 1
+    assert depths[1][200:].count(AUTO_DEPTH) > 180
+    assert depths[8][200:].count(0) > 180
+
+
+def test_requests_too_short_to_measure_do_not_hold_a_probe_for_ever() -> None:
+    """Without a single usable timing, choices go on and stay within the bounds."""
+    controller = auto()
+    depths = [controller.choose().depth for _ in range(200)]
+    assert set(depths) <= set(range(AUTO_DEPTH + 1))
+    assert len(set(depths)) > 1
+
+
+def test_a_fixed_mode_is_obeyed() -> None:
+    """`--mtp 3` drafts 3 whatever the costs, `--mtp off` none."""
+    for text, depth in (("3", 3), ("off", 0), ("0", 0)):
+        controller = Controller(MtpMode.parse(text))
+        controller.observe_step(1, 4, 3, step(100.0))
+        assert [controller.choose().depth for _ in range(5)] == [depth] * 5
+
+
+def test_mode_reads_what_it_writes() -> None:
+    """Every mode's text parses to itself, in any case and with blanks around."""
+    modes = [MtpMode(None), *(MtpMode(d) for d in range(MAX_DEPTH + 1))]
+    for mode in modes:
+        assert MtpMode.parse(f" {str(mode).upper()} ") == mode
+
+
+@pytest.mark.parametrize("text", ["", "on", "-1", "1.5", "9", "²", "10000000000"])
+def test_mode_refuses_anything_else(text: str) -> None:
+    """The error names the flag and what it takes."""
+    with pytest.raises(UsageError, match=r"--mtp .* auto, off, filled, or a number"):
+        MtpMode.parse(text)
+
+
+def test_acceptance_is_conditional_on_the_drafts_before() -> None:
+    """A draft after a wrong one was never judged: it counts neither for nor against its position."""
+    estimate = AcceptanceEstimate()
+    for _ in range(500):
+        estimate.observe(drafts(4, 3))  # two drafts right, the third wrong
+        estimate.observe(drafts(4, 1))  # the first wrong already
+    first, second, third = estimate.by_position(3)
+    assert first == pytest.approx(0.5, abs=0.05)
+    assert second == pytest.approx(1.0, abs=0.05)
+    assert third == pytest.approx(0.0, abs=0.05)
+
+
+def test_fading_makes_room_for_news() -> None:
+    """Four new windows outweigh any number of old ones at the positions that were faded, and at no other."""
+    estimate = AcceptanceEstimate()
+    for _ in range(500):
+        estimate.observe(drafts(3, 2))
+    estimate.fade(first=1)
+    for _ in range(4):
+        estimate.observe(drafts(3, 3))
+    first, second = estimate.by_position(2)
+    assert first > 0.95
+    assert second > 0.4
+    estimate.observe(drafts(3, 1))
+    assert estimate.by_position(1)[0] > 0.9
+
+
+def test_expected_kept_is_the_mean_of_kept() -> None:
+    """1 + a1 + a1 a2 + …: no drafts bring one token, certain drafts all."""
+    assert expected_kept([]) == 1
+    assert expected_kept([1, 1, 1]) == 4
+    assert expected_kept([0.5, 0.5]) == 1.75
+
+
+def test_costs_are_compared_at_the_same_level() -> None:
+    """A width timed while everything took twice as long is not taken for twice as dear."""
+    costs = StepCosts()
+    costs.start(Shape(1))
+    for seconds in [1.0] * 20 + [2.0] * 20:
+        costs.observe(Shape(1), seconds)
+    costs.start(Shape(2))
+    for _ in range(3):
+        costs.observe(Shape(2), 2 * 1.3)
+    assert math.exp(costs.relative(Shape(2)) - costs.relative(Shape(1))) == pytest.approx(
+        1.3, rel=0.05
+    )
+
+
+def test_hiccups_do_not_push_a_cost_up() -> None:
+    """One step in twenty three times as long, for 20,000 steps: the cost of the width in use stays where it was."""
+    costs = StepCosts()
+    costs.start(Shape(1))
+    for _ in range(100):
+        costs.observe(Shape(1), 1.0)
+    costs.start(Shape(2))
+    for step in range(20_000):
+        costs.observe(Shape(2), 3.9 if step % 20 == 7 else 1.3)
+    assert math.exp(costs.relative(Shape(2)) - costs.relative(Shape(1))) == pytest.approx(
+        1.3, rel=0.05
+    )
+
+
+def test_one_outlier_does_not_spoil_a_first_measurement() -> None:
+    """The first use of a kernel may take a hundred times as long; the median of three forgets it."""
+    costs = StepCosts()
+    costs.start(Shape(1))
+    for _ in range(5):
+        costs.observe(Shape(1), 1.0)
+    costs.start(Shape(2))
+    for seconds in (130.0, 1.3, 1.3):
+        costs.observe(Shape(2), seconds)
+    assert math.exp(costs.relative(Shape(2))) == pytest.approx(1.3, rel=0.01)

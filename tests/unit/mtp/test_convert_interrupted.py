@@ -1,0 +1,154 @@
+"""Conversion under a bad star: killed, out of disk, repeated otherwise. And the memory it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.errors import CheckpointError, UsageError
+from tests.conftest import Checkpoints
+from tests.support.checkpoints import converting
+from tests.support.checkpoints.checkpoints import write_checkpoint
+from tests.support.checkpoints.small_disk import Plenty, small_disk
+
+SHARD_BYTES = 200_000
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def killed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a conversion leaves that was killed as soon as three of its files were whole."""
+    source, out = checkpoints(), tmp_path_factory.mktemp("killed") / "out"
+    process = converting.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, files=3)
+    end = time.monotonic() + 90
+    while len(list(out.glob("*.safetensors"))) < 3:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    return out
+
+
+@pytest.fixture
+def out(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(killed, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def resumed(source: Path, out: Path, settings: Settings) -> Any:
+    return convert(Checkpoint.open(source), out, settings, shard_bytes=SHARD_BYTES // 4)
+
+
+def test_killed_and_given_again_it_goes_on(
+    checkpoints: Checkpoints, tmp_path: Path, out: Path
+) -> None:
+    """What was whole is kept as it is, the rest is written, and the result is that of one undisturbed run."""
+    source, settings = checkpoints(), Settings(Quantization.of(4, None))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(out)
+    before = {file: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    outcome = resumed(source, out, settings)
+    assert outcome.resumed == sum(
+        info.nbytes for info in Checkpoint.open(out).tensors.values() if info.file in before
+    )
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    resumed(source, tmp_path / "undisturbed", settings)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+def test_an_unfinished_conversion_is_not_mixed_with_another(
+    checkpoints: Checkpoints, out: Path
+) -> None:
+    """Other flags or another source are refused, as is a directory that is in use."""
+    source = checkpoints()
+    with pytest.raises(UsageError, match="unfinished conversion"):
+        resumed(source, out, Settings(Quantization.of(8, None)))
+    with pytest.raises(UsageError, match="unfinished conversion"):
+        resumed(checkpoints(seed=1), out, Settings(Quantization.of(4, None)))
+    resumed(source, out, Settings(Quantization.of(4, None)))
+    with pytest.raises(UsageError, match="exists already"):
+        resumed(source, out, Settings(Quantization.of(4, None)))
+
+
+def test_a_broken_shard_is_written_again(
+    checkpoints: Checkpoints, tmp_path: Path, out: Path
+) -> None:
+    """A file that bears a final name but has other tensors than planned is not kept."""
+    source, settings = checkpoints(), Settings(Quantization.of(4, None))
+    first, second, *_ = sorted(out.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    resumed(source, out, settings)
+    resumed(source, tmp_path / "undisturbed", settings)
+    assert content(out) == content(tmp_path / "undisturbed")
+
+
+# ---- the disk
+
+
+def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """One line, exit status 2, no checkpoint; with room it goes on."""
+    source, out = checkpoints(), tmp_path / "out"
+    process = converting.start(
+        source,
+        out,
+        shard_bytes=SHARD_BYTES,
+        limit=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),
+    )
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert said.count("\n") == 1
+    assert "the disk is full" in said and "do the same again" in said
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(out)
+    convert(Checkpoint.open(source), out, Settings(), shard_bytes=SHARD_BYTES)
+    assert Checkpoint.open(out).mtp.complete
+
+
+def test_a_disk_that_cannot_hold_the_output(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before the first tensor is read; and when others fill it meanwhile, in the middle."""
+    source = checkpoints()
+    with small_disk(tmp_path / "disk") as disk:
+        with pytest.raises(CheckpointError, match=r"are to be written, and the disk has .* left"):
+            convert(Checkpoint.open(source), disk / "out", Settings())
+        monkeypatch.setattr("shutil.disk_usage", lambda path: Plenty())
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            convert(Checkpoint.open(source), disk / "out", Settings())
+        assert not (disk / "out" / "config.json").exists()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(("fused", "bits"), [(True, 4), (False, 0)])
+def test_peak_memory_is_that_of_the_largest_stack(tmp_path: Path, fused: bool, bits: int) -> None:
+    """Of a checkpoint 8 times as large as its largest stack of experts or more, 3 stacks are in memory at most."""
+    source = write_checkpoint(
+        tmp_path / "raw", moe=True, layers=4, hidden=768, fused_experts=fused, shards=2
+    )
+    tensors = Checkpoint.open(source).tensors
+    stacks: dict[str, int] = {}
+    for name, info in tensors.items():
+        key = re.sub(r"\.experts\.\d+", ".experts", name)
+        stacks[key] = stacks.get(key, 0) + info.nbytes
+    stack = max(stacks.values())
+    assert sum(info.nbytes for info in tensors.values()) >= 8 * stack
+    process = converting.start(source, tmp_path / "out", bits=bits)
+    said, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    assert json.loads(said)["peak"] <= 3 * stack

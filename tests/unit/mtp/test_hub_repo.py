@@ -1,0 +1,304 @@
+"""Byte ranges from a hub: what arrives is what is there, whatever happens on the way, and errors say what to do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli import load_command
+from coordinator.local_engine.head_trial import check
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.header import read_header
+from mtp.checkpoint.hub.ranges import joined, read_tensors
+from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo
+from mtp.checkpoint.hub.resolve import find_model, resolve_model
+from proto.errors import CheckpointError
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.hub import TOKEN, Hub
+from tests.support.checkpoints.small_disk import small_disk
+
+FILE = "model-00002-of-00003.safetensors"
+REPO = "someone/some-model"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def source(checkpoints: Checkpoints) -> Path:
+    return checkpoints(shards=3)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, home: Path, source: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.install(monkeypatch, home)
+        hub.add(REPO, source)
+        monkeypatch.setattr("mtp.checkpoint.hub.repo.FIRST_PAUSE", 0.001)
+        yield hub
+
+
+@pytest.fixture
+def repo(hub: Hub) -> Iterator[HubRepo]:
+    repo = HubRepo(REPO)
+    yield repo
+    repo.close()
+
+
+def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Path) -> None:
+    """Through the redirect to the storage; only what was asked for crosses the network."""
+    content = (source / FILE).read_bytes()
+    assert b"".join(repo.read_range(FILE, 1000, 200_000)) == content[1000:200_000]
+    assert repo.received == hub.sent[FILE] == 199_000
+    assert repo.size(FILE) == len(content)
+
+
+def test_headers_and_small_files(repo: HubRepo, source: Path) -> None:
+    """A file the repo has not is None, not an error."""
+    assert repo.read("config.json") == (source / "config.json").read_bytes()
+    assert repo.read("nothing.json") is None
+    header = repo.read_header(FILE)
+    here = read_header(source / FILE)
+    assert {n: (i.start, i.nbytes) for n, i in header.tensors.items()} == {
+        n: (i.start, i.nbytes) for n, i in here.tensors.items()
+    }
+    assert header.metadata == here.metadata
+
+
+def test_the_first_answer_pins_the_commit(hub: Hub, repo: HubRepo) -> None:
+    """A branch that moves between two reads cannot mix two versions."""
+    repo.read("config.json")
+    assert repo.revision == hub.repos[REPO].commit
+    b"".join(repo.read_range(FILE, 0, 10))
+    assert f"/resolve/{repo.revision}/" in [r for r in hub.requests if "resolve" in r][-1]
+
+
+def test_a_broken_connection_is_gone_on_with(hub: Hub, repo: HubRepo, source: Path) -> None:
+    """What arrived is not asked for again."""
+    hub.faults.cut_after = [70_000, 0, 65_536]
+    content = (source / FILE).read_bytes()
+    assert b"".join(repo.read_range(FILE, 10, 300_000)) == content[10:300_000]
+    assert hub.sent[FILE] == 300_000 - 10
+
+
+def test_a_hub_that_is_busy_is_asked_again(hub: Hub, repo: HubRepo) -> None:
+    """A few 503 are no reason to give up."""
+    hub.faults.unavailable = ATTEMPTS - 1
+    assert len(b"".join(repo.read_range(FILE, 0, 5))) == 5
+
+
+def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
+    """One error that names the repo, and nothing is asked for ever."""
+    hub.faults.unavailable = 1000
+    with pytest.raises(CheckpointError, match=f"{REPO}/{FILE}.*cannot be reached.*try again later"):
+        list(repo.read_range(FILE, 0, 5))
+    hub.faults.unavailable = 0
+    hub.faults.cut_after = [0] * ATTEMPTS
+    with pytest.raises(CheckpointError, match="breaks off"):
+        list(repo.read_range(FILE, 0, 5))
+    assert hub.sent[FILE] == 0
+
+
+def test_a_hub_that_is_not_there(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address is named."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        repo.size(FILE)
+
+
+def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
+    """It would send 54 GB where 1 was asked for."""
+    hub.faults.ignore_ranges = True
+    with pytest.raises(CheckpointError, match="does not serve byte ranges"):
+        list(repo.read_range(FILE, 0, 5))
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [("GatedRepo", "accept terms first"), ("RepoNotFound", "you may not read it.*HF_TOKEN")],
+)
+def test_a_repo_without_access(
+    hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str, message: str
+) -> None:
+    """Says what is wanted; with the token in HF_TOKEN the door is open."""
+    hub.repos[REPO].gate = gate
+    with pytest.raises(CheckpointError, match=message):
+        repo.read("config.json")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(CheckpointError, match=message):
+        repo.read("config.json")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert repo.read("config.json")
+
+
+def test_names_that_are_not_there(hub: Hub, repo: HubRepo) -> None:
+    """A repo, a revision and a file each have their own words."""
+    with pytest.raises(CheckpointError, match="no such repo"):
+        HubRepo("some/thing-else").size("config.json")
+    with pytest.raises(CheckpointError, match="RevisionNotFound"):
+        HubRepo(REPO, "no-such-branch").size("config.json")
+    with pytest.raises(CheckpointError, match=r"has no file none\.safetensors"):
+        list(repo.read_range("none.safetensors", 0, 5))
+
+
+def test_offline_asks_nobody(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_OFFLINE holds for us as for the hub's own library."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids"):
+        repo.read("config.json")
+    assert hub.requests == []
+
+
+def test_what_the_standard_cache_has_is_read_there(hub: Hub, repo: HubRepo, source: Path) -> None:
+    """A repo that was downloaded before costs nothing, offline too."""
+    resolve_model(REPO)
+    hub.sent.clear()
+    hub.requests.clear()
+    content = (source / FILE).read_bytes()
+    assert b"".join(repo.read_range(FILE, 7, 99_999)) == content[7:99_999]
+    assert repo.size(FILE) == len(content)
+    assert repo.revision == hub.repos[REPO].commit
+    assert hub.requests == []
+
+
+def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
+    """A whole download that broke off, or one file that another program wanted: go on, do not open it."""
+    whole = resolve_model(REPO)
+    assert find_model(REPO) == whole
+    shutil.rmtree(home / "hub" / "models--someone--some-model" / "trees", ignore_errors=True)
+    (whole / FILE).unlink()
+    assert find_model(REPO) is None
+    hub.sent.clear()
+    assert resolve_model(REPO) == whole
+    assert (whole / FILE).is_file()
+    assert set(hub.sent) <= {FILE}
+
+
+@pytest.mark.parametrize("model", ["serve", "convert"])
+def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> None:
+    """A whole download is held to the hub's hashes; what is damaged is told, removed, and fetched anew."""
+    out = tmp_path / "out"
+
+    def take() -> Path:
+        if model == "serve":
+            return resolve_model(REPO)
+        args = ["--hf-path", REPO, "--mlx-path", str(out)]
+        load_command("convert").main(args, standalone_mode=False)
+        return out
+
+    hub.faults.flip[FILE] = 100_000
+    with pytest.raises(CheckpointError, match=f"{FILE} was damaged.*its SHA-256 is not the hub's"):
+        take()
+    assert find_model(REPO) is None
+    assert not out.exists()
+    hub.faults.flip.clear()
+    hub.sent.clear()
+    assert Checkpoint.open(take()).mtp.complete
+    assert {file for file in hub.sent if file.endswith(".safetensors")} == {FILE}
+
+
+def test_a_download_that_was_not_checked_is_not_a_model(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the last byte and the check: what makes it a model is not there yet."""
+    hub.faults.flip[FILE] = 100_000
+    with monkeypatch.context() as patched:
+        patched.setattr("mtp.checkpoint.hub.resolve._check_hashes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(REPO)
+    assert find_model(REPO) is None
+    with pytest.raises(CheckpointError, match="was damaged"):
+        resolve_model(REPO)
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("gate", "name", "message"),
+    [
+        ("GatedRepo", REPO, "accept terms first.*HF_TOKEN"),
+        ("RepoNotFound", REPO, "may read.*HF_TOKEN if it is private"),
+        (None, "no/such-repo", "may read; check the spelling"),
+    ],
+)
+def test_a_whole_repo_without_access(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, gate: str | None, name: str, message: str
+) -> None:
+    """What convert and serve download whole is refused in the same words, and comes once there is a token."""
+    hub.repos[REPO].gate = gate
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(name)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert find_model(REPO) is None
+    assert resolve_model(REPO).is_dir()
+
+
+def test_a_whole_repo_and_a_full_disk(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Told where, and not taken for a model."""
+    with small_disk(tmp_path / "disk") as disk:
+        hub.install(monkeypatch, disk)
+        with pytest.raises(CheckpointError, match=f"download to {disk}.* failed: .* space"):
+            resolve_model(REPO)
+        assert find_model(REPO) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shards": 3},
+        {"moe": True, "fused_experts": False, "shards": 2},
+        {"layout": "mlx", "quantize": 4, "mtp": False},
+    ],
+    ids=repr,
+)
+def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str, Any]) -> None:
+    """What the whole would say is known from less than a tenth of it; what is on this machine is opened here."""
+    source = checkpoints(**options)
+    hub.add(REPO, source)
+    here, there = Checkpoint.open(source), open_model(REPO)
+    assert there.plans == here.plans
+    assert there.mtp == here.mtp
+    assert (there.layout, there.part_bytes()) == (here.layout, here.part_bytes())
+    assert hub.weights_sent < sum(info.nbytes for info in here.tensors.values()) / 10
+    assert there.mtp.complete or "head missing. Run hf download" in verdict(there)
+    assert not there.mtp.complete or f"{REPO} is not on this machine" in verdict(there)
+    hub.sent.clear()
+    assert open_model(str(source)).path == source
+    assert hub.sent.total() == 0
+
+
+def verdict(checkpoint: Checkpoint) -> str:
+    return check(checkpoint, trial=True, on_progress=lambda done, total: None).verdict
+
+
+def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
+    """`mtp-coord convert --hf-path REPO`: downloaded to the standard cache, and converted from there."""
+    args = ["--hf-path", REPO, "--mlx-path", str(tmp_path / "out"), "-q"]
+    load_command("convert").main(args, standalone_mode=False)
+    assert Checkpoint.open(tmp_path / "out").mtp.complete
+
+
+def test_tensors_that_touch_are_one_request(hub: Hub, repo: HubRepo, source: Path) -> None:
+    """And the rest of a broken read skips what is there, across requests."""
+    infos = sorted(read_header(source / FILE).tensors.values(), key=lambda info: info.start)
+    chosen = [*infos[2:6], *infos[9:11]]
+    assert len(joined(chosen)) == 2
+    content = (source / FILE).read_bytes()
+    wanted = b"".join(content[info.start : info.start + info.nbytes] for info in chosen)
+    for skip in (0, 5, chosen[0].nbytes, sum(i.nbytes for i in infos[2:6]), len(wanted)):
+        hub.sent.clear()
+        assert b"".join(read_tensors(repo, chosen, skip)) == wanted[skip:]
+        assert hub.sent[FILE] == len(wanted) - skip

@@ -1,0 +1,437 @@
+"""Noise, filters, penalties and the choice of a token: the same in any window, and distributed as they should be."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import sample_utils
+
+from mtp.sampling.choice import choose, drawn, logprobs
+from mtp.sampling.filters import adjusted, filtered
+from mtp.sampling.history import History
+from mtp.sampling.noise import Stream, gumbel, key, uniform
+from proto.errors import ProtocolError, RequestError
+from proto.params import SamplingParams
+from tests.support.text.chi_square import chi_square, sigmas
+
+VOCAB = 300
+PLAIN = SamplingParams(temperature=1.0, seed=11)
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "plain": PLAIN,
+    "cold": replace(PLAIN, temperature=0.3),
+    "top_k": replace(PLAIN, top_k=20),
+    "top_p": replace(PLAIN, top_p=0.8),
+    "min_p": replace(PLAIN, min_p=0.05),
+    "xtc": replace(PLAIN, xtc_probability=0.5, xtc_threshold=0.05),
+    "penalties": replace(
+        PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
+    ),
+    "greedy penalties": SamplingParams(frequency_penalty=1.5, logit_bias={3: 2.0}),
+    "all": SamplingParams(
+        temperature=0.7,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+        xtc_probability=0.5,
+        xtc_threshold=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.1,
+        logit_bias={5: 3.0, 6: -100.0},
+        seed=2**64 - 1,
+    ),
+}
+
+
+def some_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> mx.array:
+    """Peaked like a model's: `[rows, vocab]`."""
+    return mx.random.normal((rows, vocab), key=mx.random.key(seed)) * 3
+
+
+def told(tokens: list[int], prompt: int = 0, vocab: int = VOCAB) -> History:
+    history = History(vocab, prompt)
+    history.extend(tokens)
+    return history
+
+
+def ints(tokens: mx.array) -> list[int]:
+    return [int(t) for t in np.array(tokens)]
+
+
+def row(scores: mx.array) -> list[float]:
+    """The only row of `scores`."""
+    assert scores.shape[0] == 1
+    return [float(score) for score in np.array(scores[0])]
+
+
+# ---- one answer, whatever the window
+
+
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: SamplingParams) -> None:
+    """Scores and tokens are bit for bit independent of how many rows are looked at together: the k-th row alone, with
+    the tokens before it settled, gives the k-th row of the window."""
+    logits = some_logits(5)
+    past, window = [7, 7, 9, 200], [9, 1, 1, 250, 3]
+    history = told(past, prompt=2)
+    together = choose(logits, params, 4, history, window)
+    for i in range(5):
+        settled = told(past + window[: i + 1], prompt=2)
+        alone = logits[i : i + 1]
+        assert choose(alone, params, 4 + i, settled).item() == together[i].item()
+        assert choose(alone, params, 4 + i, history, mx.array(window[: i + 1])).item() == (
+            together[i].item()
+        )
+        if not params.greedy:
+            scores = filtered(logits, params, 4, history, window)
+            assert mx.array_equal(filtered(alone, params, 4 + i, settled), scores[i : i + 1])
+
+
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
+def test_narrow_logits_are_widened_before_anything_else(params: SamplingParams) -> None:
+    """bf16 logits choose as their fp32 copies do: rounding happens in the model, never here."""
+    logits = some_logits(4).astype(mx.bfloat16)
+    wide = logits.astype(mx.float32)
+    pasts = [told([1, 2, 3, 3]) for _ in range(2)]
+    window = [5, 6, 7, 8]
+    assert choose(logits, params, 0, pasts[0], window).tolist() == (
+        choose(wide, params, 0, pasts[1], window).tolist()
+    )
+
+
+def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
+    """A chain of drafts is penalized for its own tokens without waiting for them."""
+    params = SETTINGS["penalties"]
+    history = told([1, 2, 3])
+    logits = some_logits(3)
+    chain = mx.array([4], mx.int32)
+    for i in range(3):
+        chain = mx.concatenate([chain, choose(logits[i : i + 1], params, 3 + i, history, chain)])
+    tokens = ints(chain)
+    assert ints(choose(logits, params, 3, history, tokens[:3])) == tokens[1:]
+
+
+# ---- noise
+
+
+def test_noise_is_the_same_in_every_release() -> None:
+    """A seed's answers must not change with our version: these keys were written down once."""
+    assert key(0, 0, Stream.TARGET) == (2802244911, 1293516399)
+    assert key(2**64 - 1, 262_143, Stream.XTC) == (1961909840, 731759441)
+
+
+def test_no_two_noises_of_a_seed_share_a_key() -> None:
+    """Every position and stream has a key of its own, also between neighbouring seeds."""
+    keys = {
+        key(seed, position, stream)
+        for seed in (0, 1, 2)
+        for position in range(5000)
+        for stream in Stream
+    }
+    assert len(keys) == 3 * 5000 * len(Stream)
+
+
+def test_streams_and_positions_are_uncorrelated() -> None:
+    """No correlation beyond 5 standard errors between the streams, neighbouring positions or neighbouring seeds;
+    20,000 draws each."""
+    count = 20_000
+    draws = [np.array(uniform(1, range(count), stream)) for stream in Stream]
+    draws.append(np.array(uniform(1, range(1, count + 1), Stream.TARGET)))
+    draws.append(np.array(uniform(2, range(count), Stream.TARGET)))
+    off_diagonal = np.corrcoef(draws) - np.eye(len(draws))
+    assert np.abs(off_diagonal).max() < 5 / math.sqrt(count)
+
+
+def test_gumbel_noise_has_gumbel_quantiles() -> None:
+    """A million values follow exp(-exp(-x)) within 5 standard errors at every hundredth, and all are finite."""
+    values = np.sort(np.array(gumbel(3, range(100), 10_000, Stream.TARGET)).ravel())
+    assert np.isfinite(values).all()
+    share = np.linspace(0.01, 0.99, 99)
+    found = np.searchsorted(values, -np.log(-np.log(share))) / values.size
+    assert (np.abs(found - share) < 5 * np.sqrt(share * (1 - share) / values.size)).all()
+
+
+def test_gumbel_noise_reaches_beyond_the_steps_of_fp32() -> None:
+    """Noise is not cut off at 16.6, where a uniform near 1 has its last step. The seed is one of which 20 million draws
+    go beyond; made of u near 1, none could."""
+    largest = gumbel(0, range(400), 50_000, Stream.TARGET).max()
+    assert np.array(largest) > 17
+
+
+def test_a_draw_follows_the_softmax() -> None:
+    """Chi-square with 7 degrees of freedom over 20,000 positions stays below 4 sigmas. A distribution 3 % away in
+    total variation would exceed them with probability > .99."""
+    logits = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
+    tokens = drawn(mx.broadcast_to(logits, (20_000, 8)), seed=9, first_position=0)
+    counts = Counter(ints(tokens))
+    chances = row(mx.softmax(logits)[None])
+    assert sigmas(chi_square([counts[t] for t in range(8)], chances), 7) < 4
+
+
+def test_another_seed_position_or_stream_gives_another_draw() -> None:
+    """Each alone changes about as many of 200 flat draws as chance says."""
+    flat = mx.zeros((200, 1000))
+    reference = drawn(flat, seed=1, first_position=0)
+    for other in (
+        drawn(flat, seed=2, first_position=0),
+        drawn(flat, seed=1, first_position=200),
+        drawn(flat, seed=1, first_position=0, stream=Stream.DRAFT),
+    ):
+        assert (np.array(other) == np.array(reference)).sum() < 10
+
+
+# ---- filters, against mlx-lm's where both have one
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """mlx-lm compiles its filters, which takes seconds on a CPU."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def survivors(scores: mx.array) -> list[set[int]]:
+    return [set(np.flatnonzero(np.isfinite(r)).tolist()) for r in np.array(scores)]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("top_k", [1, 2, 7, VOCAB - 1])
+def test_top_k_keeps_what_mlx_lm_keeps(top_k: int) -> None:
+    """The k most likely tokens of every row."""
+    logits = some_logits(4)
+    ours = filtered(logits, replace(PLAIN, top_k=top_k), 0)
+    assert survivors(ours) == survivors(sample_utils.apply_top_k(log_softmax(logits), top_k))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_what_mlx_lm_keeps(top_p: float) -> None:
+    """The fewest most likely tokens whose probability reaches p."""
+    logits = some_logits(4)
+    ours = filtered(logits, replace(PLAIN, top_p=top_p), 0)
+    assert survivors(ours) == survivors(sample_utils.apply_top_p(log_softmax(logits), top_p))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("min_p", [0.001, 0.1, 1.0])
+def test_min_p_keeps_what_mlx_lm_keeps(min_p: float) -> None:
+    """The tokens at least min_p times as likely as the best."""
+    logits = some_logits(4)
+    ours = filtered(logits, replace(PLAIN, min_p=min_p), 0)
+    assert survivors(ours) == survivors(sample_utils.apply_min_p(log_softmax(logits), min_p))
+
+
+@pytest.mark.usefixtures("eager")
+def test_xtc_removes_what_mlx_lm_removes() -> None:
+    """Of the tokens above the threshold all but the least likely, and never one that is spared."""
+    logits = mx.array([[3.0, 2.5, 2.0, 0.0, -1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
+    params = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.1)
+    for spared, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
+        ours = filtered(logits, params, 0, spared=spared)
+        theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(spared))
+        assert survivors(ours) == survivors(theirs) == expected
+        named = replace(params, xtc_spared=spared)
+        assert survivors(filtered(logits, named, 0)) == expected
+        assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(named.to_wire()))) == named
+
+
+def test_xtc_acts_at_its_share_of_positions() -> None:
+    """The coin belongs to the position: at xtc_probability .3, 3 of 10 positions, 5 standard errors of 5,000 allowed;
+    the same ones when asked again from elsewhere."""
+    count = 5000
+    logits = mx.broadcast_to(mx.array([3.0, 2.5, 2.0, 0.0]), (count, 4))
+    params = replace(PLAIN, xtc_probability=0.3)
+    acted = np.isinf(np.array(filtered(logits, params, 0)[:, 0]))
+    assert abs(acted.mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / count)
+    again = np.isinf(np.array(filtered(logits[:100], params, 1234)[:, 0]))
+    assert (again == acted[1234:1334]).all()
+
+
+def test_filters_follow_vllms_order() -> None:
+    """Temperature comes before the filters, min-p and top-k before top-p, which shares out what they left."""
+    logits = mx.log(mx.array([[0.4, 0.3, 0.2, 0.1]]))
+    # T = 0.5 squares the odds: .533, .3, .133, .033.
+    assert survivors(filtered(logits, replace(PLAIN, temperature=0.5, top_p=0.8), 0)) == [{0, 1}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.8), 0)) == [{0, 1, 2}]
+    # Of the two best alone, the first has 4/7 > .55.
+    assert survivors(filtered(logits, replace(PLAIN, top_k=2, top_p=0.55), 0)) == [{0}]
+    assert survivors(filtered(logits, replace(PLAIN, min_p=0.7, top_p=0.55), 0)) == [{0}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.55), 0)) == [{0, 1}]
+
+
+def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
+    """No sort's order decides between equals."""
+    logits = mx.array([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    assert survivors(filtered(logits, replace(PLAIN, top_k=2), 0)) == [{0, 1, 2, 3}]
+    assert survivors(filtered(logits, replace(PLAIN, top_p=0.5), 0)) == [{0, 1, 2, 3}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    temperature=st.floats(1e-30, 100),
+    top_k=st.integers(0, 20),
+    top_p=st.floats(1e-6, 1),
+    min_p=st.floats(0, 1),
+    xtc=st.floats(0, 1),
+    scale=st.sampled_from([0.0, 1.0, 1e4]),
+)
+def test_every_row_keeps_a_token(
+    temperature: float, top_k: int, top_p: float, min_p: float, xtc: float, scale: float
+) -> None:
+    """Whatever the filters, at least one token is left, no score is NaN or above 0, and the chosen one is left."""
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, xtc_probability=xtc
+    )
+    logits = some_logits(3, vocab=16) * scale
+    scores = np.array(filtered(logits, params, 5))
+    assert not np.isnan(scores).any()
+    assert scores.max() <= 0
+    assert np.isfinite(scores).any(axis=1).all()
+    chosen = ints(choose(logits, params, 5))
+    assert all(np.isfinite(scores[i, token]) for i, token in enumerate(chosen))
+
+
+def test_a_temperature_next_to_zero_is_greedy() -> None:
+    """1/T overflows fp32 below 1e-38; the best token must come out, not the first."""
+    logits = some_logits(5)
+    params = replace(PLAIN, temperature=1e-300)
+    assert not np.isnan(np.array(filtered(logits, params, 0))).any()
+    assert ints(choose(logits, params, 0)) == ints(mx.argmax(logits, axis=-1))
+
+
+def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
+    """XTC, which would remove it, is a way to draw; and of equals the first is taken, without a draw."""
+    logits = mx.array([[0.0, 3.0, 3.0, 2.0]])
+    params = SamplingParams(xtc_probability=1.0, top_k=3, min_p=0.1, top_p=0.9)
+    assert {choose(logits, params, position).item() for position in range(50)} == {1}
+
+
+def test_logit_bias_is_added() -> None:
+    """Also to a greedy choice, and -100 keeps a token out."""
+    logits = mx.array([[1.0, 2.0, 3.0]])
+    biased = adjusted(logits, SamplingParams(logit_bias={0: 2.5, 2: -100.0}))
+    assert row(biased) == [3.5, 2.0, -97.0]
+    assert choose(logits, SamplingParams(logit_bias={2: -100.0}), 0).item() == 1
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    """An index beyond the logits would write into other memory; the error names the field."""
+    for token in (3, -1):
+        with pytest.raises(RequestError, match="logit_bias token") as caught:
+            adjusted(mx.zeros((1, 3)), SamplingParams(logit_bias={token: 1.0}))
+        assert caught.value.param == "logit_bias"
+
+
+# ---- penalties
+
+
+def test_penalties_take_what_they_say() -> None:
+    """Repetition divides positive and multiplies negative logits of every token seen; frequency and presence take
+    their price for tokens of the output alone, by count and once."""
+    logits = mx.array([[4.0, -4.0, 4.0, 4.0]])
+    history = told([0, 1, 2, 2], prompt=2, vocab=4)
+    repeated = SamplingParams(repetition_penalty=2.0)
+    assert row(adjusted(logits, repeated, history)) == [2.0, -8.0, 2.0, 4.0]
+    frequent = SamplingParams(frequency_penalty=0.5)
+    assert row(adjusted(logits, frequent, history)) == [4.0, -4.0, 3.0, 4.0]
+    present = SamplingParams(presence_penalty=0.5)
+    assert row(adjusted(logits, present, history)) == [4.0, -4.0, 3.5, 4.0]
+
+
+def test_penalties_need_a_history() -> None:
+    """Forgetting it is a bug that must not pass as an unpenalized answer."""
+    with pytest.raises(ValueError, match="history"):
+        choose(mx.zeros((1, 4)), SamplingParams(presence_penalty=1.0), 0)
+
+
+def test_history_counts_what_a_list_would() -> None:
+    """Through growth, rollback and rows of an open window, prompt and output apart: the counts of the plain lists."""
+    vocab, prompt = 12, 6
+    history, plain = History(vocab, prompt), [0] * 0
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        if rng.random() < 0.3:
+            plain = plain[: rng.integers(0, len(plain) + 1)]
+            history.truncate(len(plain))
+        added = rng.integers(0, vocab, rng.integers(0, 4)).tolist()
+        plain += added
+        history.extend(added)
+        window = rng.integers(0, vocab, 4).tolist()
+        in_prompt, in_output = history.counts(window, rows=3)
+        for i in range(3):
+            past = plain + window[: 2 + i]
+            assert in_prompt[i].tolist() == np.bincount(past[:prompt], minlength=vocab).tolist()
+            assert in_output[i].tolist() == np.bincount(past[prompt:], minlength=vocab).tolist()
+
+
+def test_history_refuses_tokens_it_cannot_count() -> None:
+    """A token beyond the vocabulary would count into other memory; nothing of the call is taken."""
+    history = told([1, 2], vocab=4)
+    for token in (4, -1):
+        with pytest.raises(ProtocolError, match="vocabulary"):
+            history.extend([3, token])
+    assert len(history) == 2
+    with pytest.raises(ValueError, match="truncate"):
+        history.truncate(3)
+    with pytest.raises(ValueError, match="pending"):
+        history.counts([1], rows=3)
+
+
+# ---- log-probabilities
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Log-softmax of the raw logits, in fp32, best first."""
+    logits = some_logits(3).astype(mx.bfloat16)
+    expected = np.array(log_softmax(logits.astype(mx.float32)))
+    found = logprobs(logits, [5, 6, 7], top=4)
+    assert found.chosen.tolist() == [expected[i, t] for i, t in enumerate((5, 6, 7))]
+    for i in range(3):
+        best = np.sort(expected[i])[::-1][:4].tolist()
+        assert row(found.top[i : i + 1]) == best
+        assert [expected[i, t] for t in ints(found.top_tokens[i])] == best
+
+
+@pytest.mark.parametrize("top", [0, 1, 3, 9])
+def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
+    """None for 0, and never more than the vocabulary has."""
+    found = logprobs(mx.array([[0.0, 2.0, 1.0]]), [0], top)
+    assert found.top_tokens.tolist() == [[1, 2, 0][:top]]
+    assert found.top.shape == (1, min(top, 3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"temperature": 101}, "temperature 101 is outside [0, 100]"),
+        ({"temperature": math.inf}, "temperature inf is outside [0, 100]"),
+        ({"top_p": 0.0}, "top_p 0 is outside (0, 1]"),
+        (
+            {"seed": 2**64},
+            "seed 18446744073709551616 is outside [0, 18446744073709551615]",
+        ),
+        ({"logit_bias": {7: -1e9}}, "logit_bias[7] -1e+09 is outside [-100, 100]"),
+    ],
+)
+def test_what_is_out_of_range_is_shown(fields: dict[str, Any], told: str) -> None:
+    """By the field's own name, with its value, whole numbers in full."""
+    with pytest.raises(RequestError) as raised:
+        SamplingParams(**fields)
+    assert str(raised.value) == told
+    assert raised.value.param == next(iter(fields))

@@ -1,0 +1,109 @@
+"""What workers announce, which addresses, and how users write one: no network needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from ipaddress import IPv4Network
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.workers.address import parse_address
+from coordinator.workers.discovery import order_hosts
+from proto.announcement import SERVICE_TYPE, Announcement
+from proto.errors import ProtocolError, UsageError
+from proto.span import Span
+from worker.node.announce import reachable_addresses
+
+# ---- what is announced
+
+
+@given(
+    st.text(max_size=200),
+    st.integers(1, 65535),
+    st.none() | st.tuples(st.integers(0, 99), st.integers(1, 99)),
+)
+def test_an_announcement_survives_its_record(
+    name: str, port: int, layers: tuple[int, int] | None
+) -> None:
+    """Id, port, layers and fingerprint come back whatever the name; all of it fits mDNS's limits."""
+    pinned = Span(layers[0], layers[0] + layers[1]) if layers else None
+    sent = Announcement("0f" * 16, name, port, pinned, "abcd" * 16)
+    txt = {k.encode(): v.encode(errors="replace") for k, v in sent.to_txt().items()}
+    assert all(len(k) + len(v) < 255 for k, v in txt.items())
+    assert len(sent.instance.removesuffix(f".{SERVICE_TYPE}").encode()) <= 63
+    back = Announcement.from_txt(txt, port)
+    assert (back.worker_id, back.port, back.pinned) == (sent.worker_id, port, pinned)
+    assert back.fingerprint == "abcd" * 4
+    assert back.name.isprintable()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([b"v", b"id", b"name", b"layers", b"model", b"x"]),
+        st.none()
+        | st.binary(max_size=20)
+        | st.sampled_from([b"1", b"9-2", b"0-3", b"0-" + b"9" * 99]),
+    ),
+    st.none() | st.integers(-1, 70_000),
+)
+def test_any_record_is_an_announcement_or_a_protocol_error(
+    txt: Mapping[bytes, bytes | None], port: int | None
+) -> None:
+    """Anyone on the network may write these records; they raise one kind of error."""
+    with contextlib.suppress(ProtocolError):
+        announcement = Announcement.from_txt(txt, port)
+        assert announcement.name
+        assert announcement.name.isprintable()
+
+
+# ---- which address
+
+
+def test_a_listener_is_announced_where_it_can_be_reached() -> None:
+    """Loopback only for a loopback listener; never loopback for one on the network."""
+    assert reachable_addresses("127.0.0.1") == ["127.0.0.1"]
+    assert reachable_addresses("localhost") == ["127.0.0.1"]
+    assert reachable_addresses("10.1.2.3") == ["10.1.2.3"]
+    everywhere = reachable_addresses("0.0.0.0")
+    assert everywhere
+    assert everywhere == ["127.0.0.1"] or not any(a.startswith("127.") for a in everywhere)
+
+
+def test_without_a_network_a_worker_is_found_on_its_own_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A laptop in flight mode can still run a demo."""
+    monkeypatch.setattr("psutil.net_if_stats", dict)
+    assert reachable_addresses("0.0.0.0") == ["127.0.0.1"]
+
+
+def test_own_networks_come_first_and_loopback_last() -> None:
+    """The likeliest address is tried first; one that only the worker itself could use comes last."""
+    hosts = ["127.0.0.1", "172.16.0.9", "10.0.0.7", "10.0.0.7", "169.254.3.4"]
+    networks = [IPv4Network("10.0.0.0/24"), IPv4Network("169.254.0.0/16")]
+    assert order_hosts(hosts, networks) == ["10.0.0.7", "169.254.3.4", "172.16.0.9", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("mac-2.local:50505", "mac-2.local:50505"),
+        (" 10.0.0.7:1 ", "10.0.0.7:1"),
+        ("[fd00::2]:99", "[fd00::2]:99"),
+    ],
+)
+def test_addresses_are_read(text: str, address: str) -> None:
+    """Host names, IPv4, and IPv6 in brackets."""
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mac-2", ":50505", "mac-2:", "mac-2:0", "mac-2:99999", "mac-2:x", "a b:1", "a,b:1"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    """A UsageError shows how to write one."""
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(text)

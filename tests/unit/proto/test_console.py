@@ -1,0 +1,114 @@
+"""How the two programs end, name themselves and start: proto/terminal/console.py and the lazy `mtp-coord`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+
+import pytest
+
+from coordinator.cli import COMMANDS, load_command
+from proto.errors import CheckpointError, ClusterError, NotReadyError
+from proto.terminal import console
+
+HEAVY = {"mlx", "mlx_lm", "torch", "transformers", "fastapi", "grpc", "numpy", "zeroconf"}
+
+
+def run_program(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run an installed entry point as a shell would."""
+    (entry,) = entry_points(group="console_scripts", name=name)
+    code = f"import sys, {entry.module} as m; sys.argv[0] = {name!r}; sys.exit(m.{entry.attr}())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(NotReadyError("no plan yet"), 1), (CheckpointError("config.json: no such file"), 2)],
+)
+def test_an_expected_error_is_one_line_and_its_exit_status(
+    error: ClusterError, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ClusterError ends the process with its own status and one line on stderr, no traceback."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        console.run("mtp-coord", fail)
+    assert end.value.code == status
+    assert capsys.readouterr().err == f"mtp-coord: {error}\n"
+
+
+def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C is what shells call 128 + SIGINT, and says nothing."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        console.run("mtp-coord", interrupt)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    """What is not a ClusterError is not dressed up as one."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        console.run("mtp-coord", fail)
+
+
+@pytest.mark.parametrize("program", ["mtp-worker", "mtp-coord"])
+def test_version(program: str) -> None:
+    """`--version` names the release and the wire protocol, in one line on stdout."""
+    done = run_program(program, "--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{program} {version('mtp-cluster')}, wire protocol ")
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["mtp-worker", "mtp-coord"])
+def test_a_flag_that_does_not_exist_is_a_usage_error(program: str) -> None:
+    """Status 2, the flag's name on stderr, nothing on stdout."""
+    done = run_program(program, "--no-such-flag")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--no-such-flag" in done.stderr
+
+
+def test_a_mistyped_command_is_a_usage_error() -> None:
+    """Status 2, and the name that was meant."""
+    done = run_program("mtp-coord", "serv")
+    assert done.returncode == 2
+    assert "serv" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["coordinator.cli", "worker.cli"])
+def test_help_loads_nothing_heavy(module: str) -> None:
+    """`--help` must answer at once: no array library, no server, no RPC is imported for it."""
+    code = (
+        f"import sys, {module} as program\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try:\n    program.main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        f"sys.exit(' '.join({HEAVY!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.strip() == ""
+    assert "--version" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_says_what_the_help_page_says(name: str) -> None:
+    """The help page's line is the first sentence of the command's own help, so the two cannot drift."""
+    command = load_command(name)
+    assert command.name == name
+    first_sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")
+    assert f"{first_sentence}." == COMMANDS[name]

@@ -1,0 +1,253 @@
+"""Control messages: signals, their size, stream bindings, and errors that cross a wire."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proto import cluster_pb2 as pb
+from proto import errors
+from proto.cluster_pb2_grpc import WorkerServicer
+from proto.control import (
+    MAX_SIGNAL_BYTES,
+    Cancel,
+    Heartbeat,
+    Hello,
+    Rollback,
+    Signal,
+    from_message,
+    to_message,
+)
+from proto.errors import (
+    CapacityError,
+    ClusterError,
+    DeadlineError,
+    ProtocolError,
+    RequestError,
+    VersionError,
+    WorkerLostError,
+)
+from proto.frame import MAX_FRAME_TOKENS, MAX_INT, VERSION
+from proto.rpc.data_plane import TOKEN_BYTES, StreamBinding
+from proto.rpc.status_codes import from_status, to_status
+
+GRPC_OVERHEAD = 5 + 9
+"""A message's length prefix, and the header of the HTTP/2 DATA frame it travels in."""
+
+integers = st.integers(0, MAX_INT)
+kept = st.integers(0, MAX_FRAME_TOKENS // 2)
+names = st.text(min_size=1, max_size=128).filter(lambda text: text.isprintable())
+rollbacks = st.builds(Rollback, integers, integers, kept, st.integers(0, MAX_FRAME_TOKENS // 2))
+bodies = st.one_of(
+    st.builds(Hello, names, names, st.integers(1, 60_000)),
+    st.builds(Heartbeat, integers),
+    rollbacks,
+    st.builds(Cancel, integers),
+)
+signals = st.builds(Signal, st.integers(1, MAX_INT), bodies)
+
+
+@given(signals)
+def test_what_is_sent_is_received(signal: Signal) -> None:
+    """A signal survives the wire unchanged."""
+    data = to_message(signal).SerializeToString()
+    assert from_message(pb.Signal.FromString(data)) == signal
+
+
+@given(st.integers(1, MAX_INT), rollbacks)
+def test_a_rollback_is_small(epoch: int, rollback: Rollback) -> None:
+    """All that crosses the network for a rejected draft is at most 128 bytes, framing included."""
+    data = to_message(Signal(epoch, rollback)).SerializeToString()
+    assert len(data) + GRPC_OVERHEAD <= MAX_SIGNAL_BYTES
+
+
+def test_the_largest_rollback_is_small() -> None:
+    """The bound holds for the largest values there are."""
+    rollback = Rollback(MAX_INT, MAX_INT, 1, MAX_FRAME_TOKENS - 1)
+    data = to_message(Signal(MAX_INT, rollback)).SerializeToString()
+    assert len(data) + GRPC_OVERHEAD <= MAX_SIGNAL_BYTES
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Signal(epoch=1),
+        pb.Signal(epoch=2**63, heartbeat=pb.Heartbeat(number=1)),
+        pb.Signal(epoch=1, heartbeat=pb.Heartbeat(number=2**63)),
+        pb.Signal(epoch=0, rollback=pb.Rollback(seq_id=1, window=1, kept=1, trim=1)),
+        pb.Signal(epoch=0, cancel=pb.Cancel(seq_id=1)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, kept=2**32 - 1)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, kept=1, trim=2**18)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=2**63, window=1, kept=1)),
+        pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=2**64 - 1)),
+        pb.Signal(epoch=0, hello=pb.Hello(protocol_version=VERSION, pulse_ms=100)),
+        pb.Signal(hello=pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=VERSION)),
+        pb.Signal(
+            hello=pb.Hello(
+                coordinator=pb.Coordinator(id="a" * 129), protocol_version=VERSION, pulse_ms=100
+            )
+        ),
+    ],
+)
+def test_a_signal_out_of_range_is_refused(message: pb.Signal) -> None:
+    """Values no coordinator of ours sends are a ProtocolError, before they touch any state."""
+    with pytest.raises(ProtocolError):
+        from_message(message)
+
+
+def test_another_release_is_told_so() -> None:
+    """A hello of another protocol version names both versions and what to do."""
+    hello = pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=9, pulse_ms=100)
+    with pytest.raises(VersionError, match=r"9.*same release"):
+        from_message(pb.Signal(hello=hello))
+
+
+# ---- stream bindings
+
+
+@given(integers, integers, st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES))
+def test_a_binding_survives_its_metadata(epoch: int, stage: int, token: bytes) -> None:
+    """What opens a stream is what its server reads, also among other metadata."""
+    binding = StreamBinding(epoch, stage, "worker-1", token)
+    assert StreamBinding.from_metadata((("user-agent", "grpc"), *binding.to_metadata())) == binding
+
+
+MALFORMED = [None, "", "-1", "1e3", "²", "9" * 30, b"short", b"x" * (TOKEN_BYTES + 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for n in ("mtp-epoch", "mtp-stage", "mtp-token-bin") for v in MALFORMED]
+    + [("mtp-sender", None), ("mtp-sender", ""), ("mtp-sender", b"w"), ("mtp-sender", "w" * 65)],
+)
+def test_a_malformed_binding_is_refused(name: str, value: str | bytes | None) -> None:
+    """Each entry missing or of another form is a ProtocolError."""
+    metadata = dict(StreamBinding(1, 2, "worker-1", bytes(TOKEN_BYTES)).to_metadata())
+    if value is None:
+        del metadata[name]
+    else:
+        metadata[name] = value
+    with pytest.raises(ProtocolError):
+        StreamBinding.from_metadata(tuple(metadata.items()))
+
+
+# ---- errors
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, ClusterError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_keeps_its_class_over_the_wire(kind: type[ClusterError]) -> None:
+    """Every class of the tree comes back as itself, naming the peer; its public form does not."""
+    status = to_status(kind("layer 3 is missing"))
+    error = from_status(status.code, status.details, status.metadata, "mac-2:50051")
+    assert type(error) is kind
+    assert "layer 3 is missing" in str(error)
+    assert "mac-2" in str(error)
+    assert error.public == "layer 3 is missing"
+
+
+def test_an_errors_own_fields_survive() -> None:
+    """A refused field keeps its name, a full queue its retry time, a public message its text."""
+    status = to_status(RequestError("is no number", param="température"))
+    refused = from_status(status.code, status.details, status.metadata, "w")
+    assert isinstance(refused, RequestError)
+    assert refused.param == "température"
+    status = to_status(CapacityError("full", retry_after=2.5))
+    full = from_status(status.code, status.details, status.metadata, "w")
+    assert isinstance(full, CapacityError)
+    assert full.retry_after == 2.5
+    status = to_status(errors.CheckpointError("/srv/model has no config", public="no such model"))
+    assert from_status(status.code, status.details, status.metadata, "w").public == "no such model"
+
+
+def test_a_foreign_exception_tells_its_class_only() -> None:
+    """The text of an unexpected exception stays in the log of its own process."""
+    status = to_status(KeyError("/home/me/secret"))
+    assert status.code == "INTERNAL"
+    assert "secret" not in status.details
+    assert "KeyError" in status.details
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("UNAVAILABLE", WorkerLostError),
+        ("CANCELLED", WorkerLostError),
+        ("UNKNOWN", WorkerLostError),
+        ("DEADLINE_EXCEEDED", DeadlineError),
+        ("UNIMPLEMENTED", VersionError),
+        ("UNAUTHENTICATED", errors.AccessError),
+        ("RESOURCE_EXHAUSTED", ProtocolError),
+        ("DATA_LOSS", ClusterError),
+    ],
+)
+def test_grpcs_own_statuses_have_a_meaning(code: str, kind: type[ClusterError]) -> None:
+    """A status without our metadata is mapped by its code, and its public form names no address."""
+    error = from_status(code, "failed to connect to 10.0.0.7:1", None, "10.0.0.7:1")
+    assert type(error) is kind
+    assert "10.0.0.7" in str(error)
+    assert "10.0.0.7" not in error.public
+
+
+@given(
+    st.text(max_size=20),
+    st.none() | st.text(max_size=20),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["mtp-error", "mtp-retry-after", "mtp-param-bin", "mtp-public-bin"]),
+            st.text(max_size=5)
+            | st.binary(max_size=5)
+            | st.sampled_from(["CapacityError", "RequestError", "nan", "inf", "-1"]),
+        )
+    ),
+)
+def test_any_status_becomes_an_error(
+    code: str, details: str | None, metadata: list[tuple[str, str | bytes]]
+) -> None:
+    """Whatever a peer sends, the caller gets a ClusterError with a sane retry time."""
+    error = from_status(code, details, metadata, "peer")
+    assert isinstance(error, ClusterError)
+    if isinstance(error, CapacityError):
+        assert 0 <= error.retry_after <= 3600
+
+
+@pytest.mark.parametrize("text", ["x" * 9000, "é" * 9000, "😀" * 9000, "\udc80" * 9000, ""])
+def test_a_status_stays_within_grpcs_header_limit(text: str) -> None:
+    """Message and metadata together fit the 8 KB that gRPC lets through, whatever the text."""
+    error = CapacityError(text)
+    error.public = text + "!"
+    status = to_status(error)
+    metadata = sum(len(k) + len(v) * 4 // 3 + 32 for k, v in status.metadata)
+    assert len(status.details.encode()) * 3 + metadata < 8000
+
+
+# ---- generated code
+
+
+def test_generated_code_is_current(tmp_path: Path) -> None:
+    """The committed code describes proto/cluster.proto as it is today; `make proto` renews it."""
+    pytest.importorskip("grpc_tools", reason="grpcio-tools, a development dependency, is missing")
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(root)]
+    out = tmp_path / "cluster.bin"
+    subprocess.run(
+        [*command, f"--descriptor_set_out={out}", "proto/cluster.proto"], check=True, timeout=60
+    )
+    (file,) = FileDescriptorSet.FromString(out.read_bytes()).file
+    messages = [*file.message_type, *(n for m in file.message_type for n in m.nested_type)]
+    for field in (field for message in messages for field in message.field):
+        field.ClearField("json_name")  # only a descriptor set spells these out
+    assert file == FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    methods = {method.name for method in file.service[0].method}
+    assert methods <= set(vars(WorkerServicer))

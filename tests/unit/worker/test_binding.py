@@ -1,0 +1,59 @@
+"""What waits for a stage's engine: no more than a sender in its right mind has under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+
+from proto.control import Cancel, Rollback, Signal
+from proto.errors import ProtocolError
+from worker.engine.deadline import Allowance
+from worker.node import binding
+from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
+
+
+@pytest.fixture
+async def bound() -> Binding:
+    """Over an engine thread that does nothing."""
+    thread: Any = MagicMock(queued=0)
+    machinery = Machinery(thread, Allowance(), Traffic())
+    return Binding(Place(1, 0, 1, b"token"), machinery, lambda: None)
+
+
+async def test_frames_are_counted(bound: Binding) -> None:
+    """So many may wait and no more; signals, which are work for the same thread, are none of them."""
+    for _ in range(2 * MAX_QUEUED_FRAMES):
+        bound.signal(Signal(1, Cancel(0)))
+    for _ in range(MAX_QUEUED_FRAMES):
+        bound.take(b"frame")
+    with pytest.raises(ProtocolError, match=f"{MAX_QUEUED_FRAMES} frames"):
+        bound.take(b"frame")
+
+
+async def test_bytes_are_counted(bound: Binding) -> None:
+    """A few large frames are as much as many small ones; what the engine has begun waits no more."""
+    with patch.object(binding, "MAX_QUEUED_BYTES", 100):
+        bound.take(b"x" * 60)
+        with pytest.raises(ProtocolError, match="60 bytes"):
+            bound.take(b"x" * 60)
+        bound._process(b"x" * 60)  # the engine has it
+        bound.take(b"x" * 60)
+
+
+async def test_a_signal_that_breaks_the_engine() -> None:
+    """No memory for what a rollback restores, or a bug there, ends the plan, and not the thread that the next plan
+    needs."""
+    failed = asyncio.Event()
+    machinery = Machinery()
+    bound = Binding(Place(1, 0, 1, b"token"), machinery, failed.set)
+    bound.engine = MagicMock()
+    bound.engine.rollback.side_effect = MemoryError("none left")
+    bound.signal(Signal(1, Rollback(0, 0, 0, 1)))
+    async with asyncio.timeout(20):
+        await failed.wait()
+        assert await machinery.thread.call(lambda: "well") == "well"
+        await machinery.thread.close()
+    assert bound.fault is not None and "none left" in bound.fault.message

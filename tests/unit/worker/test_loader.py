@@ -1,0 +1,309 @@
+"""Loading a stage: exactly the weights mlx-lm would compute with, of exactly the span asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mtp.checkpoint import Checkpoint
+from proto.errors import UsageError
+from proto.span import Span
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+from worker.model.loader import StageModules, load_stage
+
+WHOLE = Span(0, 8)
+Weights = dict[str, mx.array]
+
+
+def _whole(path: Path, dtype: mx.Dtype | None = None) -> StageModules:
+    return load_stage(Checkpoint.open(path), WHOLE, first=True, last=True, dtype=dtype)
+
+
+def _weights(module: nn.Module | None, prefix: str) -> Weights:
+    flat = dict(tree_flatten(module.parameters())) if module else {}
+    return {prefix + name: weight for name, weight in flat.items()}
+
+
+def _backbone(stage: StageModules) -> Weights:
+    """Parameters under the names mlx-lm's own model gives them."""
+    weights = _weights(stage.lm_head, "language_model.lm_head.")
+    model = "language_model.model."
+    weights |= _weights(stage.embed_tokens, f"{model}embed_tokens.")
+    weights |= _weights(stage.norm, f"{model}norm.")
+    for number, layer in zip(stage.span, stage.layers, strict=True):
+        weights |= _weights(layer, f"{model}layers.{number}.")
+    return weights
+
+
+def _assert_same(ours: Weights, theirs: Weights) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert ours[name].dtype == weight.dtype, name
+        assert mx.array_equal(ours[name], weight), name
+
+
+# ---- the same as mlx-lm
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie": False, "shards": 3},
+        {"dtype": mx.bfloat16},
+        {"moe": True},
+        {"layout": "mlx"},
+        {"layout": "mlx", "quantize": 4},
+        {"layout": "mlx", "quantize": 8, "tie": False},
+        {"layout": "mlx", "quantize": 4, "overrides": True, "shards": 3},
+        {"layout": "mlx", "quantize": 4, "moe": True},
+        {"layout": "mlx", "quantize": 8, "moe": True, "overrides": True, "tie": False},
+        {"layout": "mlx", "quantize": 4, "dtype": mx.bfloat16, "mtp": False},
+    ],
+    ids=repr,
+)
+def test_a_loaded_stage_holds_what_mlx_lm_holds(
+    checkpoints: Checkpoints, options: dict[str, Any]
+) -> None:
+    """Every parameter has mlx-lm's name, dtype and bits, and every module mlx-lm's class and quantization."""
+    path = checkpoints(**options)
+    stage = _whole(path)
+    theirs, _ = load_model(path)
+    _assert_same(_backbone(stage), dict(tree_flatten(theirs.parameters())))
+    for ours, reference in zip(stage.layers, theirs.layers, strict=True):
+        modules = dict(ours.named_modules())
+        for name, module in reference.named_modules():
+            assert type(modules[name]) is type(module)
+            for setting in ("bits", "group_size", "mode"):
+                assert getattr(modules[name], setting, None) == getattr(module, setting, None)
+
+
+def test_every_span_holds_its_part_of_the_whole(checkpoints: Checkpoints) -> None:
+    """A stage alone, also one with only GDN or only attention layers, equals its slice of the whole model."""
+    for options in ({}, {"moe": True, "shards": 3}, {"layout": "mlx", "quantize": 4}):
+        checkpoint = Checkpoint.open(checkpoints(**options))
+        whole = _backbone(_whole(checkpoint.path))
+        for span in (Span(0, 3), Span(3, 4), Span(4, 8), Span(7, 8)):
+            stage = load_stage(checkpoint, span, first=False, last=False, dtype=None)
+            assert (stage.embed_tokens, stage.norm, stage.lm_head, stage.head) == (None,) * 4
+            weights = _backbone(stage)
+            assert len(weights) > 0
+            _assert_same(weights, {name: whole[name] for name in weights})
+
+
+def test_experts_fused_or_not_load_alike(checkpoints: Checkpoints) -> None:
+    """Backbone and head have the same weights whichever way the experts are stored."""
+    fused = _whole(checkpoints(moe=True, fused_experts=True, fused_mtp_experts=True))
+    unfused = _whole(checkpoints(moe=True, fused_experts=False, fused_mtp_experts=False))
+    _assert_same(_backbone(unfused), _backbone(fused))
+    _assert_same(_weights(unfused.head, ""), _weights(fused.head, ""))
+
+
+def test_text_only_names_load_alike(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A checkpoint saved as text model alone (`model.layers…`) is the same model."""
+    path = checkpoints(tie=False)
+    renamed = {
+        n.replace("model.language_model.", "model."): w for n, w in read_tensors(path).items()
+    }
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed, {"format": "pt"})
+    _assert_same(_backbone(_whole(tmp_path)), _backbone(_whole(path)))
+
+
+# ---- the head
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_raw_and_converted_heads_are_equal(checkpoints: Checkpoints, moe: bool) -> None:
+    """Every norm of the head is stored + 1 when raw; the converted head, shifted already, is left alone."""
+    raw, converted = checkpoints(moe=moe), checkpoints(moe=moe, layout="mlx")
+    head = _weights(_whole(raw).head, "mtp.")
+    _assert_same(head, _weights(_whole(converted).head, "mtp."))
+    stored = read_tensors(raw)
+    vectors = [name for name, weight in head.items() if weight.ndim == 1]
+    assert len(vectors) == 7
+    for name in vectors:
+        assert mx.array_equal(head[name], stored[name] + 1)
+    assert mx.array_equal(head["mtp.fc.weight"], stored["mtp.fc.weight"])
+
+
+def test_a_quantized_head_is_quantized_as_stored(checkpoints: Checkpoints) -> None:
+    """Layer at the model's bits, router and shared gate at 8, `fc` not at all."""
+    head = _whole(checkpoints(layout="mlx", quantize=4, moe=True)).head
+    assert head is not None
+    layer = head.layers[0]
+    assert (layer.self_attn.q_proj.bits, layer.mlp.switch_mlp.up_proj.bits) == (4, 4)
+    assert (layer.mlp.gate.bits, layer.mlp.shared_expert_gate.bits) == (8, 8)
+    assert type(head.fc) is nn.Linear
+
+
+def test_without_its_tensors_the_head_is_none(checkpoints: Checkpoints) -> None:
+    """The stage loads all the same, and does not keep an embedding that only the head would need."""
+    checkpoint = Checkpoint.open(checkpoints(mtp=False, tie=False))
+    stage = load_stage(checkpoint, Span(4, 8), first=False, last=True, dtype=None)
+    assert (stage.head, stage.embed_tokens) == (None, None)
+    assert stage.lm_head is not None
+
+
+# ---- dtypes
+
+
+def test_a_dtype_is_given_to_all_but_a_log(checkpoints: Checkpoints) -> None:
+    """Weights, norms, scales and biases take the dtype asked for; A_log keeps fp32, packed weights stay."""
+    stage = _whole(checkpoints(layout="mlx", quantize=4), mx.float16)
+    weights = _backbone(stage) | _weights(stage.head, "mtp.")
+    for name, weight in weights.items():
+        if name.endswith("A_log"):
+            assert weight.dtype == mx.float32
+        elif weight.dtype != mx.uint32:
+            assert weight.dtype == mx.float16, name
+    assert any(name.endswith("scales") for name in weights)
+
+
+def test_norms_are_shifted_before_they_are_rounded(checkpoints: Checkpoints) -> None:
+    """A raw bf16 norm asked for in fp32 is 1 + w exactly: one rounding fewer than shifting in bf16."""
+    path = checkpoints(dtype=mx.bfloat16)
+    stage = _whole(path, mx.float32)
+    assert stage.norm is not None
+    stored = read_tensors(path)["model.language_model.norm.weight"]
+    assert mx.array_equal(stage.norm.weight, stored.astype(mx.float32) + 1)
+    assert not mx.array_equal(stage.norm.weight, (stored + 1).astype(mx.float32))
+
+
+def test_unquantized_experts_in_bf16_are_refused_on_the_cpu(checkpoints: Checkpoints) -> None:
+    """MLX would fail at the first token; the error comes before anything is read, and names the flag."""
+    with mx.stream(mx.cpu):
+        for options, dtype in (
+            ({"moe": True, "dtype": mx.bfloat16}, None),
+            ({"moe": True}, mx.float16),
+        ):
+            with pytest.raises(UsageError, match="--dtype float32"):
+                _whole(checkpoints(**options), dtype)
+        _whole(checkpoints(moe=True, dtype=mx.bfloat16), mx.float32)
+        _whole(checkpoints(moe=True, layout="mlx", quantize=4), mx.bfloat16)
+
+
+# ---- only its span
+
+
+def test_progress_counts_the_stage_s_bytes(checkpoints: Checkpoints) -> None:
+    """From 0 to the bytes of the stage's parts, never backwards."""
+    checkpoint = Checkpoint.open(checkpoints(shards=3))
+    calls: list[tuple[int, int]] = []
+    load_stage(
+        checkpoint,
+        Span(2, 4),
+        first=False,
+        last=False,
+        dtype=None,
+        on_progress=lambda done, total: calls.append((done, total)),
+    )
+    sizes = checkpoint.part_bytes()
+    total = sizes["layers.2"] + sizes["layers.3"]
+    assert calls == [(0, total), (sizes["layers.2"], total), (total, total)]
+
+
+def test_only_files_of_the_span_are_opened(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards without a tensor of the span stay closed, so they need not be there to be read."""
+    checkpoint = Checkpoint.open(checkpoints(shards=6))
+    opened: set[Path] = set()
+    load = mx.load
+
+    def record(file: str) -> Any:
+        opened.add(Path(file))
+        return load(file)
+
+    monkeypatch.setattr("mtp.checkpoint.format.lazy_weights.mx.load", record)
+    load_stage(checkpoint, Span(2, 4), first=False, last=False, dtype=None)
+    holding = {
+        info.file
+        for name, info in checkpoint.tensors.items()
+        if ".layers.2." in name or ".layers.3." in name
+    }
+    assert opened == holding
+    assert len(opened) < 6
+
+
+_MEASURE = """
+import json, sys, mlx.core as mx
+from pathlib import Path
+from mlx.utils import tree_flatten
+from mtp.checkpoint import Checkpoint
+from proto.span import Span
+from worker.model.loader import load_stage
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+for path, dtype in json.loads(sys.argv[1]):
+    mx.reset_peak_memory()
+    before = bytes_read()
+    checkpoint = Checkpoint.open(Path(path))
+    span = Span(2, 4)
+    dtype = getattr(mx, dtype) if dtype else None
+    stage = load_stage(checkpoint, span, first=False, last=False, dtype=dtype)
+    sizes = checkpoint.part_bytes()
+    held = sum(sizes[f"layers.{i}"] for i in span)
+    largest = max(w.nbytes for layer in stage.layers for _, w in tree_flatten(layer.parameters()))
+    kept = mx.get_active_memory() + mx.get_cache_memory()
+    print(bytes_read() - before, mx.get_peak_memory(), kept, held, sum(sizes.values()), largest)
+    del stage
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes in /proc/self/io")
+def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
+    """2 of 8 layers: bytes read are the span's and headers; memory's peak is the span and one tensor in making.
+
+    Raw, cast while loading, experts stacked while loading, quantized. A small checkpoint of each kind goes first: what
+    Python imports for a first load is read in the same process.
+    """
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({}, None),
+        ({}, "bfloat16"),
+        ({"moe": True, "fused_experts": False}, None),
+        ({"moe": True}, None),
+        ({"layout": "mlx", "quantize": 4}, None),
+    ]
+    common: dict[str, Any] = {"shards": 2, "mtp": False}
+    jobs = [
+        (str(write_checkpoint(tmp_path / f"{hidden}-{i}", hidden=hidden, **common, **kind)), dtype)
+        for hidden in (64, 256)
+        for i, (kind, dtype) in enumerate(cases)
+    ]
+    command = [sys.executable, "-c", _MEASURE, json.dumps(jobs)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    lines = output.splitlines()[len(cases) :]
+    assert len(lines) == len(cases)
+    for line in lines:
+        read, peak, kept, span, total, largest = map(int, line.split())
+        assert span < 0.26 * total
+        assert read <= span + 100_000
+        assert (
+            peak <= span + 2 * largest
+        )  # fused experts are twice the size of what they are split into
+        assert kept <= span + 20_000
+
+
+def test_loads_leave_nothing_behind_in_the_generator(checkpoints: Checkpoints) -> None:
+    """Modules are made with random weights nobody computes. The keys those would be drawn with are not kept, load
+    after load: a worker of many plans grew by them."""
+    _whole(checkpoints())
+    state: Any = mx.random.state
+    graph = io.StringIO()
+    mx.export_to_dot(graph, state[0])
+    assert graph.getvalue().count("->") == 0, "the key hangs on splits that nobody computed"

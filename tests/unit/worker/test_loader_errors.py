@@ -1,0 +1,182 @@
+"""What is wrong with a checkpoint's tensors is found before they are read, and named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mtp.checkpoint import Checkpoint
+from proto.errors import CheckpointError, SpanError
+from proto.span import Span
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+from worker.model.loader import StageModules, load_stage
+
+Weights = dict[str, mx.array]
+
+
+def _damaged(
+    path: Path, change: Callable[[Weights], object], **options: Any
+) -> Callable[[], StageModules]:
+    write_checkpoint(path, **options)
+    weights = read_tensors(path)
+    change(weights)
+    form = {"format": {"raw": "pt"}.get(options.get("layout", "raw"), "mlx")}
+    mx.save_safetensors(str(path / "model.safetensors"), weights, form)
+    layers = Span(0, options.get("layers", 8))
+    return lambda: load_stage(Checkpoint.open(path), layers, first=True, last=True, dtype=None)
+
+
+_LAYER = "model.language_model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.pop(f"{_LAYER}mlp.up_proj.weight"),
+            r"model\.safetensors: tensor model\.language_model\.layers\.1\.mlp\.up_proj\.weight is missing",
+        ),
+        (
+            lambda w: w.update({f"{_LAYER}mlp.extra.weight": mx.zeros(3)}),
+            r"model\.safetensors: tensor model\.language_model\.layers\.1\.mlp\.extra\.weight is not one",
+        ),
+        (
+            lambda w: w.update({f"{_LAYER}mlp.up_proj.weight": mx.zeros((3, 64))}),
+            r"model\.safetensors: .*layers\.1\.mlp\.up_proj\.weight.* \(3, 64\).*\(128, 64\)",
+        ),
+        (
+            lambda w: w.update({f"{_LAYER}mlp.up_proj.scales": mx.zeros((128, 1))}),
+            r"layers\.1\.mlp\.up_proj\.scales .*quantized",
+        ),
+        (
+            lambda w: w.update({"model.language_model.layers.9.norm.weight": mx.zeros(3)}),
+            r"layers\.9\.norm\.weight belongs to no part",
+        ),
+        (
+            lambda w: w.update({"mtp.fc.weight": mx.zeros((64, 64))}),
+            r"mtp\.fc\.weight.*\(64, 64\).*\(64, 128\)",
+        ),
+        (
+            lambda w: w.pop("model.language_model.embed_tokens.weight"),
+            r"tensor model\.language_model\.embed_tokens\.weight is missing; download",
+        ),
+    ],
+    ids=["missing", "extra", "shape", "scales", "layer", "head shape", "embedding"],
+)
+def test_a_wrong_tensor_is_named(
+    tmp_path: Path, change: Callable[[Weights], object], message: str
+) -> None:
+    """Missing, extra or misshapen: the tensor is named, and the file where there is one."""
+    load = _damaged(tmp_path, change, layers=4)
+    with pytest.raises(CheckpointError, match=message):
+        load()
+
+
+_INTEGERS = {"I8": mx.int8, "I64": mx.int64, "U32": mx.uint32, "F8_E4M3": mx.uint8, "F64": mx.int64}
+"""Types a float is not stored in, by an integer of as many bytes."""
+
+
+@pytest.mark.parametrize("stored", _INTEGERS)
+def test_a_float_in_a_type_it_cannot_have_is_named(tmp_path: Path, stored: str) -> None:
+    """It would load, and the model print nonsense: file, tensor, type and what to do."""
+    name = f"{_LAYER}mlp.up_proj.weight"
+    wrong = mx.zeros((128, 64), _INTEGERS[stored])
+    load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
+    _relabel(tmp_path / "model.safetensors", name, stored)
+    words = rf"model\.safetensors: tensor {re.escape(name)} is stored as {stored}, .*BF16; take the"
+    with pytest.raises(CheckpointError, match=words):
+        load()
+
+
+def _relabel(file: Path, tensor: str, dtype: str) -> None:
+    """Have the header call the tensor's bytes another type of as many bytes."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[tensor]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def test_a_packed_weight_is_in_words(tmp_path: Path) -> None:
+    """Quantized, a weight is packed in U32; floats in its place would be read as bits."""
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    load = _damaged(
+        tmp_path,
+        lambda w: w.update({name: w[name].astype(mx.float32)}),
+        layers=4,
+        layout="mlx",
+        quantize=4,
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"tensor {re.escape(name)} is stored as F32, .* U32;"
+    ):
+        load()
+
+
+@pytest.mark.parametrize("kind", ["scales", "biases"])
+def test_what_a_packed_weight_needs_is_named(tmp_path: Path, kind: str) -> None:
+    """Scales and biases are as indispensable as the weight itself."""
+    name = f"language_model.model.layers.1.mlp.up_proj.{kind}"
+    load = _damaged(tmp_path, lambda w: w.pop(name), layers=4, layout="mlx", quantize=4)
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is missing"):
+        load()
+
+
+def test_a_type_mlx_cannot_read_beside_those_wanted(tmp_path: Path) -> None:
+    """MLX reads no tensor of a file with a type it does not know: the tensor is named, and what to do."""
+    name = "model.visual.patch_embed.proj.weight"
+    wrong = mx.zeros((8, 3), mx.int64)
+    load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
+    _relabel(tmp_path / "model.safetensors", name, "F64")
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: MLX cannot read model\.visual\.\S+: .*F64"
+    ):
+        load()
+
+
+def test_tensors_missing_from_an_index(tmp_path: Path) -> None:
+    """Of a sharded checkpoint the index is what lacks them: named like their neighbours, and counted."""
+    write_checkpoint(tmp_path, layers=4, shards=3, moe=True)
+    index = tmp_path / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    for name in [n for n in found["weight_map"] if n.startswith(f"{_LAYER}mlp.")]:
+        file = tmp_path / found["weight_map"].pop(name)
+        kept = mx.load(str(file))
+        assert isinstance(kept, dict)
+        mx.eval(kept)
+        del kept[name]
+        mx.save_safetensors(str(file), kept, {"format": "pt"})
+    index.write_text(json.dumps(found))
+    words = rf"index\.json: tensors {_LAYER}mlp\.\S+, .* and \d more are missing; download the checkpoint"
+    with pytest.raises(CheckpointError, match=words) as raised:
+        load_stage(Checkpoint.open(tmp_path), Span(0, 4), first=True, last=True, dtype=None)
+    assert "switch_mlp" not in str(raised.value), "what mlx-lm calls them is not what is stored"
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """One expert of a stack stored one by one is not there: its own name is given."""
+    gone = f"{_LAYER}mlp.experts.3.down_proj.weight"
+    load = _damaged(tmp_path, lambda w: w.pop(gone), layers=4, moe=True, fused_experts=False)
+    with pytest.raises(CheckpointError, match=gone.replace(".", r"\.")):
+        load()
+
+
+def test_a_wrong_tensor_outside_the_span_is_another_stage_s_business(tmp_path: Path) -> None:
+    """A stage asks nothing of layers it does not hold, so that a partial copy can serve it."""
+    _damaged(tmp_path, lambda w: w.pop(f"{_LAYER}mlp.up_proj.weight"), layers=4)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert load_stage(checkpoint, Span(2, 4), first=False, last=False, dtype=None).layers
+
+
+def test_layers_that_do_not_exist_are_refused(checkpoints: Checkpoints) -> None:
+    """A span beyond the model names the layers there are."""
+    with pytest.raises(SpanError, match="8 layers, 0-7"):
+        load_stage(Checkpoint.open(checkpoints()), Span(4, 9), first=False, last=True, dtype=None)

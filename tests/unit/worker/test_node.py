@@ -1,0 +1,139 @@
+"""A worker's own state, whatever happens to it at once: loads that overtake each other, an end amid a load."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from proto import cluster_pb2 as pb
+from proto.errors import CheckpointError, StaleEpochError
+from worker.node.loading import LoadedStage
+from worker.node.node import WorkerNode
+from worker.node.stage_key import StageKey
+
+ME = pb.Coordinator(id="c", name="c")
+PATIENCE = 20.0
+"""Longest wait for what should come at once."""
+
+
+class Reading:
+    """Stands in for the reading of weights: parts without end until `finish` is set, for layers that are held up."""
+
+    def __init__(self) -> None:
+        self.held_up = -1
+        """First layer of the span whose reading has no end of its own."""
+        self.begun = threading.Event()
+        self.finish = threading.Event()
+
+    def __call__(
+        self,
+        identity: Any,
+        model: Any,
+        key: StageKey,
+        *,
+        on_progress: Callable[..., None],
+        **_: Any,
+    ) -> LoadedStage:
+        self.begun.set()
+        if key.span.start == self.held_up:
+            while not self.finish.wait(0.01):
+                on_progress(1, 2)
+        return LoadedStage(key, MagicMock(), 0)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    found = Reading()
+    monkeypatch.setattr("worker.node.node.read_stage", found)
+    return found
+
+
+@pytest.fixture
+async def node(reading: Reading) -> AsyncIterator[WorkerNode]:
+    identity: Any = MagicMock()
+    identity.configure_mock(name="w")
+    node = WorkerNode(identity)
+    yield node
+    reading.finish.set()
+    await node.close()
+    assert not node.machinery.thread.alive
+
+
+def load(node: WorkerNode, epoch: int, start: int) -> asyncio.Task[pb.LoadResult]:
+    request = pb.LoadRequest(
+        coordinator=ME, epoch=epoch, span=pb.Span(start=start, end=start + 1), lease_ms=60_000
+    )
+    return asyncio.create_task(node.load(request, lambda done, total: None))
+
+
+async def load_held_up(node: WorkerNode, reading: Reading) -> asyncio.Task[pb.LoadResult]:
+    """A load of layer 0 that is amid its parts."""
+    reading.held_up = 0
+    task = load(node, 1, 0)
+    await asyncio.to_thread(reading.begun.wait, PATIENCE)
+    return task
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_next_load_waits_for_no_other(
+    node: WorkerNode, reading: Reading, cancelled: bool
+) -> None:
+    """A load whose plan is over ends at its next part, whether or not its call has ended: a large stage takes minutes,
+    for which the next one's coordinator would hear nothing and give the worker up. The next one's stage stays."""
+    first = await load_held_up(node, reading)
+    if cancelled:
+        first.cancel()
+    async with asyncio.timeout(PATIENCE):
+        await load(node, 2, 4)
+        (ended,) = await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(ended, asyncio.CancelledError if cancelled else StaleEpochError)
+    assert node.loaded is not None and node.loaded.key.span.start == 4
+    assert node.state == pb.WORKER_STATE_LOADED
+
+
+async def test_a_load_ends_with_its_claim(node: WorkerNode, reading: Reading) -> None:
+    """A coordinator that has left leaves no half of a stage behind, and no state that says it is being loaded."""
+    first = await load_held_up(node, reading)
+    node.release()
+    assert node.state == pb.WORKER_STATE_IDLE
+    async with asyncio.timeout(PATIENCE):
+        (ended,) = await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(ended, StaleEpochError)
+    assert node.loaded is None
+    assert node.state == pb.WORKER_STATE_IDLE
+
+
+async def test_a_worker_that_drains_says_so(
+    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a Load that crossed it does: a pulse that said otherwise would have it wait in vain to be let go."""
+    node.drain()
+    await load(node, 1, 0)
+    assert node.state == pb.WORKER_STATE_DRAINING
+    node._failed()
+    assert node.state == pb.WORKER_STATE_DRAINING
+    monkeypatch.setattr(
+        "worker.node.node.read_stage", MagicMock(side_effect=CheckpointError("gone"))
+    )
+    with pytest.raises(CheckpointError):
+        await load(node, 2, 4)
+    assert node.state == pb.WORKER_STATE_DRAINING
+
+
+async def test_unloaded_weights_are_gone(node: WorkerNode) -> None:
+    """Also those that no plan was connected over, as when the coordinator ends while others still load."""
+    await load(node, 1, 0)
+    assert node.loaded is not None
+    stage = weakref.ref(node.loaded.stage)
+    node.unload(pb.UnloadRequest(coordinator=ME, epoch=1))
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while gc.collect() >= 0 and stage() is not None:
+        assert asyncio.get_running_loop().time() < deadline, "something still holds the stage"
+        await asyncio.sleep(0.01)

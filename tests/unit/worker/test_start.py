@@ -1,0 +1,46 @@
+"""What keeps a worker from starting is told before it listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp.builtin import checkpoint_dir
+from proto.errors import CheckpointError, SpanError, UsageError
+from proto.span import Span
+from worker.node.options import WorkerOptions
+from worker.node.process import run
+
+
+async def start(monkeypatch: pytest.MonkeyPatch, model: Path, layers: Span | None) -> None:
+    """Run a worker of `model` that would fail, were it to listen."""
+
+    def listens(node: Any) -> Any:
+        raise AssertionError("it would listen")
+
+    monkeypatch.setattr("worker.node.process.make_server", listens)
+    options = WorkerOptions("127.0.0.1", 0, "w", layers, model, 2**30, mdns=False, state_dir=None)
+    async with asyncio.timeout(60):
+        await run(options)
+
+
+async def test_layers_that_its_own_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says ready and can never load would wait for ever: the flag and the layers there are, status 2."""
+    with pytest.raises(SpanError, match=r"--layers 0-31: the model has 8 layers, 0-7") as raised:
+        await start(monkeypatch, checkpoint_dir(), Span(0, 32))
+    assert raised.value.exit_code == 2
+
+
+async def test_an_own_model_of_another_architecture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file and what it says, status 2."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UsageError, match=r"config\.json.*llama") as raised:
+        await start(monkeypatch, tmp_path, None)
+    assert isinstance(raised.value, CheckpointError)
+    assert raised.value.exit_code == 2

@@ -1,0 +1,134 @@
+"""The one thread of a worker that touches MLX. The event loop gives it work and gets results back.
+
+Three kinds of work, by urgency: signals go first, so that a rollback happens while frames that it makes stale
+are still queued; frames and calls (load, measure, look) keep their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import mlx.core as mx
+
+from worker.engine.hardware import compile_seconds
+
+T = TypeVar("T")
+Work = Callable[[], None]
+
+USUAL_SECONDS = 1.0
+"""What a piece of work may take that expects nothing else."""
+
+CLOSE_SECONDS = 5.0
+"""How long closing waits for the work in hand. The thread is a daemon: a process that must go, goes."""
+
+
+class EngineThread:
+    """Runs work one piece at a time. Made on the event loop that waits for its results."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._usual = max(USUAL_SECONDS, compile_seconds())
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._urgent: deque[Work] = deque()
+        self._working_since: float | None = None
+        self._due: float | None = None
+        self._busy_us = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- from the event loop
+
+    def submit(self, work: Work) -> None:
+        """Queue work that reports by itself; it must not raise."""
+        self._queue.put(work)
+
+    def submit_urgent(self, work: Work) -> None:
+        """Queue work that goes before everything queued by `submit`."""
+        self._urgent.append(work)
+        self._queue.put(_nothing)  # wakes the thread if it sleeps
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` after what is queued, and return its result or raise its error."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return  # nobody waits any more, and what is queued behind it does
+            try:
+                result = function()
+            except Exception as error:
+                self.post(_fail, future, error)
+            else:
+                self.post(_resolve, future, result)
+
+        self.submit(work)
+        return await future
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still be at work, closed or not."""
+        return self._thread.is_alive()
+
+    @property
+    def queued(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def stall(self) -> float:
+        """Seconds for which the work in hand should have been finished; 0 while it may take its time."""
+        due = self._due
+        return 0.0 if due is None else max(0.0, time.monotonic() - due)
+
+    @property
+    def busy_us(self) -> int:
+        """Microseconds spent working since the start, the work in hand included."""
+        since = self._working_since
+        return self._busy_us + (0 if since is None else int((time.monotonic() - since) * 1e6))
+
+    async def close(self) -> None:
+        """End after the work in hand, or leave the thread behind when that takes too long."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+
+    # ---- on the thread
+
+    def expect(self, seconds: float) -> None:
+        """The work in hand, or its next part, may take so long from now on; beyond that it counts as stuck."""
+        self._due = time.monotonic() + seconds
+
+    def post(self, function: Callable[..., None], *args: object) -> None:
+        """Call `function` on the event loop, from this thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            started = self._working_since = time.monotonic()
+            self.expect(self._usual)
+            while self._urgent:
+                self._urgent.popleft()()
+            work()
+            self._due = self._working_since = None
+            self._busy_us += int((time.monotonic() - started) * 1e6)
+        # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
+        mx.clear_streams()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,274 @@
+"""One stage as a machine that takes frames and gives frames: operations, segments, rows, outcomes.
+
+Everything here runs on the one thread that touches MLX. The header is the truth: two engines that see the same
+frames hold the same sequences, whatever signals reached them in between.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from proto.errors import ProtocolError, StaleEpochError
+from proto.frame import (
+    Admit,
+    Commit,
+    DropPrefix,
+    Evict,
+    Frame,
+    Op,
+    RestorePrefix,
+    SavePrefix,
+    Segment,
+)
+from worker.cache.prefix_entry import PrefixEntry
+from worker.cache.sequence_cache import SequenceCache, copies_of
+from worker.engine.tensor_bytes import from_bytes, to_bytes
+from worker.model.stage import Run, Stage
+from worker.model.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class SequenceHolding:
+    """What a stage holds of one sequence."""
+
+    seq_id: int
+    committed: int
+    capacity: int
+    open_windows: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PrefixHolding:
+    """What a stage holds of one prefix entry."""
+
+    entry: int
+    length: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All a stage holds: for status, and for tests that ask what a vanished request left behind."""
+
+    sequences: tuple[SequenceHolding, ...]
+    prefixes: tuple[PrefixHolding, ...]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most a stage holds: so many sequences, whose capacities add up to so many tokens, and prefix entries of so
+    many bytes."""
+
+    sequences: int
+    kv_tokens: int
+    prefix_bytes: int
+
+
+class StageEngine:
+    """State of one stage in one epoch. `verifier` is the last stage's; `first` embeds the tokens itself."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        epoch: int,
+        first: bool,
+        verifier: Verifier | None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.stage = stage
+        self.epoch = epoch
+        self.first = first
+        self.verifier = verifier
+        self.budget = budget
+        self.sequences: dict[int, SequenceCache] = {}
+        self.prefixes: dict[int, PrefixEntry] = {}
+        self.frames_done = 0
+
+    # ---- what comes in
+
+    def process(self, frame: Frame) -> Frame:
+        """Apply a frame's operations, run its segments, and return the frame for the next hop.
+
+        From a middle stage it carries the hidden states, from the last one the outcomes. Raises
+        StaleEpochError for another epoch, ProtocolError for a frame out of order or one that does not fit.
+        """
+        started = time.perf_counter()
+        self._check(frame)
+        for op in frame.ops:
+            self._apply(op)
+        segments = tuple(self._mark(segment) for segment in frame.segments)
+        runs: list[Run] = [(self.sequences[s.seq_id], s) for s in segments if not s.cancelled]
+        out = replace(frame, segments=segments, dtype="", shape=(), tensor=b"")
+        if runs:
+            x = self._rows(frame, segments)
+            out = self._run(out, x, runs)
+        elif self.verifier is not None:
+            out = replace(out, outcomes=self.verifier.outcomes(segments, {}))
+        self.frames_done += 1
+        elapsed_us = int((time.perf_counter() - started) * 1e6)
+        return replace(out, stage_us=(*frame.stage_us, elapsed_us))
+
+    def rollback(self, epoch: int, seq_id: int, window: int, kept: int) -> None:
+        """A rejection, by signal: restore now what the next frame's header would make us restore."""
+        sequence = self.sequences.get(seq_id)
+        if epoch != self.epoch or sequence is None:
+            return
+        _settle_early(sequence, window, kept)
+
+    def cancel(self, epoch: int, seq_id: int) -> None:
+        """The client is gone, by signal: stop running its segments; Evict will follow in a header."""
+        sequence = self.sequences.get(seq_id)
+        if epoch == self.epoch and sequence is not None:
+            sequence.stack.end()
+
+    def holdings(self) -> Holdings:
+        return Holdings(
+            tuple(
+                SequenceHolding(
+                    seq_id,
+                    s.stack.committed,
+                    s.admitted.capacity,
+                    tuple(w.number for w in s.stack.windows),
+                    s.nbytes,
+                )
+                for seq_id, s in sorted(self.sequences.items())
+            ),
+            tuple(
+                PrefixHolding(entry, p.length, p.nbytes)
+                for entry, p in sorted(self.prefixes.items())
+            ),
+        )
+
+    # ---- header
+
+    def _check(self, frame: Frame) -> None:
+        """Refuse a frame out of order, and one whose rows this stage could not tell apart or look up."""
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
+        if frame.number != self.frames_done:
+            raise ProtocolError(f"frame {frame.number} came where {self.frames_done} was expected")
+        vocab = self.stage.modules.config.vocab_size
+        seen: set[int] = set()
+        for segment in frame.segments:
+            if segment.seq_id in seen:
+                raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
+            if segment.tokens and max(segment.tokens) >= vocab:
+                raise ProtocolError(f"token {max(segment.tokens)}: the vocabulary has {vocab}")
+            seen.add(segment.seq_id)
+
+    def _apply(self, op: Op) -> None:
+        match op:
+            case Admit():
+                self._check_room(op)
+                self.sequences[op.seq_id] = self.stage.new_sequence(op)
+                if self.verifier is not None:
+                    self.verifier.admit(op)
+            case Commit():
+                self._sequence(op.seq_id).commit(op.window, op.kept, in_header=True)
+            case Evict():
+                self.sequences.pop(op.seq_id, None)
+                if self.verifier is not None:
+                    self.verifier.evict(op.seq_id)
+            case SavePrefix():
+                self._save(op)
+            case RestorePrefix():
+                self._restore(op)
+            case DropPrefix():
+                self.prefixes.pop(op.entry, None)
+
+    def _check_room(self, op: Admit) -> None:
+        if op.seq_id in self.sequences:
+            raise ProtocolError(f"sequence {op.seq_id} is admitted twice")
+        if self.budget is None:
+            return
+        tokens = op.capacity + sum(s.admitted.capacity for s in self.sequences.values())
+        if len(self.sequences) >= self.budget.sequences or tokens > self.budget.kv_tokens:
+            raise ProtocolError(
+                f"sequence {op.seq_id} of {op.capacity} tokens is beyond this stage's budget of "
+                f"{self.budget.sequences} sequences and {self.budget.kv_tokens} tokens"
+            )
+
+    def _save(self, op: SavePrefix) -> None:
+        sequence = self._sequence(op.seq_id)
+        if sequence.stack.windows:
+            raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
+        tail = None if self.verifier is None else self.verifier.save(op.seq_id)
+        entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), tail)
+        self._check_prefix(op, entry)
+        mx.async_eval(*entry.arrays())  # a copy not made yet keeps the sequence's own caches alive
+        self.prefixes[op.entry] = entry
+
+    def _check_prefix(self, op: SavePrefix, entry: PrefixEntry) -> None:
+        """Before the copy is computed, and so before it takes memory."""
+        if self.budget is None:
+            return
+        nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
+        if nbytes > self.budget.prefix_bytes:
+            raise ProtocolError(
+                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, beyond this stage's budget of "
+                f"{self.budget.prefix_bytes}"
+            )
+
+    def _restore(self, op: RestorePrefix) -> None:
+        sequence = self._sequence(op.seq_id)
+        entry = self.prefixes.get(op.entry)
+        if entry is None or sequence.stack.length:
+            raise ProtocolError(f"prefix {op.entry} cannot be restored into sequence {op.seq_id}")
+        sequence.layers = copies_of(entry.layers)
+        sequence.stack.length = entry.length
+        if self.verifier is not None and entry.tail is not None:
+            self.verifier.restore(op.seq_id, entry.tail)
+
+    def _sequence(self, seq_id: int) -> SequenceCache:
+        try:
+            return self.sequences[seq_id]
+        except KeyError:
+            raise ProtocolError(f"sequence {seq_id} was never admitted here") from None
+
+    def _mark(self, segment: Segment) -> Segment:
+        if segment.cancelled or self._sequence(segment.seq_id).stack.stale:
+            return replace(segment, cancelled=True)
+        return segment
+
+    # ---- rows
+
+    def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
+        """The rows that run: embedded here on the first stage, else from the tensor less what got stale."""
+        if self.first:
+            return self.stage.embed([t for s in segments if not s.cancelled for t in s.tokens])
+        hidden = self.stage.modules.config.hidden_size
+        if frame.shape != (frame.rows, hidden):
+            raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")
+        x = from_bytes(frame.dtype, frame.shape, frame.tensor)
+        kept: list[int] = []
+        row = 0
+        for before, now in zip(frame.segments, segments, strict=True):
+            if not now.cancelled:
+                kept.extend(range(row, row + now.rows))
+            row += before.rows
+        return x if len(kept) == x.shape[0] else x[mx.array(kept)]
+
+    def _run(self, out: Frame, x: mx.array, runs: list[Run]) -> Frame:
+        x = self.stage.forward(x, runs)
+        states = [array for sequence, _ in runs for array in sequence.arrays()]
+        if self.verifier is None:
+            mx.eval(x, *states)
+            return out.with_tensor(*to_bytes(x))
+        outcomes = self.verifier.verify(x, runs, states)
+        for sequence, segment in runs:
+            if segment.open:  # this stage knows first, and need not wait to hear it
+                kept = outcomes[segment.seq_id, segment.window].kept
+                _settle_early(sequence, segment.window, kept)
+        return replace(out, outcomes=self.verifier.outcomes(out.segments, outcomes))
+
+
+def _settle_early(sequence: SequenceCache, window: int, kept: int) -> None:
+    """Apply what no header has said yet, and let a restored state be computed while the next frame is on its way."""
+    settled = sequence.commit(window, kept, in_header=False)
+    if settled.cut is not None:
+        mx.async_eval(*sequence.arrays())

@@ -1,0 +1,1 @@
+"""The worker process: its gRPC service, lease, loaded stage and binding into a plan."""

@@ -1,0 +1,88 @@
+"""A stage read from this machine's files, within the worker's memory and with a deadline for every part."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mtp.head.attention import KVFormat
+from proto import cluster_pb2 as pb
+from proto.errors import MemoryLimitError
+from worker.model.loader import DTYPES, load_stage
+from worker.model.stage import Stage
+from worker.node.identity import Identity
+from worker.node.stage_key import StageKey
+
+log = logging.getLogger(__name__)
+
+PART_SECONDS = 10.0
+SLOWEST_DISK = 50e6
+"""Bytes a second of a slow network disk: with PART_SECONDS for one part of a load; longer without progress is stuck."""
+
+
+def part_seconds(largest: int) -> float:
+    """What one part of a load may take, the largest of which has so many bytes."""
+    return PART_SECONDS + largest / SLOWEST_DISK
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """A stage in memory: what it is, and the bytes of its weights as the files have them."""
+
+    key: StageKey
+    stage: Stage
+    weight_bytes: int
+
+
+def read_stage(
+    identity: Identity,
+    model: pb.ModelRef,
+    key: StageKey,
+    *,
+    expect: Callable[[float], None],
+    on_progress: Callable[[int, int], None],
+) -> LoadedStage:
+    """Read the weights of `key`. Runs on the engine thread, whose watchdog `expect(seconds)` tells what the next part
+    may take. `on_progress(done, total)` counts bytes.
+
+    Raises MemoryLimitError before anything is read when the weights are more than the worker may hold, and
+    CheckpointError for a checkpoint that is not here or not whole.
+    """
+    expect(PART_SECONDS)
+    gc.collect()  # an error that ended the last stage may still point to its weights
+    mx.clear_cache()
+    checkpoint = identity.models.find(model)
+    sizes = checkpoint.part_bytes()
+    parts = checkpoint.stage_parts(key.span, first=key.first, last=key.last, with_head=key.mtp)
+    weight_bytes = sum(sizes[part] for part in parts)
+    if weight_bytes > identity.memory_limit:
+        raise MemoryLimitError(
+            f"worker {identity.name}: layers {key.span} weigh {weight_bytes:,} bytes, its memory limit "
+            f"is {identity.memory_limit:,}"
+        )
+    allowance = part_seconds(max(sizes[part] for part in parts))
+
+    def report(done: int, total: int) -> None:
+        expect(allowance)
+        on_progress(done, total)
+
+    modules = load_stage(
+        checkpoint,
+        key.span,
+        first=key.first,
+        last=key.last,
+        dtype=DTYPES[key.dtype] if key.dtype else None,
+        with_head=key.mtp,
+        on_progress=report,
+    )
+    if key.last and key.mtp and modules.head is None and checkpoint.mtp.announced:
+        log.warning(
+            "no MTP: config.json announces a head that the checkpoint does not have whole",
+            extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
+        )
+    stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
+    return LoadedStage(key, stage, weight_bytes)
