@@ -57,17 +57,17 @@ class WorkerStub:
         self.Signals = channel.stream_stream(
                 '/mtpcluster.v1.Worker/Signals',
                 request_serializer=proto_dot_cluster__pb2.Signal.SerializeToString,
-                response_deserializer=proto_dot_cluster__pb2.WorkerPulse.FromString,
+                response_deserializer=proto_dot_cluster__pb2.WorkerStatus.FromString,
                 _registered_method=True)
         self.Unload = channel.unary_unary(
                 '/mtpcluster.v1.Worker/Unload',
                 request_serializer=proto_dot_cluster__pb2.UnloadRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.UnloadReply.FromString,
                 _registered_method=True)
-        self.Holdings = channel.unary_unary(
-                '/mtpcluster.v1.Worker/Holdings',
-                request_serializer=proto_dot_cluster__pb2.HoldingsRequest.SerializeToString,
-                response_deserializer=proto_dot_cluster__pb2.HoldingsReply.FromString,
+        self.ReportState = channel.unary_unary(
+                '/mtpcluster.v1.Worker/ReportState',
+                request_serializer=proto_dot_cluster__pb2.StateReportRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.StateReport.FromString,
                 _registered_method=True)
 
 
@@ -120,7 +120,7 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Holdings(self, request, context):
+    def ReportState(self, request, context):
         """All that the worker keeps of requests: for `status`, and for tests that nothing is left of a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -153,17 +153,17 @@ def add_WorkerServicer_to_server(servicer, server):
             'Signals': grpc.stream_stream_rpc_method_handler(
                     servicer.Signals,
                     request_deserializer=proto_dot_cluster__pb2.Signal.FromString,
-                    response_serializer=proto_dot_cluster__pb2.WorkerPulse.SerializeToString,
+                    response_serializer=proto_dot_cluster__pb2.WorkerStatus.SerializeToString,
             ),
             'Unload': grpc.unary_unary_rpc_method_handler(
                     servicer.Unload,
                     request_deserializer=proto_dot_cluster__pb2.UnloadRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.UnloadReply.SerializeToString,
             ),
-            'Holdings': grpc.unary_unary_rpc_method_handler(
-                    servicer.Holdings,
-                    request_deserializer=proto_dot_cluster__pb2.HoldingsRequest.FromString,
-                    response_serializer=proto_dot_cluster__pb2.HoldingsReply.SerializeToString,
+            'ReportState': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportState,
+                    request_deserializer=proto_dot_cluster__pb2.StateReportRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.StateReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -300,7 +300,7 @@ class Worker:
             target,
             '/mtpcluster.v1.Worker/Signals',
             proto_dot_cluster__pb2.Signal.SerializeToString,
-            proto_dot_cluster__pb2.WorkerPulse.FromString,
+            proto_dot_cluster__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -339,7 +339,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def Holdings(request,
+    def ReportState(request,
             target,
             options=(),
             channel_credentials=None,
@@ -352,9 +352,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/mtpcluster.v1.Worker/Holdings',
-            proto_dot_cluster__pb2.HoldingsRequest.SerializeToString,
-            proto_dot_cluster__pb2.HoldingsReply.FromString,
+            '/mtpcluster.v1.Worker/ReportState',
+            proto_dot_cluster__pb2.StateReportRequest.SerializeToString,
+            proto_dot_cluster__pb2.StateReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError, VersionError
 from proto.frame import MAX_FRAME_TOKENS, MAX_INT, VERSION
 
-MAX_PULSE_MS = 60_000
+MAX_STATUS_INTERVAL_MS = 60_000
 """A worker that speaks less than once a minute cannot be told from a dead one."""
 
 MAX_SIGNAL_BYTES = 128
@@ -27,12 +27,12 @@ class Hello:
 
     coordinator_id: str
     coordinator_name: str
-    pulse_ms: int
+    status_interval_ms: int
 
     def __post_init__(self) -> None:
         if not 0 < len(self.coordinator_id) <= _MAX_NAME or len(self.coordinator_name) > _MAX_NAME:
             raise ProtocolError(f"hello: coordinator id and name have 1 to {_MAX_NAME} characters")
-        _within("pulse_ms", self.pulse_ms, 1, MAX_PULSE_MS)
+        _within("status_interval_ms", self.status_interval_ms, 1, MAX_STATUS_INTERVAL_MS)
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,26 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Of `window`, `kept` tokens were right; its last `trim` go, with every window after it.
+    """Of `window`, `accepted_length` tokens were right; its last `trim` go, with every window after it.
 
     None were right of a window that was sent on a vain hope.
     """
 
     seq_id: int
     window: int
-    kept: int
+    accepted_length: int
     trim: int
 
     def __post_init__(self) -> None:
         _within("seq_id", self.seq_id, 0, MAX_INT)
         _within("window", self.window, 0, MAX_INT)
-        _within("kept", self.kept, 0, MAX_FRAME_TOKENS)
-        _within("trim", self.trim, 0, MAX_FRAME_TOKENS - self.kept)
+        _within("accepted_length", self.accepted_length, 0, MAX_FRAME_TOKENS)
+        _within("trim", self.trim, 0, MAX_FRAME_TOKENS - self.accepted_length)
 
     @property
     def width(self) -> int:
         """Tokens of the window before the rollback."""
-        return self.kept + self.trim
+        return self.accepted_length + self.trim
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,19 @@ class Signal:
 
 def to_message(signal: Signal) -> pb.Signal:
     match signal.body:
-        case Hello(coordinator_id, name, pulse_ms):
+        case Hello(coordinator_id, name, status_interval_ms):
             hello = pb.Hello(
                 coordinator=pb.Coordinator(id=coordinator_id, name=name),
                 protocol_version=VERSION,
-                pulse_ms=pulse_ms,
+                status_interval_ms=status_interval_ms,
             )
             return pb.Signal(epoch=signal.epoch, hello=hello)
         case Heartbeat(number):
             return pb.Signal(epoch=signal.epoch, heartbeat=pb.Heartbeat(number=number))
-        case Rollback(seq_id, window, kept, trim):
-            rollback = pb.Rollback(seq_id=seq_id, window=window, kept=kept, trim=trim)
+        case Rollback(seq_id, window, accepted_length, trim):
+            rollback = pb.Rollback(
+                seq_id=seq_id, window=window, accepted_length=accepted_length, trim=trim
+            )
             return pb.Signal(epoch=signal.epoch, rollback=rollback)
         case Cancel(seq_id):
             return pb.Signal(epoch=signal.epoch, cancel=pb.Cancel(seq_id=seq_id))
@@ -124,12 +126,12 @@ def from_message(message: pb.Signal) -> Signal:
         case "hello":
             hello = message.hello
             check_version(hello.protocol_version)
-            body = Hello(hello.coordinator.id, hello.coordinator.name, hello.pulse_ms)
+            body = Hello(hello.coordinator.id, hello.coordinator.name, hello.status_interval_ms)
         case "heartbeat":
             body = Heartbeat(message.heartbeat.number)
         case "rollback":
             r = message.rollback
-            body = Rollback(r.seq_id, r.window, r.kept, r.trim)
+            body = Rollback(r.seq_id, r.window, r.accepted_length, r.trim)
         case "cancel":
             body = Cancel(message.cancel.seq_id)
         case _:

@@ -26,7 +26,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Commit:
-    """Make the first `kept` tokens of open window `window` permanent.
+    """Make the first `accepted_length` tokens of open window `window` permanent.
 
     Fewer than its width also drops the rest and every window opened after it. Saying it again changes
     nothing.
@@ -35,7 +35,7 @@ class Commit:
     kind: ClassVar[str] = "commit"
     seq_id: int
     window: int
-    kept: int
+    accepted_length: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ Op = Admit | Commit | Evict | SavePrefix | RestorePrefix | DropPrefix
 
 _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
     Admit.kind: (Admit, ("seq_id", "capacity", "prompt")),
-    Commit.kind: (Commit, ("seq_id", "window", "kept")),
+    Commit.kind: (Commit, ("seq_id", "window", "accepted_length")),
     Evict.kind: (Evict, ("seq_id",)),
     SavePrefix.kind: (SavePrefix, ("seq_id", "entry")),
     RestorePrefix.kind: (RestorePrefix, ("seq_id", "entry")),

@@ -21,7 +21,7 @@ class SamplingParams:
     """Everything but the logits that decides the token at a position (DESIGN §6).
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off, as does
-    `xtc_probability` 0; `xtc_spared` are tokens that XTC never removes, besides end of text. Repetition
+    `xtc_probability` 0; `xtc_exempt` are tokens that XTC never removes, besides end of text. Repetition
     penalty covers prompt and output; presence and frequency penalties cover output only (vLLM's reading of
     OpenAI's API). `logprobs` is how many alternatives are reported with each token; None reports none, 0 the
     chosen token alone.
@@ -35,7 +35,7 @@ class SamplingParams:
     min_p: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_spared: tuple[int, ...] = ()
+    xtc_exempt: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -51,8 +51,8 @@ class SamplingParams:
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
         _within("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
-        for token in self.xtc_spared:
-            _within("xtc_spared token", token, 0, 2**32 - 1, whole=True, param="xtc_spared")
+        for token in self.xtc_exempt:
+            _within("xtc_spared token", token, 0, 2**32 - 1, whole=True, param="xtc_exempt")
         _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -106,7 +106,7 @@ class SamplingParams:
         if unknown := set(wire) - known:
             raise ProtocolError(f"unknown sampling parameters: {sorted(map(str, unknown))}")
         try:
-            return cls(**{**wire, "xtc_spared": tuple(wire.get("xtc_spared", ()))})
+            return cls(**{**wire, "xtc_exempt": tuple(wire.get("xtc_exempt", ()))})
         except (RequestError, TypeError, AttributeError) as error:
             raise ProtocolError(f"sampling parameters: {error}") from error
 

@@ -65,14 +65,14 @@ class TokenLogprob:
 class Outcome:
     """What the last stage decided about one segment.
 
-    `kept` of its tokens were right (all, for a prompt chunk). `token` is the target's choice after the
+    `accepted_length` of its tokens were right (all, for a prompt chunk). `token` is the target's choice after the
     last kept one, None when nothing was sampled. `drafts` follow `token`. `logprobs` has one entry for
     each token this outcome emits: the kept drafts, then `token`; empty when not asked for.
     """
 
     seq_id: int
     window: int
-    kept: int
+    accepted_length: int
     token: int | None = None
     drafts: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -115,7 +115,7 @@ def outcome_to_wire(o: Outcome) -> list[Any]:
     return [
         check_int(o.seq_id, "seq_id"),
         check_int(o.window, "window"),
-        check_int(o.kept, "kept"),
+        check_int(o.accepted_length, "accepted_length"),
         None if o.token is None else check_int(o.token, "token", MAX_TOKEN),
         pack_tokens(o.drafts, "drafts"),
         [_logprob_to_wire(p) for p in o.logprobs],
@@ -125,14 +125,16 @@ def outcome_to_wire(o: Outcome) -> list[Any]:
 
 def outcome_from_wire(wire: Any) -> Outcome:
     """Inverse of `outcome_to_wire`. Raises ProtocolError."""
-    seq_id, window, kept, token, packed, logprobs, cancelled = check_row(wire, "outcome", 7)
+    seq_id, window, accepted_length, token, packed, logprobs, cancelled = check_row(
+        wire, "outcome", 7
+    )
     drafts = unpack_tokens(packed, "drafts")
     if len(drafts) > MAX_DRAFTS:
         raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
     return Outcome(
         seq_id=check_int(seq_id, "seq_id"),
         window=check_int(window, "window"),
-        kept=check_int(kept, "kept"),
+        accepted_length=check_int(accepted_length, "accepted_length"),
         token=None if token is None else check_int(token, "token", MAX_TOKEN),
         drafts=drafts,
         logprobs=tuple(

@@ -118,7 +118,7 @@ def _sampling(api: Api, body: GenerationBody, logprobs: int | None) -> SamplingP
         chosen["logit_bias"] = _logit_bias(api, body.logit_bias)
     if chosen.get("xtc_probability"):
         # As mlx-lm's server does: without line breaks code and lists fall apart.
-        chosen["xtc_spared"] = api.tokenizer.encode("\n")
+        chosen["xtc_exempt"] = api.tokenizer.encode("\n")
     return replace(api.model.defaults, logprobs=logprobs, **chosen)
 
 

@@ -66,7 +66,7 @@ class ClusterManager:
         self.clock = clock
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
-            model, options, lambda: self.view, self._happened, self._pulse, clock
+            model, options, lambda: self.view, self._happened, self._worker_status, clock
         )
         self.plan: Plan | None = None
         """The plan that serves or starts; None while there is none or this process serves alone."""
@@ -230,15 +230,17 @@ class ClusterManager:
 
     # ---- what workers say
 
-    def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
+    def _worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """A watched worker told where it stands in the plan in force, or that it cannot go on."""
         pipeline = self.pipeline
-        if not isinstance(pipeline, RemotePipeline) or pulse.epoch != pipeline.epoch:
+        if not isinstance(pipeline, RemotePipeline) or worker_status.epoch != pipeline.epoch:
             return
-        if pulse.HasField("fault"):
-            self._broke(pipeline, pulse.fault.message, self._to_blame(address, pulse.fault))
+        if worker_status.HasField("fault"):
+            self._broke(
+                pipeline, worker_status.fault.message, self._to_blame(address, worker_status.fault)
+            )
         else:
-            pipeline.heard(address, pulse)
+            pipeline.heard(address, worker_status)
 
     def _to_blame(self, address: str, fault: pb.Fault) -> str:
         """For a hop its far end, else the worker that reports the fault."""

@@ -1,6 +1,6 @@
 """The workers there are: found, asked who they are, watched, refused, lost, dismissed.
 
-What happens to them becomes events for the view; what a watched worker says of itself goes to `on_pulse`.
+What happens to them becomes events for the view; what a watched worker says of itself goes to `on_status`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Membership:
         options: ManagerOptions,
         view: Callable[[], View],
         happened: Callable[[Event], None],
-        on_pulse: Callable[[str, pb.WorkerPulse], None],
+        on_status: Callable[[str, pb.WorkerStatus], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class Membership:
         """Workers that are watched, by address."""
         self._view = view
         self._happened = happened
-        self._on_pulse = on_pulse
+        self._on_status = on_status
         self._clock = clock
         self._joining: dict[str, Member] = {}
         """Workers that are watched and have not shown yet that they compute."""
@@ -157,14 +157,14 @@ class Membership:
         self._joining[address] = member
         client.watch(
             self.options.failure_timeout,
-            lambda pulse: self._pulse(address, pulse),
+            lambda worker_status: self._worker_status(address, worker_status),
             lambda error: self._lost(address, error),
         )
 
     def _refusal(self, info: pb.WorkerInfo) -> str:
         """Why a worker cannot serve us, empty when it can."""
-        if info.HasField("claimed_by") and info.claimed_by.id != self.options.me.id:
-            return f"serves coordinator {info.claimed_by.name}"
+        if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
+            return f"serves coordinator {info.leased_to.name}"
         if info.model and info.fingerprint != self.model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
             return f"has another checkpoint ({info.model}, fingerprint {theirs})"
@@ -182,17 +182,17 @@ class Membership:
 
     # ---- watching
 
-    def _pulse(self, address: str, pulse: pb.WorkerPulse) -> None:
-        stall = pulse.engine_stall_ms / 1000
+    def _worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        stall = worker_status.engine_stall_ms / 1000
         if stall > NOTICE_SHARE * self.options.failure_timeout:
             self._lost(address, WorkerLostError("its engine is stuck"))
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})
             self._happened(Seen(joining))
-        if pulse.state == pb.WORKER_STATE_DRAINING:
+        if worker_status.state == pb.WORKER_STATE_DRAINING:
             self._leaves(address)
-        self._on_pulse(address, pulse)
+        self._on_status(address, worker_status)
 
     def _leaves(self, address: str) -> None:
         member = self._view().members.get(address)

@@ -46,4 +46,4 @@ def describe_segment(segment: Segment, outcome: Outcome) -> str:
         return f"{name} stale"
     if not segment.open:
         return f"{name} prompt {segment.width}" + (" sampled" if outcome.token is not None else "")
-    return f"{name} kept {outcome.kept}/{segment.width} drafts {len(outcome.drafts)}"
+    return f"{name} kept {outcome.accepted_length}/{segment.width} drafts {len(outcome.drafts)}"

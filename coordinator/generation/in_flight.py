@@ -14,7 +14,7 @@ class Rejection:
 
     seq_id: int
     window: int
-    kept: int
+    accepted_length: int
     trim: int
 
 

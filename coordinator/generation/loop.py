@@ -187,7 +187,7 @@ class GenerationLoop:
     def _reject(self, settlement: Settlement) -> None:
         assert self.pipeline is not None
         for r in settlement.rejections:
-            self.pipeline.rollback(r.seq_id, r.window, r.kept, r.trim)
+            self.pipeline.rollback(r.seq_id, r.window, r.accepted_length, r.trim)
 
     def _deliver(self, settlement: Settlement) -> None:
         for seq_id, event in settlement.events:

@@ -388,7 +388,7 @@ class Scheduler:
             commit = sequence.commit
             assert commit is not None
             to.rejections.append(
-                Rejection(sequence.seq_id, commit.window, commit.kept, landing.trim)
+                Rejection(sequence.seq_id, commit.window, commit.accepted_length, landing.trim)
             )
         chunk = TokenChunk(
             landing.tokens,
@@ -406,7 +406,7 @@ class Scheduler:
         forget it."""
         if sequence.finished is None:
             return
-        held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.kept])
+        held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.accepted_length])
         to.events.append((sequence.seq_id, Finished(sequence.finished, sequence.stats(now))))
         self._commit(sequence)
         if sequence.request.continued:

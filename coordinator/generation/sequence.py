@@ -150,26 +150,26 @@ class Sequence:
         Sets `finished` when the text ends; a stop token ends it and is not emitted.
         """
         window = self.flight.popleft()
-        taken = self._take((*window.tokens[1 : outcome.kept], _token(outcome)))
+        taken = self._take((*window.tokens[1 : outcome.accepted_length], _token(outcome)))
         self.drafts = self._before_stop(outcome.drafts)
         landing = Landing(taken)
         # Drafts behind the end of the text are no one's success or failure.
         judged = window.tokens[1:] if self.finished is None else window.tokens[1 : len(taken) + 1]
         for i in range(1, len(judged) + 1):
-            landing.count(window.first + i, i < outcome.kept)
-        whole = outcome.kept == len(window.tokens)
+            landing.count(window.first + i, i < outcome.accepted_length)
+        whole = outcome.accepted_length == len(window.tokens)
         hoped = self.flight[0] if whole and self.flight else None
         stands = hoped is not None and hoped.tokens[0] == outcome.token and self.finished is None
         if hoped is not None and self.finished is None:
             landing.count(hoped.first, stands)
-        self.commit = Commit(self.seq_id, window.number, outcome.kept)
+        self.commit = Commit(self.seq_id, window.number, outcome.accepted_length)
         if hoped is not None and not stands:
             self.commit = Commit(self.seq_id, hoped.number, 0)
         if not stands:
             self._flush(landing, counted=whole)
         if not self.flight or self.shape is None or self.shape.fill > 1:
             self.shape = None  # else what is in flight comes home first
-        landing.trim += len(window.tokens) - outcome.kept
+        landing.trim += len(window.tokens) - outcome.accepted_length
         self._note(landing)
         return landing
 

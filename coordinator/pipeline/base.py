@@ -30,7 +30,7 @@ class Pipeline(Protocol):
         """
         ...
 
-    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
         """Tell every stage at once that a window lost tokens."""
         ...
 

@@ -26,7 +26,7 @@ from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.span import Span
 from proto.terminal.progress_bar import OnProgress, byte_bar
-from worker.engine.deadline import Allowance
+from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
 from worker.engine.stage_engine import StageEngine
@@ -66,7 +66,7 @@ class LocalModel:
         )
         whole = Span(0, len(costs.layers))
         weights = sum(layer.weight_bytes for layer in costs.layers)
-        weights += costs.embed_bytes + costs.tail_bytes
+        weights += costs.embed_bytes + costs.last_stage_bytes
         limit = default_memory_limit()
         room = Room("this machine", whole, True, limit, weights, reserve_bytes(costs))
         context = self.checkpoint.config.max_positions
@@ -77,11 +77,11 @@ class LocalModel:
     ) -> list[Stage]:
         """The stages, in order. Runs on the thread that will compute with them, whose watchdog `expect(seconds)` tells
         what the next part may take."""
-        allowance = part_seconds(max(self.checkpoint.part_bytes().values()))
-        expect(allowance)
+        seconds = part_seconds(max(self.checkpoint.part_bytes().values()))
+        expect(seconds)
 
         def report(done: int, total: int) -> None:
-            expect(allowance)
+            expect(seconds)
             if on_progress is not None:
                 on_progress(done, total)
 
@@ -115,7 +115,7 @@ class LocalPipeline:
         self.capacity = model.capacity()
         self.thread = EngineThread()
         self._model = model
-        self._allowance = Allowance(compile_seconds())
+        self._deadline_estimate = DeadlineEstimate(compile_seconds())
         self._engines: list[StageEngine] = []
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._watchdog: asyncio.Task[ClusterError] | None = None
@@ -169,7 +169,7 @@ class LocalPipeline:
         if not self._engines:
             return  # an earlier frame has failed
         started = time.monotonic()
-        self.thread.expect(self._allowance.seconds(frame))
+        self.thread.expect(self._deadline_estimate.seconds(frame))
         result: Frame | ClusterError
         try:
             result = self._chain(frame)
@@ -180,7 +180,7 @@ class LocalPipeline:
             told = error if isinstance(error, ClusterError) else _lost("the engine failed", error)
             result = _without_frames(told)
         else:
-            self._allowance.observe(frame, time.monotonic() - started)
+            self._deadline_estimate.observe(frame, time.monotonic() - started)
         # Not from within `except`: until its end, the error there leads to the engine.
         self.thread.post(self._outbox.put_nowait, result)
 
@@ -197,7 +197,7 @@ class LocalPipeline:
             raise result
         return result
 
-    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
         """Nothing to tell: on one thread, the next frame's header comes as soon as a signal would."""
 
     def cancel(self, seq_id: int) -> None:

@@ -113,16 +113,16 @@ class RemotePipeline:
             self.suspect = suspect
             self._results.put_nowait(error)
 
-    def heard(self, address: str, pulse: pb.WorkerPulse) -> None:
+    def heard(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """A worker of this plan told where it stands: see whether its frames move."""
         now = self.clock()
         for stage, worker in enumerate(self.workers):
             if worker.address == address:
                 self.progress.hear(
                     stage,
-                    pulse.frames_done,
-                    pulse.busy_us,
-                    writing=pulse.link_stall_ms > 0,
+                    worker_status.frames_done,
+                    worker_status.busy_us,
+                    writing=worker_status.link_stall_ms > 0,
                     now=now,
                 )
         still = self.progress.still
@@ -155,8 +155,8 @@ class RemotePipeline:
 
     # ---- signals
 
-    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
-        self._broadcast(Signal(self.epoch, Rollback(seq_id, window, kept, trim)))
+    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
+        self._broadcast(Signal(self.epoch, Rollback(seq_id, window, accepted_length, trim)))
 
     def cancel(self, seq_id: int) -> None:
         self._broadcast(Signal(self.epoch, Cancel(seq_id)))

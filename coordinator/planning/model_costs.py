@@ -56,12 +56,14 @@ def model_costs(
     return ModelCosts(
         layers=tuple(layers),
         embed_bytes=sizes["embed"][0],
-        tail_bytes=sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0),
+        last_stage_bytes=sizes["norm"][0]
+        + (0 if tied else lm_head)
+        + (sizes["mtp"][0] if head else 0),
         lm_head_seconds=lm_head_active / REFERENCE_BANDWIDTH,
         draft_seconds=(sizes["mtp"][1] + lm_head_active) / REFERENCE_BANDWIDTH if head else 0.0,
         head_kv_bytes=kv_bytes if head else 0,
         head_state_bytes=MOST_WAITING * config.hidden_size * itemsize if head else 0,
-        tail_needs_embed=head or tied,
+        last_stage_needs_embed=head or tied,
     )
 
 

@@ -39,21 +39,21 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model as a planner sees it. `tail_bytes`: final norm, lm_head and MTP head, without an embedding.
+    """A model as a planner sees it. `last_stage_bytes`: final norm, lm_head and MTP head, without an embedding.
 
     `draft_seconds` is one step of the MTP head, lm_head included; `head_kv_bytes` its K/V bytes a token, and
     `head_state_bytes` the hidden states of a sequence that may wait for it.
-    `tail_needs_embed`: the last stage holds a copy of the embedding (tied lm_head, or MTP head).
+    `last_stage_needs_embed`: the last stage holds a copy of the embedding (tied lm_head, or MTP head).
     """
 
     layers: tuple[LayerCost, ...]
     embed_bytes: int = 0
-    tail_bytes: int = 0
+    last_stage_bytes: int = 0
     lm_head_seconds: float = 0.0
     draft_seconds: float = 0.0
     head_kv_bytes: int = 0
     head_state_bytes: int = 0
-    tail_needs_embed: bool = False
+    last_stage_needs_embed: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class _Costs:
         ]
         self.weight_bytes = self._sums([layer.weight_bytes for layer in model.layers])
         self.weight_bytes[0, :] += model.embed_bytes
-        copy = model.embed_bytes if model.tail_needs_embed else 0
-        self.weight_bytes[1:, -1] += model.tail_bytes + copy
-        self.weight_bytes[0, -1] += model.tail_bytes
+        copy = model.embed_bytes if model.last_stage_needs_embed else 0
+        self.weight_bytes[1:, -1] += model.last_stage_bytes + copy
+        self.weight_bytes[0, -1] += model.last_stage_bytes
         self.cache_bytes = self._sums(caches) + workload.reserve_bytes
         self.cache_bytes[:, -1] += model.head_kv_bytes * workload.kv_tokens
 

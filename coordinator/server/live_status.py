@@ -86,7 +86,7 @@ class LiveStatus:
         assert self.manager is not None
         view, times = self.manager.view, self.loop.meter.stage_ms
         client = self.manager.clients.get(member.address)
-        pulse = client.pulse if client else None
+        worker_status = client.worker_status if client else None
         in_use = stage is not None and member.address in view.serving
         done, total = self.manager.loads.done.get(member.address, (0, 0))
         loading = view.phase is Phase.STARTING and member.address in view.serving
@@ -96,7 +96,7 @@ class LiveStatus:
             span=str(stage[1].span) if stage and in_use else None,
             health=_health(member, in_use=in_use, loading=loading),
             detail=_detail(member, view.now),
-            memory_used=pulse.memory_used if pulse else 0,
+            memory_used=worker_status.memory_used if worker_status else 0,
             memory_limit=member.memory_limit,
             loaded=done / total if loading and total else None,
             stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,

@@ -32,7 +32,7 @@ CONTROL_SECONDS = 15.0
 LOAD_SILENCE_SECONDS = 120.0
 """A load that reports no progress for so long is stuck: one part of a large model on a slow disk takes seconds."""
 
-PULSES_A_TIMEOUT = 6
+STATUSES_PER_TIMEOUT = 6
 """Pulses asked for within one failure timeout: a few may be late without a false alarm."""
 
 NOTICE_SHARE = 2 / 3
@@ -55,7 +55,7 @@ class WorkerClient:
         self._stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self.pulse: pb.WorkerPulse | None = None
+        self.worker_status: pb.WorkerStatus | None = None
         self.pulse_at = 0.0
 
     # ---- control
@@ -166,10 +166,10 @@ class WorkerClient:
         request = pb.UnloadRequest(coordinator=self.me, epoch=epoch)
         await self._call(self._stub.Unload(request, timeout=CONTROL_SECONDS))
 
-    async def holdings(self) -> pb.HoldingsReply:
-        request = pb.HoldingsRequest(coordinator=self.me)
-        reply: pb.HoldingsReply = await self._call(
-            self._stub.Holdings(request, timeout=CONTROL_SECONDS)
+    async def report_state(self) -> pb.StateReport:
+        request = pb.StateReportRequest(coordinator=self.me)
+        reply: pb.StateReport = await self._call(
+            self._stub.ReportState(request, timeout=CONTROL_SECONDS)
         )
         return reply
 
@@ -178,13 +178,13 @@ class WorkerClient:
     def watch(
         self,
         failure_timeout: float,
-        on_pulse: Callable[[pb.WorkerPulse], None],
+        on_status: Callable[[pb.WorkerStatus], None],
         on_lost: Callable[[ClusterError], None],
     ) -> None:
         """Open the Signals stream: beat, and hear pulses. `on_lost` is called once, when it ends or falls silent."""
-        interval = failure_timeout / PULSES_A_TIMEOUT
+        interval = failure_timeout / STATUSES_PER_TIMEOUT
         self._tasks = [
-            asyncio.create_task(self._hear(failure_timeout, interval, on_pulse, on_lost)),
+            asyncio.create_task(self._hear(failure_timeout, interval, on_status, on_lost)),
             asyncio.create_task(self._beat(interval)),
         ]
 
@@ -208,18 +208,18 @@ class WorkerClient:
         self,
         failure_timeout: float,
         interval: float,
-        on_pulse: Callable[[pb.WorkerPulse], None],
+        on_status: Callable[[pb.WorkerStatus], None],
         on_lost: Callable[[ClusterError], None],
     ) -> None:
         call = self._stub.Signals()
         speaking = asyncio.create_task(self._speak(call, interval))
         try:
             while True:
-                pulse = await _in_time(call.read(), failure_timeout)
-                if not isinstance(pulse, pb.WorkerPulse):  # grpc.aio.EOF
+                worker_status = await _in_time(call.read(), failure_timeout)
+                if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} closed its signal stream")
-                self.pulse, self.pulse_at = pulse, time.monotonic()
-                on_pulse(pulse)
+                self.worker_status, self.pulse_at = worker_status, time.monotonic()
+                on_status(worker_status)
         except TimeoutError:
             on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
         except grpc.aio.AioRpcError as error:

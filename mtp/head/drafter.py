@@ -119,13 +119,13 @@ class Drafter:
         embed: Callable[[mx.array], mx.array],
         unembed: Callable[[mx.array], mx.array],
         kv_format: KVFormat,
-        spared: Sequence[int] = (),
+        exempt: Sequence[int] = (),
     ) -> None:
         self.head = head
         self.embed = embed
         self.unembed = unembed
         self.kv_format = kv_format
-        self.spared = tuple(spared)
+        self.exempt = tuple(exempt)
         """Tokens that XTC never removes, as for the target."""
 
     def new_state(self) -> HeadState:
@@ -160,7 +160,7 @@ class Drafter:
         true pairs only.
         """
         hidden = self.catch_up([job.state for job in jobs])
-        chains = [_Chain(job, self.spared) for job in jobs]
+        chains = [_Chain(job, self.exempt) for job in jobs]
         active = chains
         for step in range(max(job.depth for job in jobs)):
             if step > 0:
@@ -180,8 +180,8 @@ class Drafter:
 class _Chain:
     """The drafts of one job as they are drawn, `[1]` and lazy each."""
 
-    def __init__(self, job: DraftJob, spared: tuple[int, ...]) -> None:
-        self.spared = spared
+    def __init__(self, job: DraftJob, exempt: tuple[int, ...]) -> None:
+        self.exempt = exempt
         self.job = job
         self.tokens: list[mx.array] = []
         self.scores: list[mx.array] = []
@@ -192,12 +192,12 @@ class _Chain:
         position = job.position + 1 + len(self.tokens)
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
         if job.ratio:
-            scores = filtered(logits, job.params, position, job.history, pending, self.spared)
+            scores = filtered(logits, job.params, position, job.history, pending, self.exempt)
             self.scores.append(scores)
             self.tokens.append(drawn(scores, job.params.seed, position, Stream.DRAFT))
         else:
             self.tokens.append(
-                choose(logits, job.params, position, job.history, pending, self.spared)
+                choose(logits, job.params, position, job.history, pending, self.exempt)
             )
 
     def end(self) -> Drafts:

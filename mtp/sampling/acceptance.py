@@ -31,7 +31,9 @@ from mtp.sampling.history import Tokens, token_array
 from mtp.sampling.noise import Stream, gumbel, uniform
 
 
-def kept(window: Sequence[int], targets: Sequence[int], expected: int | None = None) -> int:
+def accepted_length(
+    window: Sequence[int], targets: Sequence[int], expected: int | None = None
+) -> int:
     """How many tokens of `window` are right, given `targets`, one for each of its rows.
 
     `expected` is the target for the window's first token when the window was sent on the hope that the one
@@ -52,7 +54,7 @@ def ratio_targets(
     seed: int,
     first_position: int,
 ) -> mx.array:
-    """Targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `kept`.
+    """Targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `accepted_length`.
 
     `target_scores` `[w, vocab]` and `draft_scores` `[k, vocab]` are the target's and the head's `filters.filtered`
     logits; row i is of position `first_position + i`, where `drafts[i]` stands, drawn with `Stream.DRAFT`. k is w - 1,

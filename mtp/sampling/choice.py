@@ -23,18 +23,18 @@ def choose(
     first_position: int,
     history: History | None = None,
     pending: Tokens = (),
-    spared: Sequence[int] = (),
+    exempt: Sequence[int] = (),
 ) -> mx.array:
     """Tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`; `history`, `pending` and `spared` are as `filters.filtered` says.
+    Row i predicts position `first_position + i`; `history`, `pending` and `exempt` are as `filters.filtered` says.
     Greedy takes bias and penalties, and no filter: none but XTC could change the best token, and XTC is
     a way to draw (mlx-lm's reading too).
     """
     if params.greedy:
         scores = adjusted(logits, params, history, pending)
         return mx.argmax(scores, axis=-1).astype(mx.int32)
-    scores = filtered(logits, params, first_position, history, pending, spared)
+    scores = filtered(logits, params, first_position, history, pending, exempt)
     return drawn(scores, params.seed, first_position)
 
 

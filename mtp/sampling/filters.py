@@ -51,12 +51,12 @@ def filtered(
     first_position: int,
     history: History | None = None,
     pending: Tokens = (),
-    spared: Sequence[int] = (),
+    exempt: Sequence[int] = (),
 ) -> mx.array:
     """Scores whose softmax is the distribution of the tokens at `first_position` and after: fp32 `[w, vocab]`.
 
     `logits` is `[w, vocab]` of any float type; row i predicts position `first_position + i`. A removed token's
-    score is -inf, and each row keeps at least one. `spared` are tokens XTC never removes, besides those of `params`:
+    score is -inf, and each row keeps at least one. `exempt` are tokens XTC never removes, besides those of `params`:
     end of text should be, lest it make the model unable to stop. Not for greedy params: see `sampling.choose`.
     """
     scores = adjusted(logits, params, history, pending)
@@ -69,8 +69,8 @@ def filtered(
         positions = range(first_position, first_position + scores.shape[0])
         draw = uniform(params.seed, positions, Stream.XTC)
         acts = (draw < params.xtc_probability)[:, None]
-        spared = (*spared, *params.xtc_spared)
-        scores = mx.where(acts, _top_excluded(scores, params.xtc_threshold, spared), scores)
+        exempt = (*exempt, *params.xtc_exempt)
+        scores = mx.where(acts, _top_excluded(scores, params.xtc_threshold, exempt), scores)
     return scores
 
 
@@ -114,11 +114,11 @@ def _top(scores: mx.array, top_k: int, top_p: float) -> mx.array:
     return mx.where(scores < mx.take_along_axis(best, dropped, axis=-1), -mx.inf, scores)
 
 
-def _top_excluded(scores: mx.array, threshold: float, spared: Sequence[int]) -> mx.array:
+def _top_excluded(scores: mx.array, threshold: float, exempt: Sequence[int]) -> mx.array:
     """XTC: of the tokens above `threshold`, remove all but the least likely."""
     probability = mx.softmax(scores, axis=-1)
     above = mx.where(probability > threshold, probability, mx.inf)
     removed = probability > above.min(axis=-1, keepdims=True)
-    if spared:
-        removed[:, token_array(spared)] = False
+    if exempt:
+        removed[:, token_array(exempt)] = False
     return mx.where(removed, -mx.inf, scores)

@@ -51,7 +51,7 @@ def tokens_per_window(found: Sequence[Answered]) -> float:
 
 def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dict[str, list[float]]:
     """Print one row a temperature and rule; greedy is the same under both. Returns the shares by position of each."""
-    kept: dict[str, list[float]] = {}
+    accepted_length: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else RULES[:1]:
             params = SamplingParams(temperature=temperature, acceptance=rule)
@@ -63,10 +63,10 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
             label = f"T = {temperature}" if temperature else "greedy"
             mean = tokens_per_window(found)
             shown = rule if temperature else "both"
-            kept[f"{name}, {label}, {shown}"] = by_position(found)
+            accepted_length[f"{name}, {label}, {shown}"] = by_position(found)
             shares = " | ".join(f"{share:.1%}" for share in by_position(found))
             print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
-    return kept
+    return accepted_length
 
 
 def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
@@ -102,9 +102,9 @@ def main() -> None:
     positions = " | ".join(f"{i + 1}" for i in range(DEPTH))
     print(f"| text | temperature | rule | {positions} | tokens a window |")
     print("| --- " * (DEPTH + 4) + "|")
-    kept = acceptance_rows(options.model, "held out", held_out, options.tokens)
+    accepted_length = acceptance_rows(options.model, "held out", held_out, options.tokens)
     seen = seen_prompts(tokenizer, options.prompts)
-    kept |= acceptance_rows(options.model, "seen", seen, options.tokens)
+    accepted_length |= acceptance_rows(options.model, "seen", seen, options.tokens)
     print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
     print("| --- " * 5 + "|")
     coupled = {f"simulated at {d}": rates(*simulated(d)) for d in DISTANCES}
@@ -115,10 +115,14 @@ def main() -> None:
         "acceptance",
         {
             "options": {**vars(options), "model": options.model.name},
-            "kept by position": kept,
+            "kept by position": accepted_length,
             "coupling": {name: asdict(rate) for name, rate in coupled.items()},
         },
-        {"drafts kept": lines(range(1, DEPTH + 1), kept, "position", "share of windows")},
+        {
+            "drafts kept": lines(
+                range(1, DEPTH + 1), accepted_length, "position", "share of windows"
+            )
+        },
     )
 
 

@@ -118,7 +118,7 @@ def of_model(
         chain.draft_logits.clear()
         outcome = script.run(chain, script.next_window(drafts=depth))
         target = filtered(chain.logits[0], params, 0)
-        for position in range(min(outcome.kept, depth)):
+        for position in range(min(outcome.accepted_length, depth)):
             p[position].append(np.array(mx.softmax(target[position])).astype(np.float64))
             q[position].append(np.array(mx.softmax(heads[position][0])).astype(np.float64))
     for ps, qs in zip(p, q, strict=True):
@@ -160,9 +160,11 @@ def main() -> None:
         "coupling",
         {name: {"pairs": count, **asdict(rate)} for name, count, rate in rows},
         {
-            "shared noise": bars({name: rate.shared for name, _, rate in rows}, "kept"),
-            "best coupling": bars({name: rate.best for name, _, rate in rows}, "kept"),
-            "greedy draft": bars({name: rate.greedy_draft for name, _, rate in rows}, "kept"),
+            "shared noise": bars({name: rate.shared for name, _, rate in rows}, "accepted_length"),
+            "best coupling": bars({name: rate.best for name, _, rate in rows}, "accepted_length"),
+            "greedy draft": bars(
+                {name: rate.greedy_draft for name, _, rate in rows}, "accepted_length"
+            ),
         },
     )
 

@@ -214,19 +214,19 @@ def main() -> None:
         rounds = against_stock(folder, model, prompts, options.rounds, options.tokens)
         print(table(rounds), flush=True)
         prefix = prefix_cache(folder, model, prompts, options.rounds)
-    kept = prefix_ratios(prefix)
+    accepted_length = prefix_ratios(prefix)
     medians = ", ".join(
         f"{name} {statistics.median(values):.3f} s" for name, values in prefix.items()
     )
     print(f"\nprefix cache, first token of {LONG}: {medians}")
-    print(", ".join(f"{name}: {ratio:.3f}" for name, ratio in kept.items()))
+    print(", ".join(f"{name}: {ratio:.3f}" for name, ratio in accepted_length.items()))
     ratios = speedups(rounds)
     publish(
         "servers",
         {"options": vars(options), "rounds": rounds, "speedups": ratios}
-        | {"prefix rounds": prefix, "prefix ratios": kept},
+        | {"prefix rounds": prefix, "prefix ratios": accepted_length},
         {figure: bars(ratios[figure], "times as fast as") for figure in TARGETS}
-        | {"prefix cache": bars(kept, "time ratio")},
+        | {"prefix cache": bars(accepted_length, "time ratio")},
     )
 
 

@@ -86,7 +86,7 @@ def as_request(body: Body) -> GenerationRequest:
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
     if given.get("xtc_probability"):  # the API spares line breaks
-        given["xtc_spared"] = Tokenizer.load(checkpoint_dir()).encode("\n")
+        given["xtc_exempt"] = Tokenizer.load(checkpoint_dir()).encode("\n")
     return GenerationRequest(prompt, most, SamplingParams(logprobs=0, **given))
 
 
@@ -147,11 +147,11 @@ def status_of(url: str) -> dict[str, Any]:
     return found
 
 
-def holdings(address: str) -> pb.HoldingsReply:
+def report_state(address: str) -> pb.StateReport:
     """What a worker says it holds."""
     with grpc.insecure_channel(address) as channel:
-        reply: pb.HoldingsReply = pb_grpc.WorkerStub(channel).Holdings(
-            pb.HoldingsRequest(), timeout=10
+        reply: pb.StateReport = pb_grpc.WorkerStub(channel).ReportState(
+            pb.StateReportRequest(), timeout=10
         )
         return reply
 
@@ -159,10 +159,10 @@ def holdings(address: str) -> pb.HoldingsReply:
 def assert_nothing_is_held(addresses: Sequence[str]) -> None:
     """No worker holds any sequence, soon: prefixes may stay, that is what they are for."""
     deadline = time.monotonic() + GONE_SECONDS
-    while left := [s for address in addresses for s in holdings(address).sequences]:
+    while left := [s for address in addresses for s in report_state(address).sequences]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    prefixes = [[(p.entry, p.length) for p in holdings(a).prefixes] for a in addresses]
+    prefixes = [[(p.entry, p.length) for p in report_state(a).prefixes] for a in addresses]
     assert all(held == prefixes[0] for held in prefixes), prefixes
 
 

@@ -473,11 +473,11 @@ async def let_go(team: Team, seconds: float) -> None:
     for worker in team.workers:
         client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
         try:
-            info, held = await client.describe(), await client.holdings()
-            while info.HasField("claimed_by") or held.sequences:
+            info, held = await client.describe(), await client.report_state()
+            while info.HasField("leased_to") or held.sequences:
                 assert time.monotonic() < started + DEADLINE, (worker.name, info, held)
                 await asyncio.sleep(0.02)
-                info, held = await client.describe(), await client.holdings()
+                info, held = await client.describe(), await client.report_state()
             assert info.HasField("loaded")
         finally:
             await client.close()

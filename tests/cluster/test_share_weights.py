@@ -139,7 +139,7 @@ def size_of(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def kept(home: Path) -> dict[str, int]:
+def accepted_length(home: Path) -> dict[str, int]:
     """Parts a worker has on its disk, and their sizes."""
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
 
@@ -159,7 +159,7 @@ async def test_a_cluster_of_workers_without_files(
     hub.sent.clear()
     model = served(checkpoint, share=share, hub=hub)
     assert await answer_from(model, workers) == expected
-    first, second = kept(homes / "a"), kept(homes / "b")
+    first, second = accepted_length(homes / "a"), accepted_length(homes / "b")
     assert first.keys() & second.keys() == {"embed"}
     assert first.keys() | second.keys() == {
         *(part for part, size in checkpoint.part_bytes().items() if size)
@@ -208,7 +208,9 @@ async def test_the_commands_people_type(
             said = await client.post(f"{coordinator.url}/v1/completions", json=asked)
     assert said.json()["choices"][0]["text"] == expected
     sizes = checkpoint.part_bytes()
-    fetched = sum(sizes[part] for worker in workers for part in kept(homes / worker.name))
+    fetched = sum(
+        sizes[part] for worker in workers for part in accepted_length(homes / worker.name)
+    )
     assert fetched == sum(sizes.values()) + sizes["embed"]
     assert hub.weights_sent == (0 if share else size_of(source) + fetched)
 
@@ -383,4 +385,4 @@ async def test_damage_on_the_wire_is_one_clear_error(
             await provider.give(client, stage_of(checkpoint, Span(4, 6), provider), silent)
     await client.unload(1)
     await client.close()
-    assert kept(homes / "a") == {}
+    assert accepted_length(homes / "a") == {}

@@ -81,13 +81,13 @@ def wire(
         ) as coordinator,
     ):
         messages = taps[0].messages
-        _hear_pulses(messages)
+        _hear_statuses(messages)
         before = len(messages)
         body = {"prompt": list(range(7, 40)), "max_tokens": 60, "ignore_eos": True, "seed": 1}
         reply = httpx.post(f"{coordinator.url}/v1/completions", json=body, timeout=60)
         usage = reply.json()["usage"]["completion_tokens_details"]
         _wait_until(lambda: _over(messages[before:]), "the last frame came back")
-        _hear_pulses(messages)
+        _hear_statuses(messages)
         numbered = _by_stage(messages)
         return Wire(
             request.param == "filled",
@@ -108,19 +108,19 @@ def _by_stage(messages: list[Message]) -> list[Message]:
     return [replace(m, worker=order.index(m.worker)) for m in messages]
 
 
-def _pulses(messages: list[Message], worker: int) -> list[pb.WorkerPulse]:
+def _statuses(messages: list[Message], worker: int) -> list[pb.WorkerStatus]:
     return [
-        pb.WorkerPulse.FromString(m.data)
+        pb.WorkerStatus.FromString(m.data)
         for m in messages
         if (m.method, m.inward, m.worker) == (SIGNALS, False, worker)
     ]
 
 
-def _hear_pulses(messages: list[Message]) -> None:
+def _hear_statuses(messages: list[Message]) -> None:
     """Two more of every worker: the second was surely begun after this call."""
     start = len(messages)
     _wait_until(
-        lambda: all(len(_pulses(messages[start:], worker)) >= 2 for worker in range(STAGES)),
+        lambda: all(len(_statuses(messages[start:], worker)) >= 2 for worker in range(STAGES)),
         "pulses of all",
     )
 
@@ -170,25 +170,27 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     rejected: list[tuple[int, int, int, int]] = []
     for s, o in results:
         if o.cancelled:  # void with the rejection before it, whose signal counts its tokens
-            seq_id, window, kept, trim = rejected.pop()
-            rejected.append((seq_id, window, kept, trim + s.width))
-        elif o.kept < s.width:
-            rejected.append((s.seq_id, s.window, o.kept, s.width - o.kept))
+            seq_id, window, accepted_length, trim = rejected.pop()
+            rejected.append((seq_id, window, accepted_length, trim + s.width))
+        elif o.accepted_length < s.width:
+            rejected.append((s.seq_id, s.window, o.accepted_length, s.width - o.accepted_length))
     assert len(rejected) > 5
     for worker in range(STAGES):
         told = wire.rollbacks(worker)
-        assert [(r.seq_id, r.window, r.kept, r.trim) for r, _ in told] == rejected
+        assert [(r.seq_id, r.window, r.accepted_length, r.trim) for r, _ in told] == rejected
         assert max(size for _, size in told) <= MAX_SIGNAL_BYTES == 128
     void = [o for _, o in results if o.cancelled]
     assert len(void) > 5 if wire.filled else not void
-    assert all((o.kept, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void)
+    assert all(
+        (o.accepted_length, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void
+    )
     truth = None
     for (old, outcome), (new, _) in pairwise((s, o) for s, o in results if not o.cancelled):
         truth = truth if outcome.token is None else outcome.token
-        assert new.position == old.position + outcome.kept
+        assert new.position == old.position + outcome.accepted_length
         if not wire.filled:
             assert new.tokens == (truth, *outcome.drafts)
-        elif outcome.kept < old.width:
+        elif outcome.accepted_length < old.width:
             assert new.tokens == (truth,)
     assert wire.rejected == sum(trim for *_, trim in rejected)
 
@@ -218,7 +220,7 @@ def test_what_signals_carry(wire: Wire) -> None:
 def test_workers_count_what_the_tap_sees(wire: Wire) -> None:
     """A worker's pulse tells the bytes and messages of its hops as they were: what `status` and metrics add up."""
     for worker in range(STAGES):
-        first, last = _pulses(wire.before, worker)[-1], _pulses(wire.messages, worker)[-1]
+        first, last = _statuses(wire.before, worker)[-1], _statuses(wire.messages, worker)[-1]
         came = [m for m in wire.messages if m.method == FRAMES and m.worker == worker]
         assert last.messages_in - first.messages_in == len(came)
         assert last.bytes_in - first.bytes_in == sum(len(m.data) for m in came)

@@ -128,7 +128,7 @@ def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
     engine = new_engines(stages)[0]
     engine.process(Frame(1, 0, (Admit(0, 12, 2),), (Segment(0, 0, 0, (1, 2)),)))
     engine.process(Frame(1, 1, (SavePrefix(0, 0),)))
-    entry = engine.holdings().prefixes[0].nbytes
+    entry = engine.report_state().prefixes[0].nbytes
     assert 0 < entry <= PREFIX_BYTES < 9 * entry
     with pytest.raises(ProtocolError, match="budget"):
         engine.process(Frame(1, 2, tuple(SavePrefix(0, number) for number in range(1, 9))))
@@ -145,7 +145,7 @@ def new_engines(stages: Sequence[Stage]) -> list[StageEngine]:
 
 
 def check_budget(engine: StageEngine) -> None:
-    held = engine.holdings()
+    held = engine.report_state()
     assert len(held.sequences) <= BUDGET.sequences
     assert sum(s.capacity for s in held.sequences) <= BUDGET.kv_tokens
     assert all(s.committed <= s.capacity for s in held.sequences)

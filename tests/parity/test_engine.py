@@ -47,7 +47,7 @@ def test_frames_come_in_order_and_of_this_epoch(checkpoints: Checkpoints) -> Non
         with pytest.raises(StaleEpochError, match=f"epoch {epoch}"):
             engine.process(replace(admit, epoch=epoch))
     out = engine.process(admit)
-    assert out.outcomes == (Outcome(0, 0, kept=3),)
+    assert out.outcomes == (Outcome(0, 0, accepted_length=3),)
     with pytest.raises(ProtocolError, match="frame 0 came where 1 was expected"):
         engine.process(admit)
 
@@ -119,7 +119,7 @@ def test_each_stage_adds_its_time_and_operations_alone_make_a_frame(
     out = chain.send(ops=[Admit(0, 100, 3)])
     assert len(out.stage_us) == 3 and out.outcomes == () and out.dtype == ""
     chain.send(ops=[Evict(0), Evict(7)])
-    assert all(engine.holdings().sequences == () for engine in chain.engines)
+    assert all(engine.report_state().sequences == () for engine in chain.engines)
 
 
 # ---- prefixes
@@ -139,7 +139,7 @@ def _continue(chain: Chain, script: Script) -> list[Outcome]:
 
 
 def _said(outcomes: list[Outcome]) -> list[tuple[object, ...]]:
-    return [(o.kept, o.token, o.drafts, o.logprobs) for o in outcomes]
+    return [(o.accepted_length, o.token, o.drafts, o.logprobs) for o in outcomes]
 
 
 def _restored(seq_id: int, tokens: list[int]) -> Script:
@@ -178,7 +178,7 @@ def test_going_on_from_a_prefix_is_going_on_after_reading_it(
     path = checkpoints(layers=4)
     text = random_tokens(LONG)
     chain = _save(path, when, bits, text)
-    size = [h.nbytes for engine in chain.engines for h in engine.holdings().prefixes]
+    size = [h.nbytes for engine in chain.engines for h in engine.report_state().prefixes]
     for seq_id, tokens in ((1, text), (2, [*text[:PREFIX], *random_tokens(5, seed=8)]), (3, text)):
         fresh = Chain(path, (2,), KVFormat(bits, 32))
         reader = Script(seq_id, tokens, PARAMS)
@@ -188,9 +188,9 @@ def test_going_on_from_a_prefix_is_going_on_after_reading_it(
         assert same(chain.state(seq_id), fresh.state(seq_id))
         assert same(chain.head_state(seq_id), fresh.head_state(seq_id))
         assert mx.array_equal(chain.logits[seq_id], fresh.logits[seq_id])
-    assert size == [h.nbytes for engine in chain.engines for h in engine.holdings().prefixes]
+    assert size == [h.nbytes for engine in chain.engines for h in engine.report_state().prefixes]
     chain.send(ops=[DropPrefix(5), DropPrefix(5)])
-    assert all(engine.holdings().prefixes == () for engine in chain.engines)
+    assert all(engine.report_state().prefixes == () for engine in chain.engines)
 
 
 def test_a_prefix_outlives_its_sequence(checkpoints: Checkpoints) -> None:

@@ -120,13 +120,13 @@ def test_the_cache_never_drifts_from_the_text(
     chain = Chain(path, (2,))
     script = Script(0, list(stock.prompt))
     script.run(chain, script.chunk(PROMPT, drafts=2))
-    head = chain.verifier.tails[0].head
+    head = chain.verifier.states[0].head
     assert head is not None
     for turn in range(16):
         outcome = script.run(
             chain, script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
         )
-        assert outcome.kept and head.length == script.fed == len(script.known) - 1
+        assert outcome.accepted_length and head.length == script.fed == len(script.known) - 1
         if turn % 4 == 3:
             assert same(chain.head_state(0), _fresh_head(path, script.known[:-1]))
     assert script.known == stock.tokens[: len(script.known)]
@@ -141,7 +141,7 @@ def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Check
         chain = Chain(path)
         script = Script(0, random_tokens(PROMPT))
         script.run(chain, script.chunk(PROMPT, drafts=depth))
-        head = chain.verifier.tails[0].head
+        head = chain.verifier.states[0].head
         assert head is not None
         for _ in range(MOST_WAITING + 9):
             script.drafts = ()
@@ -235,17 +235,17 @@ def test_text_and_logprobs_do_not_depend_on_depth(
         chain = Chain(path, (2,))
         script = Script(0, random_tokens(PROMPT), params)
         logprobs = [*script.run(chain, script.chunk(PROMPT, drafts=depth)).logprobs]
-        kept = 0
+        accepted_length = 0
         while len(script.known) < PROMPT + LENGTH:
             outcome = script.run(chain, script.next_window(drafts=depth))
-            assert len(outcome.logprobs) == outcome.kept
+            assert len(outcome.logprobs) == outcome.accepted_length
             logprobs += outcome.logprobs
-            kept += outcome.kept - 1
+            accepted_length += outcome.accepted_length - 1
         tokens, logprobs = script.known[: PROMPT + LENGTH], logprobs[:LENGTH]
         plain = plain or (tokens, logprobs)
         assert (tokens, logprobs) == plain, depth
         assert [p.token for p in logprobs] == tokens[PROMPT:]
-        assert kept > 0 or depth == 0
+        assert accepted_length > 0 or depth == 0
 
 
 def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
@@ -257,7 +257,7 @@ def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
     chain = Chain(checkpoints(layers=4))
     script = Script(0, random_tokens(PROMPT), params)
     script.run(chain, script.chunk(PROMPT, drafts=DEPTH))
-    kept = []
+    accepted_length = []
     for turn in range(40):
         script.drafts = script.drafts[: DEPTH - turn % 3]
         scores = [filtered(row, params, 0) for row in chain.draft_logits[: len(script.drafts)]]
@@ -265,9 +265,9 @@ def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
         segment = script.next_window(drafts=0 if turn % 9 == 8 else DEPTH)
         outcome = script.run(chain, segment)
         expected = _ratio(segment, filtered(chain.logits[0], params, 0), scores, params.seed)
-        assert (outcome.kept, outcome.token) == expected, turn
-        kept.append(outcome.kept)
-    assert min(kept) == 1 and max(kept) > 2
+        assert (outcome.accepted_length, outcome.token) == expected, turn
+        accepted_length.append(outcome.accepted_length)
+    assert min(accepted_length) == 1 and max(accepted_length) > 2
 
 
 def _ratio(

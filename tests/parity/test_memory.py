@@ -63,23 +63,23 @@ class MiddleStage:
 
     def a_round(self) -> None:
         """Twenty windows, two open before either is settled."""
-        for width, kept in PATTERN:
+        for width, accepted_length in PATTERN:
             number, start = self.frames, self.end
             self._send(width)
             self._send(2)
-            if kept < width:
-                self.engine.rollback(EPOCH, 0, number, kept)
-                self.end = start + kept
-                self.ops = [Commit(0, number, kept)]
+            if accepted_length < width:
+                self.engine.rollback(EPOCH, 0, number, accepted_length)
+                self.end = start + accepted_length
+                self.ops = [Commit(0, number, accepted_length)]
             else:
-                self.ops = [Commit(0, number, kept), Commit(0, number + 1, 0)]
+                self.ops = [Commit(0, number, accepted_length), Commit(0, number + 1, 0)]
                 self.end = start + width
 
     def beside_its_state(self) -> int:
         """Bytes that live beside the sequence's present K/V and GDN state, all windows settled."""
         self.engine.process(Frame(EPOCH, self.frames, tuple(self.ops)))
         self.frames, self.ops = self.frames + 1, []
-        (held,) = self.engine.holdings().sequences
+        (held,) = self.engine.report_state().sequences
         assert held.committed == self.end and not held.open_windows
         mx.eval(*self.engine.sequences[0].arrays())
         return _live() - held.nbytes
@@ -154,7 +154,7 @@ def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints, company: i
         chain.send(ops=[SavePrefix(scripts[0].seq_id, 7), *(Evict(s.seq_id) for s in scripts)])
         chain.logits.clear()
         held = _live() - start
-        entries = [h for engine in chain.engines for h in engine.holdings().prefixes]
+        entries = [h for engine in chain.engines for h in engine.report_state().prefixes]
         assert [h.length for h in entries] == [40, 40]
         named = sum(h.nbytes for h in entries)
         assert named <= held < named + SHARED

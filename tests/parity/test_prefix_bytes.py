@@ -33,5 +33,5 @@ def test_entries_weigh_no_more_than_reckoned(
         engine.process(Frame(1, number, ops, (segment,)))
         end += width
     engine.process(Frame(1, len(chunks), (SavePrefix(0, 0),)))
-    (entry,) = engine.holdings().prefixes
+    (entry,) = engine.report_state().prefixes
     assert entry.nbytes <= model.capacity().entry_bytes(end)

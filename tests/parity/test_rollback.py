@@ -23,11 +23,11 @@ KV_BITS = (None, 8, 4)
 
 @dataclass(frozen=True)
 class Case:
-    """Windows of `widths` open at once; window `cut` keeps `kept` of its tokens, those before it all."""
+    """Windows of `widths` open at once; window `cut` keeps `accepted_length` of its tokens, those before it all."""
 
     widths: tuple[int, ...]
     cut: int
-    kept: int
+    accepted_length: int
 
 
 def _cases(count: int) -> list[Case]:
@@ -36,10 +36,10 @@ def _cases(count: int) -> list[Case]:
     for cut in range(count):
         for width in range(1, LONGEST + 1):
             whole = width if cut == count - 1 else width - 1
-            for kept in range(0 if cut else 1, whole + 1):
-                others = (1 + (width + kept + i) % LONGEST for i in range(count))
+            for accepted_length in range(0 if cut else 1, whole + 1):
+                others = (1 + (width + accepted_length + i) % LONGEST for i in range(count))
                 widths = tuple(width if i == cut else w for i, w in enumerate(others))
-                cases.append(Case(widths, cut, kept))
+                cases.append(Case(widths, cut, accepted_length))
     return cases
 
 
@@ -56,11 +56,13 @@ class Row:
     @property
     def length(self) -> int:
         """Tokens it must have in the end."""
-        return self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.kept
+        return (
+            self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.accepted_length
+        )
 
     def send(self) -> Segment:
         index = len(self.segments)
-        right = self.case.kept if index >= self.case.cut else LONGEST
+        right = self.case.accepted_length if index >= self.case.cut else LONGEST
         start, width = self.script.fed, self.case.widths[index]
         tokens = self.truth.window(start, width, right if index == self.case.cut else width)
         self.segments.append(self.script.window(tokens))
@@ -68,12 +70,12 @@ class Row:
 
     def check(self, outcome: Outcome, index: int) -> None:
         width = self.case.widths[index]
-        expected = width if index < self.case.cut else self.case.kept
-        if index > self.case.cut and self.case.kept < self.case.widths[self.case.cut]:
+        expected = width if index < self.case.cut else self.case.accepted_length
+        if index > self.case.cut and self.case.accepted_length < self.case.widths[self.case.cut]:
             assert outcome.cancelled
             return
-        assert (outcome.kept, outcome.cancelled) == (expected, False), (self.case, index)
-        self.commits.append(Commit(self.script.seq_id, outcome.window, outcome.kept))
+        assert (outcome.accepted_length, outcome.cancelled) == (expected, False), (self.case, index)
+        self.commits.append(Commit(self.script.seq_id, outcome.window, outcome.accepted_length))
 
 
 def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
@@ -81,7 +83,7 @@ def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
     for stage in stages:
         for row in rows:
             commit = row.commits[-1]
-            chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.kept)
+            chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.accepted_length)
 
 
 NEWS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
@@ -133,8 +135,8 @@ def _check_ends(chain: Chain, rows: list[Row]) -> None:
         assert {engine.sequences[seq_id].stack.length for engine in chain.engines} == {length}
         assert same(chain.state(seq_id), row.truth.states[length]), row.case
         row.script.fed = length
-    holdings = [s for engine in chain.engines for s in engine.holdings().sequences]
-    assert not any(held.open_windows for held in holdings)
+    report_state = [s for engine in chain.engines for s in engine.report_state().sequences]
+    assert not any(held.open_windows for held in report_state)
     chain.send(*(row.script.window(row.truth.tokens[row.length :][:1]) for row in rows))
     for row in rows:
         logits = chain.logits[row.script.seq_id][0]
@@ -155,7 +157,7 @@ def test_frames_on_their_way_are_skipped_and_passed_on(checkpoints: Checkpoints)
     first = script.window(text.window(start, 3, right=2))
     chain.post(first)
     rejection = chain.drain()[0].outcomes[0]
-    assert rejection.kept == 2
+    assert rejection.accepted_length == 2
     for _ in range(2):
         chain.post(script.window(text.window(script.fed, 2, right=0)))
     assert [chain.step(0).segments[0].cancelled for _ in range(2)] == [False, False]
@@ -188,7 +190,11 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
         )
     )
     outcomes = chain.drain()[0].outcomes
-    assert [(o.kept, o.cancelled) for o in outcomes] == [(2, False), (0, True), (4, False)]
+    assert [(o.accepted_length, o.cancelled) for o in outcomes] == [
+        (2, False),
+        (0, True),
+        (4, False),
+    ]
     for script, text, width in zip(scripts, texts, widths, strict=True):
         if script.seq_id != 1:
             end = text.prompt + width
@@ -242,8 +248,8 @@ def test_a_client_may_leave_in_every_phase(checkpoints: Checkpoints) -> None:
             chain.post(ops=[Evict(0)])
             chain.drain()
             for engine in chain.engines:
-                assert [s.seq_id for s in engine.holdings().sequences] == [1], names[-1]
-            assert list(chain.verifier.tails) == [1]
+                assert [s.seq_id for s in engine.report_state().sequences] == [1], names[-1]
+            assert list(chain.verifier.states) == [1]
             other.run(chain, other.next_window())
             assert mx.array_equal(chain.logits[1][0], text.logits[text.prompt + 1])
         phase += 1
@@ -266,4 +272,4 @@ def test_news_of_another_epoch_or_of_strangers_changes_nothing(checkpoints: Chec
     stacks = [engine.sequences[0].stack for engine in chain.engines]
     assert [(s.length, s.stale) for s in stacks] == [(script.fed, False), (text.prompt, False)]
     outcome = chain.drain()[0].outcomes[0]
-    assert (outcome.kept, outcome.cancelled) == (3, False)
+    assert (outcome.accepted_length, outcome.cancelled) == (3, False)

@@ -66,7 +66,7 @@ class Weather:
         if self.signals:
             news = self.random.choice(self.signals)
             stage = self.random.randrange(len(self.chain.engines))
-            self.chain.engines[stage].rollback(1, 0, news.window, news.kept)
+            self.chain.engines[stage].rollback(1, 0, news.window, news.accepted_length)
 
     def settle(self, frame: Frame) -> None:
         segment, outcome = self.sent.popleft(), frame.outcomes[0]
@@ -76,8 +76,8 @@ class Weather:
             self.hoping = self.hoping or not self.sent
             return
         self.script.settle(segment, outcome)
-        self.signals.append(Commit(0, segment.window, outcome.kept))
-        if outcome.kept < segment.width:
+        self.signals.append(Commit(0, segment.window, outcome.accepted_length))
+        if outcome.accepted_length < segment.width:
             self.hoping = not self.sent
 
 

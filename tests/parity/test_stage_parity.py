@@ -145,7 +145,7 @@ def test_sequences_in_one_frame_do_not_see_each_other(
             end = segment.position + segment.width
             expected = stocks[script.seq_id].logits[end - rows.shape[0] : end]
             assert mx.array_equal(rows, expected), (script.seq_id, segment.position)
-            assert outcome.kept == segment.width
+            assert outcome.accepted_length == segment.width
             if segment.open or script.fed == len(script.known):
                 script.settle(segment, outcome)
     assert mixed

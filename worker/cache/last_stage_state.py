@@ -14,7 +14,7 @@ from proto.params import SamplingParams
 
 
 @dataclass
-class Tail:
+class LastStageState:
     """What the last stage keeps of a sequence besides its layers.
 
     `tokens` are the verified ones. `expected` is the target's choice for the next position: a window whose first

@@ -36,9 +36,9 @@ class SequenceCache:
             )
         self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
 
-    def commit(self, window: int, kept: int, *, in_header: bool) -> Settled:
+    def commit(self, window: int, accepted_length: int, *, in_header: bool) -> Settled:
         """Apply a commit to the state machine and to every layer's cache."""
-        settled = self.stack.commit(window, kept, in_header=in_header)
+        settled = self.stack.commit(window, accepted_length, in_header=in_header)
         if settled is NOTHING:
             return settled
         for cache in self.layers:

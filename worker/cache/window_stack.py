@@ -4,8 +4,9 @@ Plain integers, no arrays: the same code runs in every stage, in the protocol's 
 in thought. The rules, for one sequence:
 
 * A segment extends the sequence where it ends. A prompt chunk is permanent at once; a window stays open.
-* `commit(j, kept)` settles window j and, wholly, all before it: had one of those lost a token, j would not stand.
-  With `kept` short of its width, the rest of j and all windows after it are gone.
+* `commit(j, accepted_length)` closes window j and, with all their tokens, the windows before it: had one of those
+  lost a token, j would have been dropped. If `accepted_length` is below the width of j, the rest of j and all later
+  windows are dropped.
 * The news of a rejection comes twice: by signal, at once, and in the header of the first frame that builds
   on it. Between the two, frames already on their way still build on what is gone: they are `stale`.
 * Each piece of news may come first, twice, or, for the signal, never. The end state is the same.
@@ -83,7 +84,7 @@ class WindowStack:
         self.length += width
         self.check()
 
-    def commit(self, number: int, kept: int, *, in_header: bool) -> Settled:
+    def commit(self, number: int, accepted_length: int, *, in_header: bool) -> Settled:
         """Settle window `number`; the same news again is `NOTHING`.
 
         Raises ProtocolError when the header names a window that never ran here, or keeps more than there is.
@@ -96,29 +97,31 @@ class WindowStack:
         index = next((i for i, w in enumerate(self.windows) if w.number == number), None)
         if index is None:
             # One of which nothing is kept was sent on hope. Nobody need have run it: the client may be gone.
-            if in_header and kept:
+            if in_header and accepted_length:
                 raise ProtocolError(f"commit of window {number}, which is not open here")
             return NOTHING
         window = self.windows[index]
-        if kept > window.width:
-            raise ProtocolError(f"commit keeps {kept} of window {number}'s {window.width} tokens")
+        if accepted_length > window.width:
+            raise ProtocolError(
+                f"commit keeps {accepted_length} of window {number}'s {window.width} tokens"
+            )
         self.settled = number
-        if kept == window.width:
+        if accepted_length == window.width:
             self.windows = self.windows[index + 1 :]
             return Settled(whole=index + 1)
-        return self._cut(index, kept, in_header=in_header)
+        return self._cut(index, accepted_length, in_header=in_header)
 
-    def _cut(self, index: int, kept: int, *, in_header: bool) -> Settled:
+    def _cut(self, index: int, accepted_length: int, *, in_header: bool) -> Settled:
         window = self.windows[index]
         dropped = len(self.windows) - index - 1
-        end = window.position + kept
+        end = window.position + accepted_length
         trim = self.length - end
         self.length = end
         self.windows = []
         if not in_header:
             self.awaiting = window.number
         self.check()
-        return Settled(whole=index, cut=kept, dropped=dropped, trim=trim)
+        return Settled(whole=index, cut=accepted_length, dropped=dropped, trim=trim)
 
     def end(self) -> None:
         """The client is gone: what still arrives of this sequence is stale until it is evicted."""

@@ -21,7 +21,7 @@ Size = tuple[int, int]
 """Rows and the farthest position, as powers of two: what a pass takes follows from these."""
 
 
-class Allowance:
+class DeadlineEstimate:
     """Learns what frames take, by size. Any may take `least` seconds, whatever is learned."""
 
     def __init__(self, least: float = 0.0) -> None:

@@ -31,7 +31,7 @@ from worker.model.verifier import Verifier
 
 
 @dataclass(frozen=True)
-class SequenceHolding:
+class SequenceReport:
     """What a stage holds of one sequence."""
 
     seq_id: int
@@ -42,7 +42,7 @@ class SequenceHolding:
 
 
 @dataclass(frozen=True)
-class PrefixHolding:
+class PrefixReport:
     """What a stage holds of one prefix entry."""
 
     entry: int
@@ -51,11 +51,11 @@ class PrefixHolding:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ReportState:
     """All a stage holds: for status, and for tests that ask what a vanished request left behind."""
 
-    sequences: tuple[SequenceHolding, ...]
-    prefixes: tuple[PrefixHolding, ...]
+    sequences: tuple[SequenceReport, ...]
+    prefixes: tuple[PrefixReport, ...]
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class StageEngine:
         elapsed_us = int((time.perf_counter() - started) * 1e6)
         return replace(out, stage_us=(*frame.stage_us, elapsed_us))
 
-    def rollback(self, epoch: int, seq_id: int, window: int, kept: int) -> None:
+    def rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
         """A rejection, by signal: restore now what the next frame's header would make us restore."""
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
-        _settle_early(sequence, window, kept)
+        _settle_early(sequence, window, accepted_length)
 
     def cancel(self, epoch: int, seq_id: int) -> None:
         """The client is gone, by signal: stop running its segments; Evict will follow in a header."""
@@ -126,10 +126,10 @@ class StageEngine:
         if epoch == self.epoch and sequence is not None:
             sequence.stack.end()
 
-    def holdings(self) -> Holdings:
-        return Holdings(
+    def report_state(self) -> ReportState:
+        return ReportState(
             tuple(
-                SequenceHolding(
+                SequenceReport(
                     seq_id,
                     s.stack.committed,
                     s.admitted.capacity,
@@ -139,7 +139,7 @@ class StageEngine:
                 for seq_id, s in sorted(self.sequences.items())
             ),
             tuple(
-                PrefixHolding(entry, p.length, p.nbytes)
+                PrefixReport(entry, p.length, p.nbytes)
                 for entry, p in sorted(self.prefixes.items())
             ),
         )
@@ -169,7 +169,7 @@ class StageEngine:
                 if self.verifier is not None:
                     self.verifier.admit(op)
             case Commit():
-                self._sequence(op.seq_id).commit(op.window, op.kept, in_header=True)
+                self._sequence(op.seq_id).commit(op.window, op.accepted_length, in_header=True)
             case Evict():
                 self.sequences.pop(op.seq_id, None)
                 if self.verifier is not None:
@@ -197,8 +197,8 @@ class StageEngine:
         sequence = self._sequence(op.seq_id)
         if sequence.stack.windows:
             raise ProtocolError(f"prefix of sequence {op.seq_id} saved while a window is open")
-        tail = None if self.verifier is None else self.verifier.save(op.seq_id)
-        entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), tail)
+        last_stage = None if self.verifier is None else self.verifier.save(op.seq_id)
+        entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), last_stage)
         self._check_prefix(op, entry)
         mx.async_eval(*entry.arrays())  # a copy not made yet keeps the sequence's own caches alive
         self.prefixes[op.entry] = entry
@@ -221,8 +221,8 @@ class StageEngine:
             raise ProtocolError(f"prefix {op.entry} cannot be restored into sequence {op.seq_id}")
         sequence.layers = copies_of(entry.layers)
         sequence.stack.length = entry.length
-        if self.verifier is not None and entry.tail is not None:
-            self.verifier.restore(op.seq_id, entry.tail)
+        if self.verifier is not None and entry.last_stage is not None:
+            self.verifier.restore(op.seq_id, entry.last_stage)
 
     def _sequence(self, seq_id: int) -> SequenceCache:
         try:
@@ -245,13 +245,13 @@ class StageEngine:
         if frame.shape != (frame.rows, hidden):
             raise ProtocolError(f"hidden states {frame.shape}, expected {(frame.rows, hidden)}")
         x = from_bytes(frame.dtype, frame.shape, frame.tensor)
-        kept: list[int] = []
+        running_rows: list[int] = []
         row = 0
         for before, now in zip(frame.segments, segments, strict=True):
             if not now.cancelled:
-                kept.extend(range(row, row + now.rows))
+                running_rows.extend(range(row, row + now.rows))
             row += before.rows
-        return x if len(kept) == x.shape[0] else x[mx.array(kept)]
+        return x if len(running_rows) == x.shape[0] else x[mx.array(running_rows)]
 
     def _run(self, out: Frame, x: mx.array, runs: list[Run]) -> Frame:
         x = self.stage.forward(x, runs)
@@ -262,13 +262,13 @@ class StageEngine:
         outcomes = self.verifier.verify(x, runs, states)
         for sequence, segment in runs:
             if segment.open:  # this stage knows first, and need not wait to hear it
-                kept = outcomes[segment.seq_id, segment.window].kept
-                _settle_early(sequence, segment.window, kept)
+                accepted_length = outcomes[segment.seq_id, segment.window].accepted_length
+                _settle_early(sequence, segment.window, accepted_length)
         return replace(out, outcomes=self.verifier.outcomes(out.segments, outcomes))
 
 
-def _settle_early(sequence: SequenceCache, window: int, kept: int) -> None:
+def _settle_early(sequence: SequenceCache, window: int, accepted_length: int) -> None:
     """Apply what no header has said yet, and let a restored state be computed while the next frame is on its way."""
-    settled = sequence.commit(window, kept, in_header=False)
+    settled = sequence.commit(window, accepted_length, in_header=False)
     if settled.cut is not None:
         mx.async_eval(*sequence.arrays())

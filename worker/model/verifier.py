@@ -15,13 +15,13 @@ import mlx.core as mx
 
 from mtp.head.attention import KVFormat
 from mtp.head.drafter import Drafter, DraftJob, Drafts
-from mtp.sampling.acceptance import kept, ratio_targets
+from mtp.sampling.acceptance import accepted_length, ratio_targets
 from mtp.sampling.choice import choose, logprobs
 from mtp.sampling.filters import filtered
 from mtp.sampling.history import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Outcome, Segment, TokenLogprob
-from worker.cache.last_stage_state import Tail
+from worker.cache.last_stage_state import LastStageState
 from worker.model.loader import StageModules
 from worker.model.stage import Run
 
@@ -36,37 +36,37 @@ class Verifier:
         assert modules.norm is not None, "this stage is not the last"
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
-        self.spared = modules.config.eos_token_ids
+        self.exempt = modules.config.eos_token_ids
         self.unembed = _unembedding(modules)
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
             self.drafter = Drafter(
-                modules.head, modules.embed_tokens, self.unembed, kv_format, self.spared
+                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt
             )
-        self.tails: dict[int, Tail] = {}
+        self.states: dict[int, LastStageState] = {}
 
     # ---- a sequence's life
 
     def admit(self, op: Admit) -> None:
         head = None if self.drafter is None else self.drafter.new_state()
         history = History(self.vocab, op.prompt) if op.params.penalized else None
-        self.tails[op.seq_id] = Tail(op, head, history=history)
+        self.states[op.seq_id] = LastStageState(op, head, history=history)
 
     def evict(self, seq_id: int) -> None:
-        self.tails.pop(seq_id, None)
+        self.states.pop(seq_id, None)
 
-    def save(self, seq_id: int) -> Tail:
+    def save(self, seq_id: int) -> LastStageState:
         """A copy of what this stage keeps, for a prefix entry; what the request wanted is not part of it."""
-        tail = self.tails[seq_id]
-        head = None if tail.head is None else tail.head.copy()
-        return Tail(tail.admitted, head, tokens=list(tail.tokens))
+        state = self.states[seq_id]
+        head = None if state.head is None else state.head.copy()
+        return LastStageState(state.admitted, head, tokens=list(state.tokens))
 
-    def restore(self, seq_id: int, saved: Tail) -> None:
+    def restore(self, seq_id: int, saved: LastStageState) -> None:
         """Start a just admitted sequence from a saved copy."""
-        tail = self.tails[seq_id]
-        tail.head = None if saved.head is None else saved.head.copy()
-        tail.take(saved.tokens)
+        state = self.states[seq_id]
+        state.head = None if saved.head is None else saved.head.copy()
+        state.take(saved.tokens)
 
     # ---- one frame
 
@@ -79,7 +79,7 @@ class Verifier:
         """
         normed = self.norm(x)
         logits = self._logits(normed, runs)
-        targets = {_key(s): self._targets(self.tails[s.seq_id], s, rows) for s, rows in logits}
+        targets = {_key(s): self._targets(self.states[s.seq_id], s, rows) for s, rows in logits}
         mx.eval(normed, list(targets.values()), *states)
         decided = {_key(s): self._decide(s, targets[_key(s)]) for s, _ in logits}
         outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
@@ -92,7 +92,7 @@ class Verifier:
     ) -> tuple[Outcome, ...]:
         """Outcomes in the order of `segments`; a cancelled segment's says so."""
         return tuple(
-            decided.get(_key(s)) or Outcome(s.seq_id, s.window, kept=0, cancelled=True)
+            decided.get(_key(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
             for s in segments
         )
 
@@ -118,22 +118,22 @@ class Verifier:
             row += last - first
         return parts
 
-    def _targets(self, tail: Tail, segment: Segment, logits: mx.array) -> mx.array:
+    def _targets(self, state: LastStageState, segment: Segment, logits: mx.array) -> mx.array:
         """The target's token after each row: int32 `[w]`, lazy."""
-        params, rows = tail.params, logits.shape[0]
+        params, rows = state.params, logits.shape[0]
         first = segment.position + segment.width - rows + 1
-        drafts, scores = segment.tokens[1:], tail.draft_scores
+        drafts, scores = segment.tokens[1:], state.draft_scores
         if scores is None or not segment.open or not drafts:
-            return choose(logits, params, first, tail.history, segment.tokens, self.spared)
-        target_scores = filtered(logits, params, first, tail.history, segment.tokens, self.spared)
+            return choose(logits, params, first, state.history, segment.tokens, self.exempt)
+        target_scores = filtered(logits, params, first, state.history, segment.tokens, self.exempt)
         return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
 
     def _decide(self, segment: Segment, targets: mx.array) -> Outcome:
         chosen = cast(list[int], targets.tolist())
         if not segment.open:
             return Outcome(segment.seq_id, segment.window, segment.width, chosen[0])
-        expected = self.tails[segment.seq_id].expected
-        count = kept(segment.tokens, chosen, expected)
+        expected = self.states[segment.seq_id].expected
+        count = accepted_length(segment.tokens, chosen, expected)
         token = chosen[count - 1] if count else None
         return Outcome(segment.seq_id, segment.window, count, token)
 
@@ -143,13 +143,15 @@ class Verifier:
         """Let verified tokens join their sequences' histories and their heads' pairs."""
         start = 0
         for _, segment in runs:
-            outcome, tail = outcomes[_key(segment)], self.tails[segment.seq_id]
-            if outcome.kept:
-                tokens = segment.tokens[: outcome.kept]
-                tail.take(tokens)
-                tail.expected = outcome.token
-                if tail.head is not None:
-                    tail.head.observe(normed[start : start + outcome.kept], tokens, outcome.token)
+            outcome, state = outcomes[_key(segment)], self.states[segment.seq_id]
+            if outcome.accepted_length:
+                tokens = segment.tokens[: outcome.accepted_length]
+                state.take(tokens)
+                state.expected = outcome.token
+                if state.head is not None:
+                    state.head.observe(
+                        normed[start : start + outcome.accepted_length], tokens, outcome.token
+                    )
             start += segment.width
 
     def _with_logprobs(
@@ -159,12 +161,12 @@ class Verifier:
         result = dict(outcomes)
         for segment, rows in logits:
             outcome = outcomes[_key(segment)]
-            top = self.tails[segment.seq_id].params.logprobs
+            top = self.states[segment.seq_id].params.logprobs
             if top is None or outcome.token is None:
                 continue
             emitted = [outcome.token]
             if segment.open:
-                emitted = [*segment.tokens[1 : outcome.kept], outcome.token]
+                emitted = [*segment.tokens[1 : outcome.accepted_length], outcome.token]
             result[_key(segment)] = replace(
                 outcome, logprobs=_token_logprobs(rows[: len(emitted)], emitted, top)
             )
@@ -173,22 +175,22 @@ class Verifier:
     def _with_drafts(self, runs: Sequence[Run], outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
         jobs: dict[Key, DraftJob] = {}
         for _, segment in runs:
-            tail, outcome = self.tails[segment.seq_id], outcomes[_key(segment)]
+            state, outcome = self.states[segment.seq_id], outcomes[_key(segment)]
             if not segment.drafts or outcome.token is None:
                 continue
-            if tail.head is None:
+            if state.head is None:
                 raise ProtocolError("drafts are wanted, but this checkpoint has no MTP head")
-            position = segment.position + outcome.kept
+            position = segment.position + outcome.accepted_length
             jobs[_key(segment)] = DraftJob(
-                tail.head, segment.drafts, outcome.token, position, tail.params, tail.history
+                state.head, segment.drafts, outcome.token, position, state.params, state.history
             )
         if self.drafter is None:
             return outcomes
         drafts: Sequence[Drafts] = self.drafter.draft(list(jobs.values())) if jobs else ()
         for key, drafted in zip(jobs, drafts, strict=True):
-            self.tails[key[0]].draft_scores = drafted.scores
+            self.states[key[0]].draft_scores = drafted.scores
             outcomes[key] = replace(outcomes[key], drafts=drafted.tokens)
-        heads = [self.tails[s.seq_id].head for _, s in runs]
+        heads = [self.states[s.seq_id].head for _, s in runs]
         self.drafter.relieve([head for head in heads if head is not None])
         return outcomes
 
@@ -206,7 +208,7 @@ def _key(segment: Segment) -> Key:
 
 
 def _prompt_chunk(segment: Segment) -> Outcome:
-    return Outcome(segment.seq_id, segment.window, kept=segment.width)
+    return Outcome(segment.seq_id, segment.window, accepted_length=segment.width)
 
 
 def _token_logprobs(logits: mx.array, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:

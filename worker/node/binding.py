@@ -25,7 +25,7 @@ from proto.errors import (
 from proto.frame import Frame, decode, encode
 from proto.rpc.data_plane import StreamBinding
 from proto.rpc.link import Link
-from worker.engine.deadline import Allowance
+from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds
 from worker.engine.stage_engine import StageEngine
@@ -66,7 +66,7 @@ class Machinery:
     """What a worker has one of, and every plan uses in its turn."""
 
     thread: EngineThread = field(default_factory=EngineThread)
-    allowance: Allowance = field(default_factory=lambda: Allowance(compile_seconds()))
+    allowance: DeadlineEstimate = field(default_factory=lambda: DeadlineEstimate(compile_seconds()))
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -234,17 +234,17 @@ class Binding:
     def signal(self, signal: Signal) -> None:
         """Apply a rollback or a cancellation before anything that is queued."""
         match signal.body:
-            case Rollback(seq_id, window, kept, _):
-                work = partial(self._rollback, signal.epoch, seq_id, window, kept)
+            case Rollback(seq_id, window, accepted_length, _):
+                work = partial(self._rollback, signal.epoch, seq_id, window, accepted_length)
                 self.thread.submit_urgent(work)
             case Cancel(seq_id):
                 self.thread.submit_urgent(partial(self._cancel, signal.epoch, seq_id))
 
-    def _rollback(self, epoch: int, seq_id: int, window: int, kept: int) -> None:
+    def _rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
         """On the engine thread."""
         if self.engine is not None:
             try:
-                self.engine.rollback(epoch, seq_id, window, kept)
+                self.engine.rollback(epoch, seq_id, window, accepted_length)
             except ClusterError as error:  # a signal may be wrong; only a header may fail a plan
                 log.warning("signal ignored", extra={"error": str(error)})
             except Exception as error:

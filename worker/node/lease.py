@@ -13,12 +13,12 @@ FIRST_LEASE = 10.0
 
 
 @dataclass
-class Claim:
+class Lease:
     """The coordinator this worker serves, until `expires` (monotonic seconds) unless it speaks again."""
 
     id: str
     name: str
-    lease: float = FIRST_LEASE
+    seconds: float = FIRST_LEASE
     expires: float = 0.0
     streams: int = 0
     """Signals streams open. With the last of them the claim ends; an older one that ends late ends nothing."""
@@ -28,18 +28,20 @@ class Claim:
         return time.monotonic() > self.expires
 
     def renew(self) -> None:
-        self.expires = time.monotonic() + self.lease
+        self.expires = time.monotonic() + self.seconds
 
 
-def claimed(held: Claim | None, worker: str, coordinator: pb.Coordinator, lease_ms: int) -> Claim:
+def renewed_lease(
+    held: Lease | None, worker: str, coordinator: pb.Coordinator, lease_ms: int
+) -> Lease:
     """The claim of `worker` after `coordinator` spoke: a new one, or the one `held`, renewed. A lease of 0: none said.
 
     Raises BusyError, naming the holder, when it is another's.
     """
     if held is not None and held.id != coordinator.id:
         raise BusyError(f"worker {worker} serves coordinator {held.name or held.id}")
-    claim = held or Claim(coordinator.id, coordinator.name)
+    lease = held or Lease(coordinator.id, coordinator.name)
     if lease_ms:
-        claim.lease = lease_ms / 1000
-    claim.renew()
-    return claim
+        lease.seconds = lease_ms / 1000
+    lease.renew()
+    return lease

@@ -64,10 +64,10 @@ def read_stage(
             f"worker {identity.name}: layers {key.span} weigh {weight_bytes:,} bytes, its memory limit "
             f"is {identity.memory_limit:,}"
         )
-    allowance = part_seconds(max(sizes[part] for part in parts))
+    seconds = part_seconds(max(sizes[part] for part in parts))
 
     def report(done: int, total: int) -> None:
-        expect(allowance)
+        expect(seconds)
         on_progress(done, total)
 
     modules = load_stage(

@@ -22,7 +22,7 @@ from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.verifier import Verifier
 from worker.node.binding import Binding, Machinery, Place
 from worker.node.identity import Identity
-from worker.node.lease import Claim, claimed
+from worker.node.lease import Lease, renewed_lease
 from worker.node.loading import LoadedStage, read_stage
 from worker.node.stage_key import StageKey
 
@@ -36,7 +36,7 @@ class WorkerNode:
         self.identity = identity
         self.machinery = Machinery()
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
-        self.claim: Claim | None = None
+        self.lease: Lease | None = None
         self.epoch = 0
         self.loaded: LoadedStage | None = None
         self.budget: Budget | None = None
@@ -50,24 +50,24 @@ class WorkerNode:
 
     # ---- claim
 
-    def hold(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Claim:
+    def hold(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Lease:
         """Claim this worker for a coordinator, or renew its claim.
 
         Raises BusyError, naming the holder, while another one's claim has not lapsed.
         """
         self.release_lapsed()
-        self.claim = claimed(self.claim, self.identity.name, coordinator, lease_ms)
-        return self.claim
+        self.lease = renewed_lease(self.lease, self.identity.name, coordinator, lease_ms)
+        return self.lease
 
     def release_lapsed(self) -> None:
         """Drop a claim that was not renewed in time, and all its sequences."""
-        if self.claim is not None and self.claim.lapsed:
-            log.warning("claim lapsed", extra={"coordinator": self.claim.name})
+        if self.lease is not None and self.lease.lapsed:
+            log.warning("claim lapsed", extra={"coordinator": self.lease.name})
             self.release()
 
     def release(self) -> None:
         """Forget the coordinator and its sequences; weights stay for the next one."""
-        self.claim = None
+        self.lease = None
         self.epoch = 0  # the next coordinator counts from its own beginning
         self._end_plan()
 
@@ -183,7 +183,7 @@ class WorkerNode:
 
     def unload(self, request: pb.UnloadRequest) -> None:
         """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
-        if self.claim is not None:
+        if self.lease is not None:
             self.hold(request.coordinator)
         self._check_epoch(request.epoch)
         self.release()

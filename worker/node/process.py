@@ -80,13 +80,13 @@ def _bind(server: grpc.aio.Server, options: WorkerOptions) -> int:
 
 async def _drain(node: WorkerNode) -> None:
     """Wait until no coordinator holds this worker, so that no stream is cut."""
-    if node.claim is None:
+    if node.lease is None:
         return
     log.info("draining: waiting for the coordinator to plan without this worker")
     node.drain()
     try:
         async with asyncio.timeout(DRAIN_SECONDS):
-            while node.claim is not None:
+            while node.lease is not None:
                 await asyncio.sleep(0.05)
                 node.release_lapsed()
     except TimeoutError:

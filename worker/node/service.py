@@ -26,7 +26,7 @@ from worker.engine import hardware
 from worker.engine.stage_engine import StageEngine
 from worker.fetch.provide import provide
 from worker.model.loader import DTYPES
-from worker.node.lease import Claim
+from worker.node.lease import Lease
 from worker.node.loading import LoadedStage
 from worker.node.node import WorkerNode
 
@@ -70,8 +70,8 @@ class WorkerService(pb_grpc.WorkerServicer):
             info.fingerprint = await asyncio.to_thread(
                 identity.models.fingerprint_of, request.model
             )
-        if node.claim is not None:
-            info.claimed_by.CopyFrom(pb.Coordinator(id=node.claim.id, name=node.claim.name))
+        if node.lease is not None:
+            info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         if node.loaded is not None:
             info.loaded.CopyFrom(_loaded(node.loaded, node.epoch))
         return info
@@ -115,22 +115,22 @@ class WorkerService(pb_grpc.WorkerServicer):
 
         return await _answer(context, unload())
 
-    async def Holdings(self, request: pb.HoldingsRequest, context: Context) -> pb.HoldingsReply:
-        return await _answer(context, self._holdings())
+    async def ReportState(self, request: pb.StateReportRequest, context: Context) -> pb.StateReport:
+        return await _answer(context, self._report_state())
 
-    async def _holdings(self) -> pb.HoldingsReply:
+    async def _report_state(self) -> pb.StateReport:
         node, thread = self.node, self.node.machinery.thread
         engine, link = _engine_and_link(node)
-        reply = pb.HoldingsReply(
+        reply = pb.StateReport(
             epoch=node.epoch,
             memory_used=mx.get_active_memory(),
             queued_in=thread.queued,
             queued_out=link.queued if link else 0,
         )
         if engine is not None:
-            held = await thread.call(engine.holdings)
+            held = await thread.call(engine.report_state)
             reply.sequences.extend(
-                pb.SequenceHolding(
+                pb.SequenceReport(
                     seq_id=s.seq_id,
                     length=s.committed,
                     capacity=s.capacity,
@@ -140,45 +140,45 @@ class WorkerService(pb_grpc.WorkerServicer):
                 for s in held.sequences
             )
             reply.prefixes.extend(
-                pb.PrefixHolding(entry=p.entry, length=p.length, bytes=p.nbytes)
+                pb.PrefixReport(entry=p.entry, length=p.length, bytes=p.nbytes)
                 for p in held.prefixes
             )
         return reply
 
     async def Signals(
         self, requests: AsyncIterator[pb.Signal], context: Context
-    ) -> AsyncIterator[pb.WorkerPulse]:
+    ) -> AsyncIterator[pb.WorkerStatus]:
         try:
             first = from_message(await anext(requests))
             if not isinstance(first.body, Hello):
                 raise ProtocolError("the first signal is a hello")
             hello = first.body
             holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
-            claim = self.node.hold(holder)
+            lease = self.node.hold(holder)
         except ClusterError as error:
             await _abort(context, error)
             return
         except StopAsyncIteration:
             return
-        claim.streams += 1
+        lease.streams += 1
         heard = Heard()
-        reader = asyncio.create_task(self._read_signals(requests, claim, heard))
+        reader = asyncio.create_task(self._read_signals(requests, lease, heard))
         try:
             number = 0
             while not reader.done():
                 number += 1
-                yield self._pulse(number, heard.heartbeat)
-                await self._until_news(reader, hello.pulse_ms / 1000)
-                self._check_claim(claim)
+                yield self._worker_status(number, heard.heartbeat)
+                await self._until_news(reader, hello.status_interval_ms / 1000)
+                self._check_lease(lease)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await reader
         except ClusterError as error:
             await _abort(context, error)
         finally:
             reader.cancel()
-            claim.streams -= 1
+            lease.streams -= 1
             # The coordinator is gone, or left us: nobody waits for what we hold of its requests.
-            if self.node.claim is claim and not claim.streams:
+            if self.node.lease is lease and not lease.streams:
                 self.node.release()
 
     async def _until_news(self, reader: asyncio.Task[None], seconds: float) -> None:
@@ -190,29 +190,29 @@ class WorkerService(pb_grpc.WorkerServicer):
             news.cancel()
         self.node.news.clear()
 
-    def _check_claim(self, claim: Claim) -> None:
+    def _check_lease(self, lease: Lease) -> None:
         """End a stream whose coordinator has not been heard for its lease: it may live, but not with us."""
         self.node.release_lapsed()
-        if self.node.claim is not claim:
-            raise NotReadyError(f"worker {self.node.identity.name} no longer serves {claim.name}")
+        if self.node.lease is not lease:
+            raise NotReadyError(f"worker {self.node.identity.name} no longer serves {lease.name}")
 
     async def _read_signals(
-        self, requests: AsyncIterator[pb.Signal], claim: Claim, heard: Heard
+        self, requests: AsyncIterator[pb.Signal], lease: Lease, heard: Heard
     ) -> None:
         async for message in requests:
             signal = from_message(message)
-            self._check_claim(claim)
-            claim.renew()
+            self._check_lease(lease)
+            lease.renew()
             if message.WhichOneof("body") == "heartbeat":
                 heard.heartbeat = message.heartbeat.number
             else:
                 self.node.signal(signal)
 
-    def _pulse(self, number: int, heartbeat: int) -> pb.WorkerPulse:
+    def _worker_status(self, number: int, heartbeat: int) -> pb.WorkerStatus:
         node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
         binding = node.binding
         engine, link = _engine_and_link(node)
-        pulse = pb.WorkerPulse(
+        worker_status = pb.WorkerStatus(
             number=number,
             worker_id=node.identity.id,
             state=node.state,
@@ -236,8 +236,8 @@ class WorkerService(pb_grpc.WorkerServicer):
             messages_out=traffic.messages_out,
         )
         if binding is not None and binding.fault is not None:
-            pulse.fault.CopyFrom(binding.fault)
-        return pulse
+            worker_status.fault.CopyFrom(binding.fault)
+        return worker_status
 
 
 class Heard:

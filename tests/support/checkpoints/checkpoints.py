@@ -161,9 +161,9 @@ def read_tensors(path: Path) -> Weights:
 def without(path: Path, *names: str) -> Path:
     """Take tensors out of the only file of the raw checkpoint in `path`, and return that."""
     weights = read_tensors(path)
-    kept = {name: weight for name, weight in weights.items() if name not in names}
-    assert len(kept) == len(weights) - len(names), "there were no such tensors"
-    mx.save_safetensors(str(path / "model.safetensors"), kept, {"format": "pt"})
+    accepted_length = {name: weight for name, weight in weights.items() if name not in names}
+    assert len(accepted_length) == len(weights) - len(names), "there were no such tensors"
+    mx.save_safetensors(str(path / "model.safetensors"), accepted_length, {"format": "pt"})
     return path
 
 

@@ -105,15 +105,15 @@ class Head:
         member = self.view.members.get(address)
         return member.state if member else None
 
-    async def holdings(self) -> dict[str, pb.HoldingsReply]:
+    async def report_state(self) -> dict[str, pb.StateReport]:
         """What every worker that is watched keeps of requests, by address."""
-        return {a: await client.holdings() for a, client in self.manager.clients.items()}
+        return {a: await client.report_state() for a, client in self.manager.clients.items()}
 
     async def check_nothing_left(self) -> None:
         """No worker holds a sequence once all answers have ended."""
         deadline = time.monotonic() + DEADLINE
-        while any(reply.sequences for reply in (await self.holdings()).values()):
-            assert time.monotonic() < deadline, await self.holdings()
+        while any(reply.sequences for reply in (await self.report_state()).values()):
+            assert time.monotonic() < deadline, await self.report_state()
             await asyncio.sleep(0.05)
 
 

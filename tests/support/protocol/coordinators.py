@@ -107,7 +107,7 @@ class Scheduled:
     def settle(self, frame: Frame) -> list[News]:
         settlement = self.scheduler.settle(frame, 0.0)
         self._tell(settlement)
-        return [News(r.seq_id, r.window, r.kept) for r in settlement.rejections]
+        return [News(r.seq_id, r.window, r.accepted_length) for r in settlement.rejections]
 
     def _tell(self, settlement: Settlement) -> None:
         for seq_id, event in settlement.events:
@@ -282,18 +282,20 @@ class Hopeful:
         assert hope.open[0].window == segment.window
         known = hope.known
         if outcome.token is not None:
-            kept = segment.tokens[: outcome.kept]
-            known = (*known[: segment.position], *kept, outcome.token)
+            accepted_length = segment.tokens[: outcome.accepted_length]
+            known = (*known[: segment.position], *accepted_length, outcome.token)
         assert known[: len(hope.known)] == hope.known, "a token was taken back"
         assert list(known) == truth(hope.seq_id, len(known))
         hope = replace(hope, known=known, open=hope.open[1:])
         if segment.open:
-            hope = replace(hope, commit=Commit(hope.seq_id, segment.window, outcome.kept))
-        if outcome.kept == segment.width:
+            hope = replace(
+                hope, commit=Commit(hope.seq_id, segment.window, outcome.accepted_length)
+            )
+        if outcome.accepted_length == segment.width:
             self._put(hope)
             return []
         self._put(replace(hope, open=(), doomed=len(hope.open)))
-        return [News(hope.seq_id, segment.window, outcome.kept)]
+        return [News(hope.seq_id, segment.window, outcome.accepted_length)]
 
     # ---- its sequences
 

@@ -53,8 +53,8 @@ class Ledger:
                 held[seq_id] = 0
             case Evict(seq_id):
                 del held[seq_id]
-            case Commit(seq_id, window, kept):
-                held[seq_id] = self._end(seq_id, window, kept)
+            case Commit(seq_id, window, accepted_length):
+                held[seq_id] = self._end(seq_id, window, accepted_length)
                 assert held[seq_id] == known(seq_id) - 1, "a header commits another length"
             case SavePrefix(seq_id, entry):
                 prefixes[entry] = held[seq_id]
@@ -68,20 +68,22 @@ class Ledger:
         said = dict(self.said)
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             if segment.open and not outcome.cancelled:
-                said[segment.seq_id] = self._end(segment.seq_id, segment.window, outcome.kept)
+                said[segment.seq_id] = self._end(
+                    segment.seq_id, segment.window, outcome.accepted_length
+                )
         return replace(self, said=said)
 
-    def rejected(self, seq_id: int, window: int, kept: int, known: Known) -> Ledger:
+    def rejected(self, seq_id: int, window: int, accepted_length: int, known: Known) -> Ledger:
         """A rollback is broadcast."""
-        end = self._end(seq_id, window, kept)
+        end = self._end(seq_id, window, accepted_length)
         assert end == known(seq_id) - 1, "a signal commits another length"
         return replace(self, signals=self.signals | {(seq_id, end)})
 
     def cancelled(self, seq_id: int) -> Ledger:
         return replace(self, left=self.left | {seq_id})
 
-    def _end(self, seq_id: int, window: int, kept: int) -> int:
-        return self.positions[seq_id, window] + kept
+    def _end(self, seq_id: int, window: int, accepted_length: int) -> int:
+        return self.positions[seq_id, window] + accepted_length
 
     def _after(self, frames: int) -> Mapping[int, int]:
         return self.headers[frames - 1] if frames else {}

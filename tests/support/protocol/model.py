@@ -34,11 +34,11 @@ from worker.engine.stage_engine import StageEngine
 
 @dataclass(frozen=True)
 class News:
-    """A signal: a rollback, or with `kept` None a cancellation."""
+    """A signal: a rollback, or with `accepted_length` None a cancellation."""
 
     seq_id: int
     window: int = 0
-    kept: int | None = None
+    accepted_length: int | None = None
 
 
 Step = Callable[["World", Chooser], None]
@@ -176,11 +176,11 @@ class World:
     def _announce(self, news: list[News]) -> None:
         self.news |= set(news)
         for one in news:
-            if one.kept is None:
+            if one.accepted_length is None:
                 self.ledger = self.ledger.cancelled(one.seq_id)
             else:
                 self.ledger = self.ledger.rejected(
-                    one.seq_id, one.window, one.kept, self.coordinator.known
+                    one.seq_id, one.window, one.accepted_length, self.coordinator.known
                 )
 
     def send(self, chooser: Chooser) -> None:
@@ -275,10 +275,10 @@ class World:
 
 
 def deliver(stage: StageEngine, epoch: int, news: News) -> None:
-    if news.kept is None:
+    if news.accepted_length is None:
         stage.cancel(epoch, news.seq_id)
     else:
-        stage.rollback(epoch, news.seq_id, news.window, news.kept)
+        stage.rollback(epoch, news.seq_id, news.window, news.accepted_length)
 
 
 def op_key(op: Op) -> Hashable:

@@ -130,7 +130,7 @@ class SimulatedPipeline:
             raise result
         return result
 
-    def rollback(self, seq_id: int, window: int, kept: int, trim: int) -> None:
+    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
         """Stages that sleep have nothing to restore."""
 
     def cancel(self, seq_id: int) -> None:

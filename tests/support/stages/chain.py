@@ -151,7 +151,7 @@ class Chain:
 
     def head_state(self, seq_id: int) -> list[mx.array]:
         """The valid K/V of a sequence's head, as it would be if it were fed all that waits."""
-        head, drafter = self.verifier.tails[seq_id].head, self.verifier.drafter
+        head, drafter = self.verifier.states[seq_id].head, self.verifier.drafter
         assert head is not None and drafter is not None
         copy = head.copy()
         if copy.waiting_tokens:
@@ -226,13 +226,15 @@ class Script:
         """Take an outcome; returns the tokens it adds to the text."""
         assert (outcome.seq_id, outcome.window) == (segment.seq_id, segment.window)
         if segment.open and not outcome.cancelled:
-            self.ops.append(Commit(self.seq_id, segment.window, outcome.kept))
-            if outcome.kept < segment.width:
-                self.fed = segment.position + outcome.kept
+            self.ops.append(Commit(self.seq_id, segment.window, outcome.accepted_length))
+            if outcome.accepted_length < segment.width:
+                self.fed = segment.position + outcome.accepted_length
         if outcome.token is None:
             return []
         new = (
-            [*segment.tokens[1 : outcome.kept], outcome.token] if segment.open else [outcome.token]
+            [*segment.tokens[1 : outcome.accepted_length], outcome.token]
+            if segment.open
+            else [outcome.token]
         )
         self.drafts = outcome.drafts
         self.known += new

@@ -99,8 +99,8 @@ class FakeLastStage:
                 self.sequences[op.seq_id] = FakeSequence(op)
             case Commit():
                 held = self.sequences[op.seq_id]
-                held.stack.commit(op.window, op.kept, in_header=True)
-                held.upstream.commit(op.window, op.kept, in_header=True)
+                held.stack.commit(op.window, op.accepted_length, in_header=True)
+                held.upstream.commit(op.window, op.accepted_length, in_header=True)
                 assert len(held.tokens) == held.stack.length
                 assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
@@ -130,32 +130,32 @@ class FakeLastStage:
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:
             return Outcome(segment.seq_id, segment.window, segment.width)
-        kept = self._kept(held, segment)
-        del held.tokens[segment.position + kept :]
+        accepted_length = self._kept(held, segment)
+        del held.tokens[segment.position + accepted_length :]
         if segment.open:
-            held.stack.commit(segment.window, kept, in_header=False)
-        if not kept:
+            held.stack.commit(segment.window, accepted_length, in_header=False)
+        if not accepted_length:
             return Outcome(segment.seq_id, segment.window, 0)
         token = target(held.tokens, held.admitted.params.seed)
         return Outcome(
             segment.seq_id,
             segment.window,
-            kept,
+            accepted_length,
             token,
             self._drafts([*held.tokens, token], segment.drafts, held.admitted.params.seed),
-            self._logprobs(held, segment, kept, token),
+            self._logprobs(held, segment, accepted_length, token),
         )
 
     def _kept(self, held: FakeSequence, segment: Segment) -> int:
         if not segment.open:
             return segment.width
-        kept = 0
-        while kept < segment.width:
-            before = held.tokens[: segment.position + kept]
-            if segment.tokens[kept] != target(before, held.admitted.params.seed):
+        accepted_length = 0
+        while accepted_length < segment.width:
+            before = held.tokens[: segment.position + accepted_length]
+            if segment.tokens[accepted_length] != target(before, held.admitted.params.seed):
                 break
-            kept += 1
-        return kept
+            accepted_length += 1
+        return accepted_length
 
     def _drafts(self, tokens: list[int], count: int, seed: int) -> tuple[int, ...]:
         drafts: list[int] = []
@@ -166,11 +166,11 @@ class FakeLastStage:
         return tuple(drafts)
 
     def _logprobs(
-        self, held: FakeSequence, segment: Segment, kept: int, token: int
+        self, held: FakeSequence, segment: Segment, accepted_length: int, token: int
     ) -> tuple[TokenLogprob, ...]:
         if held.admitted.params.logprobs is None:
             return ()
-        drafts = segment.tokens[1:kept] if segment.open else ()
+        drafts = segment.tokens[1:accepted_length] if segment.open else ()
         return tuple(TokenLogprob(t, -float(t)) for t in (*drafts, token))
 
 

@@ -14,10 +14,10 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mtp.sampling.acceptance import kept as count_kept
+from mtp.sampling.acceptance import accepted_length as count_kept
 from proto.frame import Admit, Outcome, Segment
 from worker.cache.gdn_cache import GDNCache
-from worker.cache.last_stage_state import Tail
+from worker.cache.last_stage_state import LastStageState
 from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import LayerCache, SequenceCache
 from worker.engine.stage_engine import StageEngine
@@ -157,10 +157,10 @@ class TruthfulVerifier(Verifier):
     def evict(self, seq_id: int) -> None:
         self.expected.pop(seq_id, None)
 
-    def save(self, seq_id: int) -> Tail:
-        return Tail(Admit(seq_id, 0, 0), None)
+    def save(self, seq_id: int) -> LastStageState:
+        return LastStageState(Admit(seq_id, 0, 0), None)
 
-    def restore(self, seq_id: int, saved: Tail) -> None:
+    def restore(self, seq_id: int, saved: LastStageState) -> None:
         """What comes next is said by the tokens held."""
 
     def verify(

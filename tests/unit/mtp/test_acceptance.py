@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtp.sampling import acceptance
-from mtp.sampling.acceptance import kept, ratio_targets
+from mtp.sampling.acceptance import accepted_length, ratio_targets
 from mtp.sampling.choice import choose, drawn
 from mtp.sampling.filters import filtered
 from mtp.sampling.history import History
@@ -29,16 +29,16 @@ def ints(tokens: mx.array) -> list[int]:
 
 def test_kept_is_the_confirmed_token_and_the_leading_right_drafts() -> None:
     """Drafts are right up to the first that differs from the target before it; later agreement is worth nothing."""
-    assert kept([7], [1]) == 1
-    assert kept([7, 1, 2, 3], [1, 2, 3, 4]) == 4
-    assert kept([7, 1, 2, 3], [1, 9, 3, 4]) == 2
-    assert kept([7, 5, 2, 3], [1, 2, 3, 4]) == 1
+    assert accepted_length([7], [1]) == 1
+    assert accepted_length([7, 1, 2, 3], [1, 2, 3, 4]) == 4
+    assert accepted_length([7, 1, 2, 3], [1, 9, 3, 4]) == 2
+    assert accepted_length([7, 5, 2, 3], [1, 2, 3, 4]) == 1
 
 
 def test_a_window_built_on_a_vain_hope_keeps_nothing() -> None:
     """A window sent before its first token was confirmed counts from nothing unless the target expected that token."""
-    assert kept([7, 1], [1, 2], expected=7) == 2
-    assert kept([7, 1], [1, 2], expected=8) == 0
+    assert accepted_length([7, 1], [1, 2], expected=7) == 2
+    assert accepted_length([7, 1], [1, 2], expected=8) == 0
 
 
 # ---- coupled: a toy model, whose next token hangs on the last one, and a head that is another
@@ -106,7 +106,7 @@ class Speculation:
         for start in range(0, len(chain), width):
             window, first = chain[start : start + width], len(tokens)
             targets = ints(choose(after(TARGET, window), self.params, first, history, window))
-            count = kept(window, targets, expected)
+            count = accepted_length(window, targets, expected)
             if count == 0:
                 self.wasted += 1
                 return
@@ -217,7 +217,7 @@ def ratio_text(depth: int, length: int) -> tuple[list[int], int]:
         targets = ints(
             ratio_targets(target, mx.concatenate(scores), window[1:], params.seed, first)
         )
-        count = kept(window, targets)
+        count = accepted_length(window, targets)
         tokens += [*window[1:count], targets[count - 1]]
         accepted += count - 1
     return tokens, accepted

@@ -50,9 +50,9 @@ class Run:
         return depths.count(depth) / len(depths)
 
 
-def drafts(width: int, kept: int) -> list[tuple[int, bool]]:
+def drafts(width: int, accepted_length: int) -> list[tuple[int, bool]]:
     """What became of the drafts of a window that kept so many of its tokens."""
-    return [(number, number < kept) for number in range(1, width)]
+    return [(number, number < accepted_length) for number in range(1, width)]
 
 
 def step(seconds: float) -> StepCost:
@@ -80,16 +80,16 @@ def simulate(
     while done < tokens:
         now = chances(done)
         depth = controller.choose().depth
-        kept = 1
-        while kept < width and rng.random() < now[kept - 1]:
-            kept += 1
+        accepted_length = 1
+        while accepted_length < width and rng.random() < now[accepted_length - 1]:
+            accepted_length += 1
         cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
         noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
         controller.observe_step(1, width, depth, step(cost * noise * slowdown(done)))
-        controller.observe_drafts(drafts(width, kept))
+        controller.observe_drafts(drafts(width, accepted_length))
         expected_tokens += expected_kept(now[: width - 1])
         expected_seconds += cost
-        done += kept
+        done += accepted_length
         steps.append((done, depth))
         width = depth + 1
     return Run(expected_tokens / expected_seconds, steps)

@@ -242,11 +242,11 @@ def test_xtc_removes_what_mlx_lm_removes() -> None:
     """Of the tokens above the threshold all but the least likely, and never one that is spared."""
     logits = mx.array([[3.0, 2.5, 2.0, 0.0, -1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
     params = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.1)
-    for spared, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
-        ours = filtered(logits, params, 0, spared=spared)
-        theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(spared))
+    for exempt, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
+        ours = filtered(logits, params, 0, exempt=exempt)
+        theirs = sample_utils.apply_xtc(log_softmax(logits), 1.0, 0.1, list(exempt))
         assert survivors(ours) == survivors(theirs) == expected
-        named = replace(params, xtc_spared=spared)
+        named = replace(params, xtc_exempt=exempt)
         assert survivors(filtered(logits, named, 0)) == expected
         assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(named.to_wire()))) == named
 

@@ -41,9 +41,11 @@ GRPC_OVERHEAD = 5 + 9
 """A message's length prefix, and the header of the HTTP/2 DATA frame it travels in."""
 
 integers = st.integers(0, MAX_INT)
-kept = st.integers(0, MAX_FRAME_TOKENS // 2)
+accepted_length = st.integers(0, MAX_FRAME_TOKENS // 2)
 names = st.text(min_size=1, max_size=128).filter(lambda text: text.isprintable())
-rollbacks = st.builds(Rollback, integers, integers, kept, st.integers(0, MAX_FRAME_TOKENS // 2))
+rollbacks = st.builds(
+    Rollback, integers, integers, accepted_length, st.integers(0, MAX_FRAME_TOKENS // 2)
+)
 bodies = st.one_of(
     st.builds(Hello, names, names, st.integers(1, 60_000)),
     st.builds(Heartbeat, integers),
@@ -80,17 +82,19 @@ def test_the_largest_rollback_is_small() -> None:
         pb.Signal(epoch=1),
         pb.Signal(epoch=2**63, heartbeat=pb.Heartbeat(number=1)),
         pb.Signal(epoch=1, heartbeat=pb.Heartbeat(number=2**63)),
-        pb.Signal(epoch=0, rollback=pb.Rollback(seq_id=1, window=1, kept=1, trim=1)),
+        pb.Signal(epoch=0, rollback=pb.Rollback(seq_id=1, window=1, accepted_length=1, trim=1)),
         pb.Signal(epoch=0, cancel=pb.Cancel(seq_id=1)),
-        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, kept=2**32 - 1)),
-        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, kept=1, trim=2**18)),
-        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=2**63, window=1, kept=1)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, accepted_length=2**32 - 1)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=1, window=1, accepted_length=1, trim=2**18)),
+        pb.Signal(epoch=1, rollback=pb.Rollback(seq_id=2**63, window=1, accepted_length=1)),
         pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=2**64 - 1)),
-        pb.Signal(epoch=0, hello=pb.Hello(protocol_version=VERSION, pulse_ms=100)),
+        pb.Signal(epoch=0, hello=pb.Hello(protocol_version=VERSION, status_interval_ms=100)),
         pb.Signal(hello=pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=VERSION)),
         pb.Signal(
             hello=pb.Hello(
-                coordinator=pb.Coordinator(id="a" * 129), protocol_version=VERSION, pulse_ms=100
+                coordinator=pb.Coordinator(id="a" * 129),
+                protocol_version=VERSION,
+                status_interval_ms=100,
             )
         ),
     ],
@@ -103,7 +107,7 @@ def test_a_signal_out_of_range_is_refused(message: pb.Signal) -> None:
 
 def test_another_release_is_told_so() -> None:
     """A hello of another protocol version names both versions and what to do."""
-    hello = pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=9, pulse_ms=100)
+    hello = pb.Hello(coordinator=pb.Coordinator(id="a"), protocol_version=9, status_interval_ms=100)
     with pytest.raises(VersionError, match=r"9.*same release"):
         from_message(pb.Signal(hello=hello))
 

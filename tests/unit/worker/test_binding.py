@@ -10,7 +10,7 @@ import pytest
 
 from proto.control import Cancel, Rollback, Signal
 from proto.errors import ProtocolError
-from worker.engine.deadline import Allowance
+from worker.engine.deadline import DeadlineEstimate
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
 
@@ -19,7 +19,7 @@ from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Tr
 async def bound() -> Binding:
     """Over an engine thread that does nothing."""
     thread: Any = MagicMock(queued=0)
-    machinery = Machinery(thread, Allowance(), Traffic())
+    machinery = Machinery(thread, DeadlineEstimate(), Traffic())
     return Binding(Place(1, 0, 1, b"token"), machinery, lambda: None)
 
 

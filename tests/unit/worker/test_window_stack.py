@@ -182,8 +182,8 @@ class Replicas(RuleBasedStateMachine):
         if not self.inboxes[stage]:
             return
         message, stack = self.inboxes[stage].popleft(), self.stacks[stage]
-        for number, kept in message.commits:
-            stack.commit(number, kept, in_header=True)
+        for number, accepted_length in message.commits:
+            stack.commit(number, accepted_length, in_header=True)
         window = message.window
         if window is not None and not message.cancelled:
             if stack.stale:
@@ -209,8 +209,8 @@ class Replicas(RuleBasedStateMachine):
     @rule(stage=st.integers(0, STAGES - 1), data=st.data())
     @precondition(lambda self: bool(self.news))
     def signal(self, stage: int, data: st.DataObject) -> None:
-        number, kept = data.draw(st.sampled_from(self.news))
-        self.stacks[stage].commit(number, kept, in_header=False)
+        number, accepted_length = data.draw(st.sampled_from(self.news))
+        self.stacks[stage].commit(number, accepted_length, in_header=False)
 
     @invariant()
     def each_stack_is_sound(self) -> None:

@@ -49,7 +49,7 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     newline = tiny_tokenizer().encode("\n")
     assert newline, "XTC leaves line breaks alone, as mlx-lm's server has it"
     expected = SamplingParams(
-        **SAMPLING, xtc_spared=newline, logit_bias={5: -100, 6: 2.5}, logprobs=3
+        **SAMPLING, xtc_exempt=newline, logit_bias={5: -100, 6: 2.5}, logprobs=3
     )
     assert [request.params for request in api.generator.requests] == [expected, expected]
 

@@ -156,8 +156,8 @@ def test_of_a_chat_that_turn_is_kept_and_no_answer_that_none_goes_on_from() -> N
     request = GenerationRequest(tuple(i % 50 for i in range(200)), 12, turn=197, continued=False)
     drive.scheduler.submit(request, drive.now)
     drive.run()
-    kept = drive.scheduler.prefixes.entries.values()
-    assert [entry.tokens for entry in kept] == [request.prompt[:197]]
+    entries = drive.scheduler.prefixes.entries.values()
+    assert [entry.tokens for entry in entries] == [request.prompt[:197]]
 
 
 def test_the_next_turn_starts_from_the_last_answer() -> None:
@@ -253,11 +253,12 @@ def test_rejections_say_what_was_lost() -> None:
     drive.run()
     widths = {s.window: s.width for f in drive.stage.seen for s in f.segments if s.open}
     commits = [op for f in drive.stage.seen for op in f.ops if isinstance(op, Commit)]
-    lost = [c for c in commits if c.kept < widths[c.window]]
+    lost = [c for c in commits if c.accepted_length < widths[c.window]]
     assert lost
     assert len(lost) < len(commits)
     assert drive.rejections == [
-        Rejection(seq_id, c.window, c.kept, widths[c.window] - c.kept) for c in lost
+        Rejection(seq_id, c.window, c.accepted_length, widths[c.window] - c.accepted_length)
+        for c in lost
     ]
 
 

@@ -62,7 +62,7 @@ def test_a_failed_hope_is_told_at_once() -> None:
     drive = driven(4, right=0)  # no draft is ever right
     drive.submit(PROMPT, tokens=10)
     drive.run()
-    told = [r for r in drive.rejections if r.kept == 0]
+    told = [r for r in drive.rejections if r.accepted_length == 0]
     assert told and len(told) == len(drive.rejections)
     assert max(r.trim for r in told) == 3
     for window in told:

@@ -17,11 +17,15 @@ def test_dense_costs_add_up_to_the_files(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", tie=False, dtype=mx.bfloat16))
     costs = model_costs(checkpoint)
     sizes = checkpoint.part_bytes()
-    total = sum(layer.weight_bytes for layer in costs.layers) + costs.embed_bytes + costs.tail_bytes
+    total = (
+        sum(layer.weight_bytes for layer in costs.layers)
+        + costs.embed_bytes
+        + costs.last_stage_bytes
+    )
     assert total == sum(sizes.values())
     assert costs.lm_head_seconds == sizes["lm_head"] / REFERENCE_BANDWIDTH
     assert costs.draft_seconds == (sizes["lm_head"] + sizes["mtp"]) / REFERENCE_BANDWIDTH
-    assert costs.tail_needs_embed
+    assert costs.last_stage_needs_embed
     config = checkpoint.config
     assert [layer.kv_bytes for layer in costs.layers[2:4]] == [0, config.kv_bytes_per_token(2)]
     assert costs.layers[0].state_bytes == config.gdn_bytes_per_sequence(2)
@@ -36,8 +40,8 @@ def test_without_a_head_nothing_is_charged_for_one(tmp_path: Path) -> None:
     costs = model_costs(checkpoint)
     assert costs.draft_seconds == 0
     assert costs.head_kv_bytes == 0
-    assert costs.tail_bytes == checkpoint.part_bytes()["norm"]
-    assert costs.tail_needs_embed
+    assert costs.last_stage_bytes == checkpoint.part_bytes()["norm"]
+    assert costs.last_stage_needs_embed
     assert costs.lm_head_seconds == costs.embed_bytes / REFERENCE_BANDWIDTH
 
 

@@ -43,11 +43,11 @@ model_strategy = st.builds(
     ModelCosts,
     layers=st.lists(layer_costs, min_size=1, max_size=7).map(tuple),
     embed_bytes=st.integers(0, 15),
-    tail_bytes=st.integers(0, 15),
+    last_stage_bytes=st.integers(0, 15),
     lm_head_seconds=st.integers(0, 10).map(float),
     draft_seconds=st.integers(0, 10).map(float),
     head_kv_bytes=st.integers(0, 2),
-    tail_needs_embed=st.booleans(),
+    last_stage_needs_embed=st.booleans(),
 )
 workloads = st.builds(
     Workload,
@@ -83,10 +83,10 @@ def stage_bytes(model: ModelCosts, work: Workload, span: Span) -> int:
     total += work.kv_tokens * sum(model.layers[i].kv_bytes for i in span)
     states = work.sequences * (work.open_windows + 1)
     total += states * sum(model.layers[i].state_bytes for i in span)
-    if first or (last and model.tail_needs_embed):
+    if first or (last and model.last_stage_needs_embed):
         total += model.embed_bytes
     if last:
-        total += model.tail_bytes + model.head_kv_bytes * work.kv_tokens
+        total += model.last_stage_bytes + model.head_kv_bytes * work.kv_tokens
     return total
 
 
