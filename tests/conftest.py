@@ -17,13 +17,15 @@ Checkpoints = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """`checkpoints(moe=True, …)`: the directory of such a checkpoint, written once a session. Read only.
+    """Return a function that writes a checkpoint and returns its directory.
 
-    Takes what `write_checkpoint` takes. A test that edits files writes a checkpoint of its own.
+    `checkpoints(moe=True, …)` takes the arguments of `write_checkpoint`. Equal arguments give the same directory for
+    the whole session, so tests only read it. A test that edits files writes its own checkpoint.
     """
     written: dict[str, Path] = {}
 
     def get(**options: Any) -> Path:
+        """Return the directory of the checkpoint with these options."""
         key = repr(sorted(options.items()))
         if key not in written:
             written[key] = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), **options)
@@ -34,8 +36,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
-    """Give the loggers back as they were: a command that a test runs in this process configures them all, and what the
-    next test listens for would not be heard."""
+    """Restore the logging configuration after each test.
+
+    A command that runs in the test process configures all loggers. Without this fixture, later tests would not capture
+    the records they check.
+    """
     root = logging.getLogger()
     handlers, levels = root.handlers[:], {n: logging.getLogger(n).level for n in ("", *OURS)}
     yield

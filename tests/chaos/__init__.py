@@ -1,1 +1,1 @@
-"""Faults injected into a live cluster, and the report of what they cost."""
+"""Faults injected into a live cluster, and the report of their effects."""

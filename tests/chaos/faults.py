@@ -1,4 +1,4 @@
-"""The faults of a chaos run: which come, what each does to a worker, and how it is mended."""
+"""The faults of a chaos run: their schedule, their injection and their repair."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tests.support.processes.team import Team
 KINDS = ("kill", "stop", "cut", "freeze", "stuck", "restart")
 
 SURVIVOR = 0
-"""This worker's process is never ended: what grows in it over the run is seen."""
+"""Number of the worker whose process is never ended. The run compares its resource use from start to end."""
 
 COORDINATOR = -1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to worker number `victim`, for `seconds`.
+    """A fault of kind `kind` on worker number `victim`, for `seconds`.
 
-    Where connections to it are hurt, `opener` says whose: another worker's, by number, COORDINATOR's, or everyone's.
+    `opener` limits a connection fault to the connections that one process opened: a worker's number or COORDINATOR.
+    None affects all connections.
     """
 
     kind: str
@@ -33,9 +34,9 @@ class Fault:
 
 
 def schedule(seed: int, count: int, workers: int, seconds: tuple[float, float]) -> list[Fault]:
-    """All faults of a run, each lasting from `seconds[0]` to `seconds[1]`: the same seed gives the same ones.
+    """Return the `count` faults of a run, each `seconds[0]` to `seconds[1]` long. The same seed gives the same faults.
 
-    Kinds come in a random order, as often as any other in a long run. A victim need not be in use when its turn comes.
+    The kinds come in a random order, each equally often in a long run. A fault may hit a worker that no plan uses.
     """
     chance = random.Random(seed)
     kinds = [*KINDS] * -(-count // len(KINDS))
@@ -54,12 +55,13 @@ def _fault(kind: str, workers: int, seconds: tuple[float, float], chance: random
 
 
 class Faults:
-    """Hurts one worker of a team at a time. `coordinator` is the process that connects to all of them."""
+    """Fault injection into one worker of a team at a time. `coordinator` is the process id of the coordinator."""
 
     def __init__(self, team: Team, model: str, coordinator: int) -> None:
         self.team, self.model, self.coordinator = team, model, coordinator
 
     def inject(self, fault: Fault) -> None:
+        """Start `fault`."""
         number = fault.victim
         {
             "kill": self.team.workers[number].kill,
@@ -78,7 +80,7 @@ class Faults:
         return self.team.workers[fault.opener].pid
 
     def mend(self, fault: Fault) -> None:
-        """All is well again, with another process where one has ended."""
+        """End `fault`. A worker whose process ended is started again."""
         if fault.kind in ("kill", "restart"):
             self.team.workers[fault.victim].wait()
             launched = self.team.launch_again(fault.victim, self.model)
@@ -87,7 +89,7 @@ class Faults:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Wait until `condition` is true. Return False if it is not true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The load of a chaos run: questions of one right answer each, asked over and over, and what came of them."""
+"""The load of a chaos run: clients repeat questions with one correct answer each and compare what they receive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 
 READ_SECONDS = 90.0
-"""Longest silence a client bears, keep-alives not counted; one that hears nothing for longer is hung."""
+"""Seconds. Longest time without a token, keep-alives not counted, before a client is reported as hung."""
 
 PROMPT = "def read(path):\n    "
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request. The same question has one answer."""
+    """One request. Every correct run gives the same answer to the same question."""
 
     prompt: str
     tokens: int
@@ -29,6 +29,7 @@ class Question:
     seed: int
 
     def body(self, model: str) -> dict[str, Any]:
+        """Return the JSON body of the request to `model`."""
         return {
             "model": model,
             "prompt": self.prompt,
@@ -45,16 +46,19 @@ class Question:
 QUESTIONS = tuple(
     Question(PROMPT * (1 + i % 4), 60 + 40 * (i % 5), 0.0 if i % 2 else 0.8, i) for i in range(12)
 )
-"""Greedy and sampled, prompts and answers of several lengths."""
+"""Greedy and sampled questions with prompts and answers of several lengths."""
 
 
 class HungError(Exception):
-    """No token came for as long as a client bears."""
+    """A client received no token for READ_SECONDS."""
 
 
 @dataclass
 class Answer:
-    """What one client got: text, tokens as the server counts them, and when each piece came (seconds since 1970)."""
+    """The answer that one client received.
+
+    `tokens` is the server's count. `times` holds the arrival of each piece, in seconds since 1970.
+    """
 
     text: str = ""
     tokens: int = 0
@@ -62,13 +66,16 @@ class Answer:
 
     @property
     def pause(self) -> float:
-        """The longest silence."""
+        """Seconds of the longest pause between two pieces."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
 
 
 def ask(url: str, model: str, question: Question) -> Answer:
-    """One streamed answer. Raises HungError, and RuntimeError for one that ends with an error or is cut."""
+    """Return one streamed answer.
+
+    Raises HungError if the stream is silent too long, RuntimeError if it ends with an error or is cut.
+    """
     answer = Answer(times=[time.time()])
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=question.body(model), timeout=READ_SECONDS
@@ -95,20 +102,21 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
 
 @dataclass
 class Outcome:
-    """What became of all answers. `wrong` holds what a person would look at first."""
+    """The combined result of all answers. `wrong` describes each failed or differing answer."""
 
     finished: int = 0
     lost: int = 0
-    """Tokens missing at the end of answers."""
+    """Number of tokens missing at the end of answers."""
     duplicated: int = 0
-    """Tokens too many."""
+    """Number of tokens beyond the expected count."""
     differing: int = 0
-    """Answers whose text is not the undisturbed one."""
+    """Number of answers whose text differs from the undisturbed answer."""
     hung: int = 0
     wrong: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, answer: Answer, wanted: Answer) -> None:
+        """Record `answer`, comparing it with `wanted`."""
         self.finished += 1
         self.lost += max(0, wanted.tokens - answer.tokens)
         self.duplicated += max(0, answer.tokens - wanted.tokens)
@@ -119,7 +127,7 @@ class Outcome:
 
 
 class Clients:
-    """Threads that ask without end until told to stop."""
+    """Threads that send requests until `stop`."""
 
     def __init__(self, url: str, model: str, wanted: dict[Question, Answer], count: int) -> None:
         self.url, self.model, self.wanted = url, model, wanted
@@ -129,11 +137,12 @@ class Clients:
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(count)]
 
     def start(self) -> None:
+        """Start all threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Wait for the answers under way; who does not get his is hung."""
+        """Wait for the running answers. An answer that does not end is counted as hung."""
         self._stop.set()
         deadline = time.monotonic() + 2 * READ_SECONDS
         for thread in self._threads:
@@ -160,7 +169,7 @@ class Clients:
 
 @contextmanager
 def clients(url: str, model: str, wanted: dict[Question, Answer], count: int) -> Iterator[Clients]:
-    """So many, asking; all answers have ended afterwards."""
+    """Run `count` clients inside the block. All answers have ended when it exits."""
     asking = Clients(url, model, wanted, count)
     asking.start()
     try:

@@ -1,7 +1,7 @@
-"""How long faults made clients wait, and with what that time was spent.
+"""The length of the pauses that faults caused, and what the coordinator did during each.
 
-The parts of a pause are read from the coordinator's log alone, the pause from what clients saw: so a pause may well be
-longer than its parts, and it is said how often one is.
+The parts of a pause come from the coordinator's log. The pause itself comes from the clients, so it may be longer than
+its parts. The report counts such pauses.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NOTICED = ("worker lost", "pipeline failed", "cluster: waiting for workers", LOA
 PARTS = ("detection", "plan", "load", "prefill")
 
 REPLAN = "replan"
-"""The kind of a change of plan that was asked for, to have a worker used again."""
+"""Kind of a plan change that was requested so that a recovered worker is used again."""
 
 DELIVERY_SECONDS = 0.25
-"""From the loop to a client over HTTP, where clients, workers and the coordinator share two cores."""
+"""Seconds. Delay between the loop and a client over HTTP, where clients, workers and coordinator share two cores."""
 
 
 @dataclass(frozen=True)
 class Injected:
-    """One fault: what it was, and from when to when it was looked at (seconds since 1970)."""
+    """One fault: its kind, its start and the end of its observation, in seconds since 1970."""
 
     kind: str
     at: float
@@ -36,10 +36,11 @@ class Injected:
 
 @dataclass(frozen=True)
 class Episode:
-    """A fault that ended a plan, in seconds: until it was noticed, until workers were told to load another plan, until
-    that one served (tries that failed included), and until the last sequence that lived through it had its next token.
+    """A fault that ended a plan, split into phases in seconds.
 
-    `pause` is the longest silence of a client that it touched, from the fault on.
+    `detection` lasts until the coordinator noticed the fault, and `plan` until it told workers to load the next plan.
+    `load` lasts until a plan served, failed attempts included. `prefill` lasts until the last surviving sequence had
+    its next token. `pause` is the longest silence, after the fault, of any client that the plan change affected.
     """
 
     kind: str
@@ -51,18 +52,19 @@ class Episode:
 
     @property
     def bound(self) -> float:
+        """Return the longest pause, in seconds, that the coordinator's log explains."""
         return self.detection + self.plan + self.load + self.prefill
 
     @property
     def over(self) -> bool:
-        """Whether a client waited longer than can be told from the coordinator's log."""
+        """Return True if a client waited longer than the coordinator's log explains."""
         return self.pause > self.bound + DELIVERY_SECONDS
 
 
 def episodes(
     faults: Sequence[Injected], records: Sequence[dict[str, Any]], answers: Sequence[Answer]
 ) -> list[Episode]:
-    """Those of the faults that ended a plan."""
+    """Return one episode for each fault that ended a plan."""
     log = [(datetime.fromisoformat(r["time"]).timestamp(), r["message"]) for r in records]
     gaps = [gap for a in answers for gap in zip(a.times, a.times[1:], strict=False)]
     found = (_episode(fault, log, gaps) for fault in faults)
@@ -79,11 +81,11 @@ def _episode(
     served = [t for t, message in within if message == SERVING and t > noticed]
     if not served:
         return None
-    # Silences that lie over the change of plans: those of clients that waited for it.
+    # These silences span the plan change, so their clients waited for it.
     touched = [(start, end) for start, end in gaps if start <= noticed and end >= served[0]]
     rebuilt = next((t for t, message in log if message == REBUILT and t >= served[0]), None)
     if not touched or rebuilt is None:
-        rebuilt = served[0]  # nobody had to be fed again
+        rebuilt = served[0]  # no sequence needed a new prefill
     serving = max(t for t in served if t <= rebuilt)
     loading = next((t for t, message in within if message == LOADING and t >= noticed), serving)
     return Episode(
@@ -97,7 +99,7 @@ def _episode(
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 95 % and the largest; zeros where there are none."""
+    """Return median, 95th percentile and maximum of `values`, or zeros if there are none."""
     if not values:
         return 0.0, 0.0, 0.0
     ordered = sorted(values)

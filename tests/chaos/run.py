@@ -1,7 +1,7 @@
-"""Faults at random under load: what comes of the answers when workers are killed, stopped, cut off and stuck.
+"""Random faults under load: workers are killed, paused, cut off and blocked while clients compare answers.
 
-A run first asks every question undisturbed, then asks them over and over while faults come in a seeded order, and
-compares. Run a long one with `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json`.
+A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
+compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run.
 """
 
 from __future__ import annotations
@@ -39,48 +39,50 @@ from tests.support.processes.vitals import Vitals, grown, vitals
 
 FAILURE_TIMEOUT = 2.0
 WORKERS = 4
-"""Three and a spare."""
+"""Three workers for the plan and one spare."""
 
 CLIENTS = 3
 FAULT_SECONDS = (FAILURE_TIMEOUT + 0.5, FAILURE_TIMEOUT + 2.0)
-"""How long a worker stays hurt: past the timeout."""
+"""Seconds. Shortest and longest duration of a fault; both exceed the failure timeout."""
 
 STUCK_SECONDS = 5.0
-"""Longest wait, over that, for a stuck engine to be noticed; one that no plan uses is not."""
+"""Seconds. Longest additional wait until a blocked engine is noticed. One that no plan uses is never noticed."""
 
 BACK_SECONDS = 40.0
-"""Longest wait for a worker to be back among those that may serve."""
+"""Seconds. Longest wait until a repaired worker can serve again."""
 
 SAMPLES = 10
-"""Looks at what processes hold, over a run."""
+"""Number of samples of the processes' resource use over a run."""
 
 
 @dataclass
 class Report:
-    """What a run found. `vitals` are those of the coordinator and of a worker that was never ended, over the run."""
+    """The result of a run. `vitals` samples the coordinator and the one worker that was never ended."""
 
     seed: int
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     not_back: list[str] = field(default_factory=list)
-    """Faults after which a worker was not seen again in time."""
+    """Faults after which a worker did not recover in time."""
     outcome: Outcome = field(default_factory=Outcome)
     episodes: list[Episode] = field(default_factory=list)
     """Faults that ended a plan."""
     replans: list[Episode] = field(default_factory=list)
-    """Changes of plan that were asked for."""
+    """Plan changes that the run requested."""
     vitals: dict[str, list[Vitals]] = field(default_factory=dict)
 
     @property
     def over(self) -> int:
-        """Pauses longer than all that the coordinator's log accounts for."""
+        """Number of pauses longer than the coordinator's log explains."""
         return sum(episode.over for episode in (*self.episodes, *self.replans))
 
     @property
     def grew(self) -> list[str]:
+        """Return the resources of which a process holds more at the end than early in the run."""
         return [f"{name}: {what}" for name, found in self.vitals.items() for what in grown(found)]
 
     def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the printed report: a name and a value each."""
         o = self.outcome
         yield "faults injected", ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()))
         yield "of them ended a plan", str(len(self.episodes))
@@ -110,6 +112,7 @@ class Report:
         return "\n".join(f"{name:46} {value}" for name, value in self.rows())
 
     def as_json(self) -> dict[str, Any]:
+        """Return the whole report as plain JSON values."""
         outcome = {k: v for k, v in vars(self.outcome).items() if k != "answers"}
         return {
             **vars(self),
@@ -124,6 +127,7 @@ class Report:
 
 @contextmanager
 def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
+    """Run a coordinator over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += ["--model", model, "--dtype", "float32", "--port", "0", "--no-mdns"]
     flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
@@ -134,7 +138,7 @@ def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
 
 
 class Run:
-    """One run: the same seed hurts the same workers in the same order."""
+    """One run. The same seed injects the same faults into the same workers in the same order."""
 
     def __init__(self, folder: Path, model: str, team: Team, coordinator: Coordinator, seed: int):
         self.folder, self.team, self.coordinator = folder, team, coordinator
@@ -143,33 +147,35 @@ class Run:
         self.injected: list[Injected] = []
 
     def status(self) -> dict[str, Any]:
+        """Return the coordinator's /status reply."""
         found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=60).json()
         return found
 
     def all_well(self) -> bool:
-        """Every worker may serve, and a plan does."""
+        """Return True if every worker can serve and a plan serves."""
         found = self.status()
         well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
         return found["ready"] and len(well) == len(self.team.workers)
 
     def health(self) -> str:
-        """Of every node, with the reason where one is given."""
+        """Return the health of every node, with its reason if it has one."""
         found = self.status()
         nodes = (f"{n['name']} {n['health']} {n['detail']}".strip() for n in found["nodes"])
         return f"{'ready' if found['ready'] else 'not ready'}; {'; '.join(nodes)}"
 
     def sample(self) -> None:
+        """Record the resource use of the coordinator and of the surviving worker."""
         survivor = self.team.workers[SURVIVOR]
         for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
             self.report.vitals.setdefault(name, []).append(vitals(process.pid, self.folder))
 
     def hurt(self, fault: Fault, pace: float) -> None:
-        """One fault from its beginning until all are back, and used again."""
+        """Inject `fault`, repair it, and wait until every worker is part of the cluster again."""
         epoch = self.status()["epoch"]
         started = time.time()
         self.faults.inject(fault)
         time.sleep(fault.seconds)
-        if fault.kind == "stuck":  # a frame of a new size may take its time
+        if fault.kind == "stuck":  # a frame of a new size has a longer deadline
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
         self.faults.mend(fault)
         if not wait_until(self.all_well, BACK_SECONDS):
@@ -180,7 +186,7 @@ class Run:
         time.sleep(max(0.0, pace - (time.time() - started)))
 
     def replan(self) -> None:
-        """Have whoever is back used again."""
+        """Request a new plan, so that recovered workers are used again."""
         headers = {"Content-Type": "application/json"}
         started = time.time()
         httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=60)
@@ -188,7 +194,8 @@ class Run:
         self.injected.append(Injected(REPLAN, started, time.time()))
 
     def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
-        time.sleep(1.0)  # the clients are under way
+        """Inject `faults` faults, `pace` seconds apart, while the clients `asking` run."""
+        time.sleep(1.0)  # every client has sent its first request
         due = schedule(self.report.seed, faults, len(self.team.workers), FAULT_SECONDS)
         for i, fault in enumerate(due):
             if i % max(1, faults // SAMPLES) == 0:
@@ -202,7 +209,7 @@ class Run:
 
 
 def undisturbed(url: str, model: str) -> dict[Question, Answer]:
-    """The answers while nobody is hurt, to as many clients at once as there will be."""
+    """Return the answers without faults, with as many concurrent clients as the run has."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = pool.map(lambda question: ask(url, model, question), QUESTIONS)
         return dict(zip(QUESTIONS, answers, strict=True))
@@ -211,7 +218,7 @@ def undisturbed(url: str, model: str) -> dict[Question, Answer]:
 def run(
     folder: Path, model: str, faults: int, *, seed: int, pace: float = 0.0, verbose: bool = False
 ) -> Report:
-    """Inject `faults` faults, one at a time and `pace` seconds apart, while clients ask without end."""
+    """Inject `faults` faults, one at a time and `pace` seconds apart, under load. Return the report."""
     started = time.monotonic()
     with (
         running_team(folder, model, WORKERS) as team,
@@ -233,14 +240,14 @@ def run(
 
 
 def main() -> None:
-    """The long study, from the command line."""
+    """Run the long study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--out", type=Path, help="write all of it here, as JSON")
-    parser.add_argument("--logs", type=Path, help="an empty folder that keeps what processes log")
+    parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
+    parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = run(

@@ -1,4 +1,4 @@
-"""Short runs of the chaos study; `python -m tests.chaos.run` makes long ones."""
+"""Short runs of the chaos study. `python -m tests.chaos.run` makes long ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos.run import Report, run
 pytestmark = pytest.mark.chaos
 
 FAULTS, SEED = 4, 44
-"""One each of a killed, a stopped, a cut off and a restarted worker, as `tests/chaos/test_report.py` holds."""
+"""One killed, one paused, one cut off and one restarted worker; `tests/chaos/test_report.py` checks this."""
 
 
 def check(report: Report, faults: int) -> None:
@@ -25,14 +25,14 @@ def check(report: Report, faults: int) -> None:
 
 
 def test_no_fault_loses_or_changes_a_token(tmp_path: Path) -> None:
-    """Workers hurt at random under load: every stream ends whole, with the undisturbed run's answer."""
+    """Every stream under random faults ends complete, with the answer of the undisturbed run."""
     check(run(tmp_path, "builtin", FAULTS, seed=SEED), FAULTS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_twenty_faults(tmp_path: Path) -> None:
-    """The same at length: the log accounts for every pause, and no process holds more at the end than early on."""
+    """Over twenty faults the log explains every pause, and no process accumulates resources."""
     report = run(tmp_path, "builtin", 20, seed=1)
     check(report, 20)
     assert report.over == 0

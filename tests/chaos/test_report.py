@@ -1,4 +1,4 @@
-"""What a chaos run will do is known from its seed, and its report tells a long pause and a leak from none."""
+"""The fault schedule of a chaos run depends on its seed alone, and its report detects long pauses and leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def episode(answer: list[float], log: list[dict[str, Any]] = LOG) -> Episode:
 
 
 def test_the_seed_decides_who_is_hurt() -> None:
-    """The same faults again, others with another seed; each kind as often as any other; the survivor never ends."""
+    """A seed gives the same faults again, each kind equally often, and the surviving worker is never ended."""
     long = schedule(3, 20 * len(KINDS), 4, SECONDS)
     assert long == schedule(3, 20 * len(KINDS), 4, SECONDS)
     assert long != schedule(4, 20 * len(KINDS), 4, SECONDS)
@@ -47,13 +47,13 @@ def test_the_seed_decides_who_is_hurt() -> None:
 
 
 def test_the_short_run_has_what_matters_most() -> None:
-    """kill -9, SIGSTOP, a severed connection and a restart are in the run that every change has to pass."""
+    """The short run contains kill -9, SIGSTOP, a severed connection and a restart."""
     kinds = {fault.kind for fault in schedule(SEED, FAULTS, 4, SECONDS)}
     assert kinds == {"kill", "stop", "cut", "restart"}
 
 
 def test_a_pause_is_taken_apart_by_the_log_alone() -> None:
-    """What a client saw has no part in the bound: one that waited on is seen to be over it."""
+    """The bound of a pause comes from the log alone, and a client that waited longer is over it."""
     found = episode([HURT - 1, REBUILT + 0.1, REBUILT + 0.2])
     assert (found.detection, found.plan, found.load, found.prefill) == (2.0, 0.5, 0.5, 2.0)
     assert abs(found.pause - 5.1) < 1e-6
@@ -65,13 +65,13 @@ def test_a_pause_is_taken_apart_by_the_log_alone() -> None:
 
 
 def test_clients_that_nothing_happened_to_do_not_count() -> None:
-    """A pause before, or a request that came later: no prefill is waited for, and none is accounted for."""
+    """A client that paused before the fault, or came after it, adds neither pause nor prefill."""
     found = episode([SERVING + 1, SERVING + 9])
     assert (found.prefill, found.pause) == (0.0, 0.0)
 
 
 def test_what_grows_is_named() -> None:
-    """From after the first tenth on: a start costs what it costs, and a few more or less are nothing."""
+    """Growth is counted from after the first tenth of a run, and differences up to FEW are ignored."""
     start, early = Vitals(5, 3, 5, 50.0), Vitals(20, 12, 30, 90.0)
     assert grown([start, early, Vitals(20 + FEW, 12, 20, 95.0)]) == []
     assert grown([start, early, Vitals(20, 12, 30 + FEW + 1, 90.0)]) == ["tasks 30 to 37"]

@@ -1,4 +1,7 @@
-"""Workers that all tests of this folder share: they cost seconds to start, and a coordinator that leaves frees them."""
+"""Fixtures shared by the tests of this folder.
+
+Worker processes are shared because each takes seconds to start. A coordinator that exits releases its workers.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ Pool = Callable[[int], list[str]]
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """`pool(n)`: the addresses of n ready workers, always the same ones first.
+    """Return a function `pool(n)` that gives the addresses of n ready workers, always in the same order.
 
-    They read whatever checkpoint a coordinator names. Not for tests that stop, pin or break a worker.
+    The workers load any checkpoint that a coordinator names. A test that stops, pins or breaks a worker starts its own.
     """
     folder = tmp_path_factory.mktemp("workers")
     workers: list[Worker] = []
     with ExitStack() as stack:
 
         def take(count: int) -> list[str]:
+            """Return the addresses of the first `count` workers. Start those that are missing."""
             numbers = range(len(workers), count)
             launched = [launch_worker(folder, f"pool-{i}") for i in numbers]
             for process in launched:
@@ -34,12 +38,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             return [worker.address for worker in workers[:count]]
 
         yield take
-        for worker in workers:  # all hear of it before the first one is waited for
+        for worker in workers:  # every worker gets the signal before the first wait
             worker.popen.terminate()
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint of 8 layers with head and tokenizer: every argument of its answers is a toss-up, so that
-    a step computed otherwise shows."""
+    """Return a random checkpoint of 8 layers with an MTP head and a tokenizer.
+
+    Its logits are nearly flat, so a step that is computed differently changes the answer.
+    """
     return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("toy"), vocab=512))

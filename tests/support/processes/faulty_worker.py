@@ -1,8 +1,8 @@
-"""`mtp-worker`, whose engine does what a file says: run as a program of its own, in place of `worker.cli`.
+"""`mtp-worker` with an engine whose faults a test controls through a file. Runs as a program instead of `worker.cli`.
 
-`MTP_TEST_FAULT` names the file. Its text is read before every frame and every load: `stuck` blocks the engine thread,
-`hang` the next load, both for as long as the file says so; `slow 1.5` makes a frame take so many seconds more,
-`raise` fails it.
+`MTP_TEST_FAULT` names the file. The worker reads it before every frame and every load. `stuck` blocks the engine
+thread and `hang` blocks the next load, until the file changes. `slow 1.5` delays each frame by 1.5 seconds, and `raise`
+makes it fail.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from worker.model.loader import load_stage
 FAULT = "MTP_TEST_FAULT"
 
 PART_SECONDS = 1.0
-"""What one part of a load may take here, where the checkpoints are small."""
+"""Seconds. Longest load of one part here, where checkpoints are small."""
 
 
 def fault() -> list[str]:
+    """Return the words of the fault file, or none if there is no file."""
     file = Path(os.environ[FAULT])
     return file.read_text().split() if file.exists() else []
 
 
 def wait_while(name: str) -> None:
+    """Block while the fault file says `name`."""
     while fault() == [name]:
         time.sleep(0.02)
 
 
 def main() -> None:
+    """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
     process = StageEngine.process
 
     def faulty_process(self: StageEngine, frame: Frame) -> Frame:
+        """Process `frame` with the current fault."""
         wait_while("stuck")
         match fault():
             case ["slow", seconds]:
@@ -49,6 +53,7 @@ def main() -> None:
         return process(self, frame)
 
     def faulty_load(*args: Any, **options: Any) -> Any:
+        """Load a stage with the current fault."""
         wait_while("hang")
         return load_stage(*args, **options)
 

@@ -1,15 +1,19 @@
-"""`mtp-coord` that holds nobody back for being lost often: where all are hurt all the time, none would be left."""
+"""`mtp-coord` without back-off for workers that are lost often.
+
+A chaos run hits every worker again and again. With the normal back-off no worker would be left.
+"""
 
 from __future__ import annotations
 
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.cluster.member import FIRST_HOLD
+from coordinator.cluster.member import FIRST_BACKOFF
 from tests.support.processes.task_count import answer_for_tasks
 
 
 def main() -> None:
+    """Run `mtp-coord` with the shortest back-off."""
     answer_for_tasks()
-    with patch("coordinator.cluster.member.LONGEST_HOLD", FIRST_HOLD / 2):
+    with patch("coordinator.cluster.member.LONGEST_HOLD", FIRST_BACKOFF / 2):
         cli.main()

@@ -1,6 +1,6 @@
 """A coordinator in the test's own process: the real loop, scheduler and cluster manager over real workers.
 
-What a client is told token by token, what the view says, and what workers hold are at hand; HTTP is left out.
+A test can read every token a client receives, the cluster view and the state of the workers. There is no HTTP.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from proto.errors import MemoryLimitError
 from proto.params import SamplingParams
 
 TIMEOUT = 2.0
-"""Failure timeout in tests: shorter than the default, longer than a busy machine's hiccups."""
+"""Seconds. Failure timeout in tests: shorter than the default, longer than a delay of a busy machine."""
 
 DEADLINE = 60.0
-"""Longest wait for anything in a test."""
+"""Seconds. Longest wait for any condition in a test."""
 
 
 @dataclass
 class Told:
-    """What one client was told, and when."""
+    """The tokens that one client received, with the time of each chunk."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -46,17 +46,19 @@ class Told:
 
     @property
     def reason(self) -> str:
+        """Return the finish reason. Fails if the answer has not ended."""
         assert self.end is not None, "the answer has not ended"
         return self.end.reason
 
     @property
     def longest_pause(self) -> float:
+        """Return the longest pause between two chunks, in seconds."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
 
 
 class Head:
-    """A coordinator. `answers` are asked for as a client would."""
+    """A coordinator. `answer` and `answers` act as its clients."""
 
     def __init__(self, manager: ClusterManager, loop: GenerationLoop) -> None:
         self.manager = manager
@@ -65,10 +67,11 @@ class Head:
 
     @property
     def view(self) -> View:
+        """Return the manager's current view of the cluster."""
         return self.manager.view
 
     async def answer(self, request: GenerationRequest, told: Told | None = None) -> Told:
-        """One answer to its end."""
+        """Run `request` to its end. Return `told`, or a new record, with everything the client received."""
         told = Told() if told is None else told
         async with asyncio.timeout(DEADLINE):
             async for event in self.loop.generate(request):
@@ -81,13 +84,16 @@ class Head:
         return told
 
     async def answers(self, requests: Sequence[GenerationRequest]) -> list[Told]:
-        """All at once."""
+        """Run all requests concurrently. Return their records in order."""
         return list(await asyncio.gather(*map(self.answer, requests)))
 
     async def until(
         self, condition: Callable[[], bool], what: str, timeout: float = DEADLINE
     ) -> float:
-        """Wait until something holds, and say how long that took. Raises AssertionError when it never does."""
+        """Wait until `condition` is true. Return the seconds it took.
+
+        Raises AssertionError if the condition, described by `what`, is not true within `timeout`.
+        """
         started = time.monotonic()
         while not condition():
             assert time.monotonic() < started + timeout, f"{what}: never. {self.view}"
@@ -95,22 +101,23 @@ class Head:
         return time.monotonic() - started
 
     async def served_by(self, *addresses: str) -> None:
-        """Wait until these workers serve, and no other."""
+        """Wait until exactly these workers serve."""
         await self.until(
             lambda: self.view.phase is Phase.SERVING and set(self.view.serving) == set(addresses),
             f"served by {addresses}",
         )
 
     def state(self, address: str) -> MemberState | None:
+        """Return the state of the member at `address`, or None if there is none."""
         member = self.view.members.get(address)
         return member.state if member else None
 
     async def report_state(self) -> dict[str, pb.StateReport]:
-        """What every worker that is watched keeps of requests, by address."""
+        """Return the state report of every known worker, by address."""
         return {a: await client.report_state() for a, client in self.manager.clients.items()}
 
     async def check_nothing_left(self) -> None:
-        """No worker holds a sequence once all answers have ended."""
+        """Check that no worker holds a sequence once all answers have ended."""
         deadline = time.monotonic() + DEADLINE
         while any(reply.sequences for reply in (await self.report_state()).values()):
             assert time.monotonic() < deadline, await self.report_state()
@@ -131,10 +138,10 @@ async def running_head(
     timeout: float = TIMEOUT,
     mtp: str = "1",
 ) -> AsyncIterator[Head]:
-    """A coordinator over the workers at these addresses, serving. It does not serve alone."""
+    """Run a coordinator over the workers at these addresses. It never serves alone."""
     checkpoint = Checkpoint.open(model)
     reference = pb.ModelRef(
-        # No path: workers have the checkpoint under --model, as on a machine of their own.
+        # The reference has no path, as on separate machines: workers find the checkpoint under --model.
         name="toy",
         fingerprint=await asyncio.to_thread(checkpoint.fingerprint),
     )
@@ -143,7 +150,7 @@ async def running_head(
         nodes=len(addresses),
         wait=40.0,
         recovery_wait=20.0,
-        not_alone="it serves nothing alone here",
+        why_not_alone="it serves nothing alone here",
     )
     options = ManagerOptions(
         pb.Coordinator(id=f"{name}-{time.monotonic_ns()}", name=name),
@@ -165,7 +172,7 @@ async def running_head(
 
 
 def requests(count: int = 3, tokens: int = 80) -> list[GenerationRequest]:
-    """Greedy and sampled, several lengths."""
+    """Return greedy and sampled requests of several lengths."""
     return [
         GenerationRequest(
             tuple(range(5 + i, 20 + 9 * i)),

@@ -1,7 +1,7 @@
-"""One side of an mDNS conversation, for a process of its own: `announce NAME HOST` or `browse NAME`.
+"""One side of an mDNS conversation, run as a process: `announce NAME HOST` or `browse NAME`.
 
-`announce` prints a line once it has begun and goes on until its input ends; `browse` prints the addresses
-of the worker called NAME as a JSON list, or null after 60 seconds.
+`announce` prints a line once it has begun and continues until its input ends. `browse` prints the addresses of the
+worker called NAME as a JSON list, or null after 60 seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ PORT = 4711
 
 
 async def announce(name: str, host: str) -> None:
+    """Announce a worker `name` at `host` until standard input ends."""
     announcement = Announcement(f"id-of-{name}", name, PORT, Span(0, 4), "0123456789abcdef" * 4)
     async with announced(announcement, host):
         print("announcing", flush=True)
@@ -26,6 +27,7 @@ async def announce(name: str, host: str) -> None:
 
 
 async def browse(name: str) -> tuple[str, ...] | None:
+    """Return the addresses of the worker `name`, or None if it is not found within 60 seconds."""
     try:
         async with asyncio.timeout(60), Discovery() as discovery:
             while True:

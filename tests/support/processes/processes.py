@@ -1,4 +1,4 @@
-"""Real `mtp-worker` and `mtp-coord serve` processes on ports the system chooses, and what they say in their logs."""
+"""Real `mtp-worker` and `mtp-coord serve` processes on ports that the system chooses, and their logs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 100.0
-"""Longest wait for a process to say that it is ready: importing MLX takes seconds where many share a core."""
+"""Seconds. Longest wait until a process is ready. Importing MLX takes seconds where processes share a core."""
 
 STOP_SECONDS = 40.0
-"""Longest wait after SIGTERM: a worker drains for up to 20."""
+"""Seconds. Longest wait after SIGTERM. A worker drains for up to 20 seconds."""
 
 LOG_FORMAT = ("--log-format", "json")
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
-"""transformers imports torch where it is installed, as for our parity tests, and takes seconds; our users have none."""
+"""Prefix of every program. transformers imports torch if it is installed, which takes seconds; users have no torch."""
 
 
 @dataclass
 class Process:
-    """One of our programs, running. Its log is JSON, a record a line."""
+    """One of this project's programs, running. Its log has one JSON record a line."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -36,27 +36,35 @@ class Process:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self.popen.pid
 
     @property
     def running(self) -> bool:
+        """True until the process ends."""
         return self.popen.poll() is None
 
     def text(self) -> str:
+        """Return the whole log so far."""
         return self.log.read_text(errors="replace")
 
     def records(self, message: str | None = None) -> list[dict[str, Any]]:
-        """What it has logged so far: all of it, or the records that say `message`."""
+        """Return the log records so far, or those whose message is `message`."""
         found = [record for line in self.text().splitlines() if (record := _record(line))]
         return [r for r in found if message is None or r.get("message") == message]
 
     def wait_for(
         self, message: str, timeout: float = START_SECONDS, count: int = 1
     ) -> dict[str, Any]:
-        """The `count`-th record that says `message`. Raises AssertionError when the process ends or says nothing."""
+        """Return the `count`-th record whose message is `message`.
+
+        Raises AssertionError if the process ends or the record does not come within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while True:
-            running = self.running  # before reading: what a process says last is read after its end
+            running = (
+                self.running
+            )  # read before the log, which may get its last record just before the process ends
             found = self.records(message)
             if len(found) >= count:
                 return found[count - 1]
@@ -67,17 +75,17 @@ class Process:
             time.sleep(0.05)
 
     def wait(self, timeout: float = STOP_SECONDS) -> int:
-        """Its exit status, once it has ended by itself."""
+        """Wait until the process ends by itself. Return its exit status."""
         return self.popen.wait(timeout)
 
     def stop(self, timeout: float = STOP_SECONDS) -> int:
-        """SIGTERM, and its exit status. Raises subprocess.TimeoutExpired when it does not leave in time."""
+        """Send SIGTERM and return the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         if self.running:
             self.popen.terminate()
         return self.popen.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL; a stopped process dies of it too."""
+        """Send SIGKILL, which also ends a stopped process."""
         if self.running:
             self.popen.kill()
         self.popen.wait(STOP_SECONDS)
@@ -85,14 +93,14 @@ class Process:
 
 @dataclass
 class Worker(Process):
-    """`address` is where it listens."""
+    """A worker process. `address` is its listening address."""
 
     address: str = ""
 
 
 @dataclass
 class Coordinator(Process):
-    """`url` is the root of its HTTP server; the API is under `/v1`."""
+    """A coordinator process. `url` is the root of its HTTP server; the API is under `/v1`."""
 
     url: str = ""
 
@@ -106,10 +114,10 @@ def launch(
     cores: Sequence[int] = (),
     prefix: Sequence[str] = (),
 ) -> Process:
-    """Start `module`'s `main` with these arguments. The caller stops it.
+    """Start `main` of `module` with these arguments. The caller stops the process.
 
-    `env` is added to this process's. `cores` pins it to these CPUs, where the system can. `prefix` is a command that
-    becomes the one after it, as `without_folder` makes one.
+    `env` is added to this process's environment. `cores` pins the process to these CPUs where the system can. `prefix` is
+    a command that executes the one after it, such as the result of `without_folder`.
     """
     log = folder / f"{name}.log"
     start = f"{WITHOUT_TORCH}; from {module} import main; main()"
@@ -129,7 +137,7 @@ def launch(
 
 
 def without_folder(hidden: Path) -> tuple[str, ...]:
-    """For `prefix`: the process finds `hidden` empty, as on a machine that lacks the files. () where that cannot be."""
+    """Return a `prefix` for a process that finds `hidden` empty, or () if this system cannot do that."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return ()
@@ -140,7 +148,7 @@ def without_folder(hidden: Path) -> tuple[str, ...]:
 
 
 def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Process:
-    """An `mtp-worker` that no one waits for; without mDNS, on any free port unless `arguments` name one."""
+    """Start an `mtp-worker` and do not wait for it. It has no mDNS and a free port unless `arguments` name one."""
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
     return launch(
         folder, name, "worker.cli", [*listen, "--name", name, "--no-mdns", *arguments], **how
@@ -148,7 +156,7 @@ def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Proce
 
 
 def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
-    """A launched worker, once it is ready."""
+    """Wait until a launched worker is ready, and return it."""
     address = str(process.wait_for("worker ready", timeout)["address"])
     return Worker(process.name, process.popen, process.log, address)
 
@@ -156,20 +164,20 @@ def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
 def launch_coordinator(
     folder: Path, *arguments: str, name: str = "coordinator", **how: Any
 ) -> Process:
-    """An `mtp-coord serve` that no one waits for; without mDNS, on any free port unless `arguments` name one."""
+    """Start an `mtp-coord serve` and do not wait. It has no mDNS and a free port unless `arguments` name one."""
     port = () if "--port" in arguments else ("--port", "0")
     return launch(folder, name, "coordinator.cli", ["serve", *port, "--no-mdns", *arguments], **how)
 
 
 def as_coordinator(process: Process, timeout: float = START_SECONDS) -> Coordinator:
-    """A launched coordinator, once its first plan serves."""
+    """Wait until the first plan of a launched coordinator serves, and return the coordinator."""
     url = str(process.wait_for("serving", timeout)["url"]).removesuffix("/v1")
     return Coordinator(process.name, process.popen, process.log, url)
 
 
 @contextmanager
 def ending(process: Process) -> Iterator[Process]:
-    """Whatever happens inside, the process is gone afterwards."""
+    """Ensure that the process has ended when the block exits."""
     try:
         yield process
     finally:
@@ -188,6 +196,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
+        """Root of the coordinator's HTTP server."""
         return self.coordinator.url
 
 
@@ -195,7 +204,7 @@ class Cluster:
 def running_workers(
     folder: Path, model: str | Path, count: int, *arguments: str, **how: Any
 ) -> Iterator[list[Worker]]:
-    """So many workers over the checkpoint, started side by side, ready; stopped side by side at the end."""
+    """Run `count` workers over the checkpoint. They start and stop in parallel."""
     with ExitStack() as stack:
         launched = [
             launch_worker(folder, f"w{i}", "--model", str(model), *arguments, **how)
@@ -204,7 +213,7 @@ def running_workers(
         for process in launched:
             stack.enter_context(ending(process))
         yield [as_worker(process) for process in launched]
-        for process in launched:  # all hear of it before the first one is waited for
+        for process in launched:  # every worker gets the signal before the first wait
             if process.running:
                 process.popen.terminate()
 
@@ -218,9 +227,9 @@ def serving(
     name: str = "coordinator",
     **how: Any,
 ) -> Iterator[Coordinator]:
-    """A coordinator over the workers at these addresses, serving; with none of them it serves alone."""
+    """Run a coordinator over the workers at these addresses until it serves. Without workers it serves alone."""
     flags = [flag for address in addresses for flag in ("--worker", address)]
-    # It serves as soon as all of them are there, be the machine never so busy.
+    # The coordinator serves as soon as all workers are connected, however slow the machine is.
     flags += ["--wait", str(START_SECONDS)] if addresses else ["--single-node"]
     process = launch_coordinator(
         folder, "--model", str(model), *flags, *arguments, name=name, **how
@@ -238,7 +247,7 @@ def running_cluster(
     worker_flags: Sequence[str] = (),
     **how: Any,
 ) -> Iterator[Cluster]:
-    """Workers and a coordinator over them; `arguments` are the coordinator's."""
+    """Run workers and a coordinator over them. `arguments` are the coordinator's."""
     with (
         running_workers(folder, model, count, *worker_flags) as workers,
         serving(folder, model, [w.address for w in workers], *arguments, **how) as coordinator,
@@ -250,5 +259,5 @@ def _record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
-        return {}  # half a line, or a traceback
+        return {}  # an incomplete line, or a traceback
     return record if isinstance(record, dict) else {}

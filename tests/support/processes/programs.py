@@ -1,4 +1,4 @@
-"""What mtp-worker and mtp-coord accept, and the command lines our pages and service files write for them."""
+"""The flags of mtp-worker and mtp-coord, and the command lines in the pages and service files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """One call of one of our programs, as a page or a service file has it."""
+    """One call of one of this project's programs, as a page or a service file shows it."""
 
     source: str
     program: str
@@ -31,13 +31,13 @@ class CommandLine:
 
     @property
     def command(self) -> str | None:
-        """The command of mtp-coord; None for mtp-worker, or where none is named."""
+        """The command of mtp-coord. None for mtp-worker, or if the line names no command."""
         if self.program == "mtp-worker" or not self.args or self.args[0].startswith("-"):
             return None
         return self.args[0]
 
     def unknown_flags(self) -> list[str]:
-        """The flags the program would refuse. Raises KeyError when there is no such command."""
+        """Return the flags that the program does not have. Raises KeyError if the command does not exist."""
         known = {"--help", "-h", "--version"}
         if self.program == "mtp-worker":
             known |= _flags_of_worker()
@@ -63,7 +63,7 @@ def _flags(param: object) -> Iterator[str]:
 
 
 def from_words(source: str, words: Sequence[str]) -> CommandLine | None:
-    """The call `words` make, or None when they call something else. A path before the program is dropped."""
+    """Return the call that `words` make, or None if they call another program. A path before the program is dropped."""
     program = words[0].rpartition("/")[2] if words else ""
     if program not in PROGRAMS:
         return None
@@ -72,7 +72,7 @@ def from_words(source: str, words: Sequence[str]) -> CommandLine | None:
 
 
 def from_shell(source: str, text: str) -> Iterator[CommandLine]:
-    """Every call in a piece of shell: prompts such as `mac-1 $`, comments and continued lines understood."""
+    """Yield every call in a piece of shell. Prompts such as `mac-1 $`, comments and continued lines are understood."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         command = re.sub(r"^\S* ?\$ ", "", line.strip())
         words = shlex.split(command.replace("…", ""), comments=True) if "mtp-" in command else []
@@ -81,7 +81,7 @@ def from_shell(source: str, text: str) -> Iterator[CommandLine]:
 
 
 def from_markdown(source: str, text: str) -> Iterator[CommandLine]:
-    """Every call in a page's fenced blocks and code spans."""
+    """Yield every call in the fenced blocks and code spans of a page."""
     for block in _FENCE.findall(text):
         yield from from_shell(source, block)
     for span in _CODE_SPAN.findall(_FENCE.sub("", text)):

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections can be cut, or go silent as those of a machine that lost its network do."""
+"""A TCP proxy whose connections can be cut, or frozen like those of a machine that lost its network."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ CHUNK = 2**16
 
 @dataclass(eq=False)
 class Connection:
-    """One connection that came in, and the one that goes on to the worker."""
+    """One incoming connection and the matching connection to the worker."""
 
     source_port: int
     writers: list[asyncio.StreamWriter]
     flowing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def cut(self) -> None:
+        """Abort both connections."""
         for writer in self.writers:
             writer.transport.abort()
 
 
 class Proxy:
-    """Forwards to `target`, a worker's address. Its methods may be called from any thread.
+    """A proxy to `target`, a worker's address. Its methods may be called from any thread.
 
-    Faults take `opener`, the process whose connections they concern; None means all.
+    Faults take `opener`, the process whose connections they affect. None affects all connections.
     """
 
     def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -47,18 +48,20 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, opener: int | None = None) -> None:
-        """End the connections there are."""
+        """End the open connections."""
 
         async def work() -> None:
+            """End them on the proxies' loop."""
             for connection in self._of(opener):
                 connection.cut()
 
         self._do(work())
 
     def freeze(self, opener: int | None = None) -> None:
-        """Let nothing through, on connections there are and on those to come, and close none."""
+        """Block all data on open and future connections, without closing any."""
 
         async def work() -> None:
+            """Block them on the proxies' loop."""
             self._frozen.add(opener)
             for connection in self._of(opener):
                 connection.flowing.clear()
@@ -66,9 +69,10 @@ class Proxy:
         self._do(work())
 
     def thaw(self) -> None:
-        """Let everything through that was held."""
+        """Deliver all data that `freeze` held back, and stop blocking."""
 
         async def work() -> None:
+            """Unblock them on the proxies' loop."""
             self._frozen.clear()
             for connection in self._connections:
                 connection.flowing.set()
@@ -76,9 +80,10 @@ class Proxy:
         self._do(work())
 
     def refuse(self, refused: bool = True) -> None:
-        """Cut every new connection at once, or take them again; those there are end with `refused`."""
+        """Cut every open and new connection at once. With `refused` False, accept connections again."""
 
         async def work() -> None:
+            """Set the state on the proxies' loop."""
             self._closed = refused
             for connection in self._connections if refused else ():
                 connection.cut()
@@ -97,11 +102,13 @@ class Proxy:
     # ---- on the proxies' loop
 
     async def start(self) -> None:
+        """Listen on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         host, port = self._server.sockets[0].getsockname()
         self.address = f"{host}:{port}"
 
     async def stop(self) -> None:
+        """Close the listener and all connections."""
         self._server.close()
         for connection in self._connections:
             connection.cut()
@@ -134,7 +141,7 @@ class Proxy:
             here.cancel()
             await asyncio.gather(there, here, return_exceptions=True)
         except OSError:
-            pass  # the worker is not there: the connection ends, as one to it would
+            pass  # the worker is unreachable: end the connection as a direct one would
         finally:
             self._connections.discard(connection)
             connection.cut()
@@ -151,19 +158,20 @@ async def _copy(
 
 
 def _ports(pid: int) -> set[int]:
-    """Local ports of a process's TCP connections."""
+    """Return the local ports of a process's TCP connections."""
     return {c.laddr.port for c in psutil.Process(pid).net_connections("tcp")}
 
 
 @contextmanager
 def proxies(targets: list[str]) -> Iterator[list[Proxy]]:
-    """One before each of these addresses, on an event loop in a thread of their own."""
+    """Run one proxy for each address, on an event loop in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxies")
     thread.start()
     made = [Proxy(target, loop) for target in targets]
 
     def do(work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` on the proxies' loop and wait for it."""
         asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
 
     try:

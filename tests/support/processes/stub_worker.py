@@ -1,4 +1,4 @@
-"""A worker that only says who it is: of another release, or with another checkpoint, as no real one here can be."""
+"""A worker that only answers Describe, for releases and checkpoints that no real worker in a test can have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVICE = "mtpcluster.v1.Worker"
 
 @contextmanager
 def stub_worker(name: str, *, version: int = VERSION, fingerprint: str = "") -> Iterator[str]:
-    """The address of such a worker. It answers Describe and nothing else."""
+    """Run a stub worker called `name` and give its address."""
     info = pb.WorkerInfo(
         protocol_version=version,
         worker_id=name,

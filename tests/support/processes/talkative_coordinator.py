@@ -1,4 +1,4 @@
-"""`mtp-coord` whose streams show a sign of life ten times a second: run as a program of its own."""
+"""`mtp-coord` whose streams send a keep-alive ten times a second. It runs as a program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from coordinator.api.context import ApiOptions
 
 
 def main() -> None:
+    """Run `mtp-coord` with a keep-alive interval of 0.1 seconds."""
     talkative = partial(ApiOptions, keep_alive_seconds=0.1)
     with patch("coordinator.server.serve.ApiOptions", talkative):
         cli.main()

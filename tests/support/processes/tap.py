@@ -1,6 +1,7 @@
-"""A tap on a worker's address: passes every gRPC call on, whatever it is, and keeps what went each way.
+"""A gRPC proxy that records every message in both directions.
 
-Put in front of each worker, it sees all that crosses the network: control calls, signals, and every hop's frames.
+A tap in front of each worker records everything that crosses the network: control calls, signals and the frames of
+every hop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a call to `worker`, by its place in the chain; `inward` when the worker received it."""
+    """One message of a call to worker number `worker` of the chain. `inward` is True if the worker received it."""
 
     worker: int
     method: str
@@ -32,7 +33,10 @@ class Message:
 
 @dataclass
 class Tap:
-    """`address` stands for the worker's own. `messages` of several taps share one list, in the order of arrival."""
+    """A tap that listens at `address` for the worker at `target`.
+
+    Several taps share one list `messages`, in the order of arrival.
+    """
 
     worker: int
     target: str
@@ -41,6 +45,7 @@ class Tap:
     _server: Any = field(default=None, repr=False)
 
     async def start(self) -> None:
+        """Connect to the worker and listen on a free port."""
         self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._server.add_generic_rpc_handlers((_Every(self),))
@@ -48,15 +53,17 @@ class Tap:
         await self._server.start()
 
     async def stop(self) -> None:
+        """Close the server and the connection to the worker."""
         await self._server.stop(0)
         await self._channel.close()
 
     async def forward(
         self, method: str, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """One call, of whatever kind: each is a stream of messages both ways, ended by a status."""
+        """Forward one call of any kind. Each kind is a stream of messages both ways, ended by a status."""
 
         async def noted() -> AsyncIterator[bytes]:
+            """Yield the requests and record each."""
             async for data in requests:
                 self.messages.append(Message(self.worker, method, True, data))
                 yield data
@@ -77,15 +84,17 @@ class Tap:
 
 
 class _Every(grpc.GenericRpcHandler):
-    """Answers for every method there may be."""
+    """A handler for every method."""
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
+        """Return the handler of one method."""
         method = str(details.method)
 
         async def forward(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            """Forward a call of this method."""
             async for data in self._tap.forward(method, requests, context):
                 yield data
 
@@ -94,12 +103,13 @@ class _Every(grpc.GenericRpcHandler):
 
 @contextmanager
 def tapped(addresses: Sequence[str]) -> Iterator[list[Tap]]:
-    """Taps in front of these workers, on an event loop in a thread of their own."""
+    """Run taps in front of these workers, on an event loop in a separate thread."""
     messages: list[Message] = []
     taps = [Tap(i, address, messages) for i, address in enumerate(addresses)]
     ready, over = threading.Event(), threading.Event()
 
     async def run() -> None:
+        """Serve until the block exits."""
         for tap in taps:
             await tap.start()
         ready.set()

@@ -1,4 +1,4 @@
-"""How many asyncio tasks another process has: it writes their number to a file when it gets SIGUSR1."""
+"""The number of asyncio tasks of another process, which writes it to a file when it gets SIGUSR1."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import time
 from pathlib import Path
 
 TASKS = "MTP_TEST_TASKS"
-"""The folder that processes write to, one file each, named by the process."""
+"""Environment variable with the folder for these files. Each process writes one, named by its process id."""
 
 ANSWER_SECONDS = 60.0
 
 
 def answer_for_tasks() -> None:
-    """Called in the process to be asked, on its main thread."""
+    """Answer SIGUSR1 in this process. Call it on the main thread."""
 
     def write(*_: object) -> None:
+        """Write the current number of tasks."""
         file = Path(os.environ[TASKS], str(os.getpid()))
         new = file.with_suffix(".new")
         new.write_text(str(len(asyncio.all_tasks())))
@@ -28,7 +29,7 @@ def answer_for_tasks() -> None:
 
 
 def ask_for_tasks(folder: Path, pid: int) -> int:
-    """The number of tasks of a process whose folder this is. Raises TimeoutError when it does not answer."""
+    """Return the number of tasks of process `pid`. Raises TimeoutError if it does not answer."""
     file = folder / str(pid)
     file.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)

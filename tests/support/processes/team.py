@@ -1,4 +1,4 @@
-"""Workers to be hurt: real processes with a proxy before each, whose engines do what a test tells them."""
+"""Workers for fault injection: real processes with a proxy before each and a fault that the test controls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes.task_count import TASKS
 
 
 class Team:
-    """`addresses` are the proxies'. Workers keep theirs over restarts."""
+    """Workers behind proxies. `addresses` are the proxies', and workers keep theirs when they restart."""
 
     def __init__(self, folder: Path, model: str | Path, count: int) -> None:
         self.folder = folder
@@ -47,32 +47,35 @@ class Team:
 
     @property
     def addresses(self) -> list[str]:
+        """Addresses of the proxies."""
         return [proxy.address for proxy in self.proxies]
 
     def tell(self, number: int, fault: str = "") -> None:
-        """What a worker's engine does from now on; nothing: what it should."""
+        """Set the fault of a worker's engine. An empty string ends the fault."""
         file = self._file(number)
         new = file.with_suffix(".new")
         new.write_text(fault)
-        new.replace(file)  # never read half-written
+        new.replace(file)  # atomic, so the worker never reads half a file
 
     def pause(self, number: int) -> None:
+        """Send SIGSTOP to a worker."""
         os.kill(self.workers[number].pid, signal.SIGSTOP)
 
     def resume(self, number: int) -> None:
+        """Send SIGCONT to a worker."""
         os.kill(self.workers[number].pid, signal.SIGCONT)
 
     def launch_again(self, number: int, model: str | Path) -> Process:
-        """Another process for a worker that has ended, at its address."""
+        """Start a new process for an ended worker, at the same address."""
         return self._launch(number, model, self.workers[number].address)
 
     def restart(self, number: int, model: str | Path) -> None:
-        """Kill a worker, if it runs, and wait for another in its place."""
+        """Kill a worker if it runs, start it again and wait until it is ready."""
         self.workers[number].kill()
         self.workers[number] = as_worker(self.launch_again(number, model))
 
     def heal(self) -> None:
-        """Nobody is hurt any more, but for those that ended."""
+        """End all faults. Workers that ended stay ended."""
         for number, proxy in enumerate(self.proxies):
             self.tell(number)
             proxy.thaw()
@@ -83,6 +86,7 @@ class Team:
 
 @contextmanager
 def running_team(folder: Path, model: str | Path, count: int) -> Iterator[Team]:
+    """Run `count` workers with their proxies."""
     team = Team(folder, model, count)
     try:
         with proxies([worker.address for worker in team.workers]) as team.proxies:

@@ -1,4 +1,4 @@
-"""What a process holds: file descriptors, threads, tasks, memory. Sampled now and then, to see what grows."""
+"""The resources of a process: file descriptors, threads, asyncio tasks and memory. Samples show what grows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import psutil
 from tests.support.processes.task_count import ask_for_tasks
 
 FEW = 6
-"""Descriptors, threads or tasks more or less are those of the calls that happen to be under way."""
+"""Largest difference of descriptors, threads or tasks that calls in progress explain."""
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """At one moment. Memory in MB."""
+    """One sample. Memory in MB."""
 
     descriptors: int
     threads: int
@@ -25,7 +25,7 @@ class Vitals:
 
 
 def vitals(pid: int, folder: Path) -> Vitals:
-    """Of a process that answers for its tasks in `folder`."""
+    """Return a sample of a process that writes its task count to `folder`."""
     process = psutil.Process(pid)
     return Vitals(
         process.num_fds(),
@@ -36,9 +36,9 @@ def vitals(pid: int, folder: Path) -> Vitals:
 
 
 def grown(samples: Sequence[Vitals]) -> list[str]:
-    """What there is more of in the last sample than in the second, which is from after the first tenth of a run.
+    """Return the resources of which the last sample has more than the second. The first tenth of a run is not counted.
 
-    Memory is not judged: allocators keep what they once had, and how much that is shows only over many samples.
+    Memory is not compared: allocators keep freed memory, and a trend shows only over many samples.
     """
     if len(samples) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Twenty prompts of many kinds and lengths, of the sort the built-in model was trained to go on from."""
+"""Twenty prompts of many kinds and lengths, similar to the training text of the built-in model."""
 
 from __future__ import annotations
 
