@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.cluster.events import (
-    Draining,
-    Ended,
+    WorkerDraining,
+    GatheringFailed,
     Event,
-    Gathering,
-    Kept,
-    Left,
-    Lost,
+    GatheringRestarted,
+    PlanKept,
+    WorkerLeft,
+    WorkerLost,
     PlanFailed,
-    Refused,
-    ReplanAsked,
-    Seen,
-    Serving,
-    Starting,
-    Tick,
+    WorkerRefused,
+    ReplanRequested,
+    WorkerJoined,
+    PlanServing,
+    PlanStarting,
+    TimePassed,
 )
-from coordinator.cluster.member import FIRST_HOLD, MemberState
+from coordinator.cluster.member import FIRST_BACKOFF, MemberState
 from coordinator.cluster.view import Phase, View
 
 RETRY_SECONDS = 0.5
@@ -31,26 +31,26 @@ def apply(view: View, event: Event, now: float) -> View:
     """The view after `event`, which happened at `now`."""
     view = replace(view, now=now)
     match event:
-        case Tick():
-            members = {a: m.mended(now) for a, m in view.members.items()}
+        case TimePassed():
+            members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
             return replace(view, members=members)
-        case Seen() | Refused() | Lost() | Draining() | Left():
-            return _without_void_plan(view, _with_news(view, event))
-        case Starting(epoch, addresses):
+        case WorkerJoined() | WorkerRefused() | WorkerLost() | WorkerDraining() | WorkerLeft():
+            return _end_plan_without_its_workers(view, _with_member_event(view, event))
+        case PlanStarting(epoch, addresses):
             started = replace(view, epoch=epoch, serving=addresses, replan=False)
             return _enter(started, Phase.STARTING)
-        case Serving(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
+        case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)
         case PlanFailed(epoch, reason, address) if epoch == view.epoch and _planned(view):
             return _plan_failed(view, reason, address)
-        case ReplanAsked():
+        case ReplanRequested():
             return replace(view, replan=_planned(view))
-        case Kept():
+        case PlanKept():
             return replace(view, replan=False)
-        case Ended(reason):
+        case GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
-        case Gathering():
+        case GatheringRestarted():
             return _enter(replace(view, gathered=0.0, alone_problem=""), Phase.GATHERING)
         case _:
             return view  # news of a plan that has been replaced
@@ -69,23 +69,23 @@ def _enter(view: View, phase: Phase) -> View:
 # ---- members
 
 
-def _with_news(view: View, event: Seen | Refused | Lost | Draining | Left) -> View:
+def _with_member_event(view: View, event: WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft) -> View:
     """The view with what is known of one worker brought up to date."""
-    address = event.address if isinstance(event, Lost | Draining | Left) else event.member.address
+    address = event.address if isinstance(event, WorkerLost | WorkerDraining | WorkerLeft) else event.member.address
     before = view.members.get(address)
     members = {a: m for a, m in view.members.items() if a != address}
     match event:
-        case Seen(member):
+        case WorkerJoined(member):
             members[address] = replace(member.with_history_of(before), ready_since=view.now)
-        case Refused(member, reason):
+        case WorkerRefused(member, reason):
             refused = replace(member, state=MemberState.REFUSED, reason=reason)
             members[address] = refused.with_history_of(before)
-        case Lost(_, reason) if before is not None:
+        case WorkerLost(_, reason) if before is not None:
             members[address] = before
             if before.state is not MemberState.LOST:
                 lost = replace(before, state=MemberState.LOST, reason=reason)
-                members[address] = lost.blamed(view.now, FIRST_HOLD / 2)
-        case Draining() if before is not None:
+                members[address] = lost.with_failure_recorded(view.now, FIRST_BACKOFF / 2)
+        case WorkerDraining() if before is not None:
             members[address] = replace(before, state=MemberState.DRAINING)
     return replace(view, members=members)
 
@@ -93,14 +93,14 @@ def _with_news(view: View, event: Seen | Refused | Lost | Draining | Left) -> Vi
 # ---- plans that end
 
 
-def _without_void_plan(before: View, view: View) -> View:
+def _end_plan_without_its_workers(before: View, view: View) -> View:
     """Give the plan up when one of its workers is gone, or is not the process it was."""
     for address in view.serving:
         was, member = before.members.get(address), view.members.get(address)
         if member is None or was is None or member.worker_id != was.worker_id:
-            return _give_up_plan(view, f"the worker at {address} is another now")
+            return _end_plan(view, f"the worker at {address} is another now")
         if member.state in (MemberState.LOST, MemberState.REFUSED):
-            return _give_up_plan(view, f"{member.name}: {member.reason}")
+            return _end_plan(view, f"{member.name}: {member.reason}")
     return view
 
 
@@ -108,16 +108,16 @@ def _plan_failed(view: View, reason: str, address: str | None) -> View:
     member = view.members.get(address) if address is not None else None
     if member is not None:
         starting = view.phase is Phase.STARTING  # a second try with it would fail as the first did
-        faulty = member.blamed(view.now, FIRST_HOLD if starting else FIRST_HOLD / 2)
+        faulty = member.with_failure_recorded(view.now, FIRST_BACKOFF if starting else FIRST_BACKOFF / 2)
         view = replace(view, members={**view.members, member.address: faulty})
     elif not view.serving:
         view = replace(view, alone_problem=reason)
     elif view.phase is Phase.STARTING:
         view = replace(view, retry_at=view.now + RETRY_SECONDS)
-    return _give_up_plan(view, reason)
+    return _end_plan(view, reason)
 
 
-def _give_up_plan(view: View, reason: str) -> View:
+def _end_plan(view: View, reason: str) -> View:
     recovering = view.recovering or view.phase is Phase.SERVING
     view = replace(view, serving=(), recovering=recovering, problem=reason)
     return _enter(view, Phase.GATHERING)

@@ -15,21 +15,21 @@ Planner = Callable[[Sequence[Member], int], Plan]
 
 
 @dataclass(frozen=True)
-class Serve:
+class StartPlan:
     """Load and connect this plan."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
-class ServeAlone:
+class StartAlone:
     """Run all stages in this process."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepPlan:
     """A new plan was asked for; the one in force stays, and `reason` says why."""
 
     reason: str
@@ -42,21 +42,21 @@ class GiveUp:
     reason: str
 
 
-Action = Serve | ServeAlone | Keep | GiveUp
+Action = StartPlan | StartAlone | KeepPlan | GiveUp
 
 
 def decide(view: View, planner: Planner) -> Action | None:
     """The next action, or None to go on as it is."""
     match view.phase:
         case Phase.GATHERING:
-            return _plan(view, planner)
+            return _plan_while_gathering(view, planner)
         case Phase.SERVING:
-            return _better_plan(view, planner)
+            return _plan_while_serving(view, planner)
         case _:
             return None
 
 
-def _plan(view: View, planner: Planner) -> Action | None:
+def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
     """A plan as soon as there is one and no reason to wait for more; then this process; then the end."""
     settings = view.settings
     usable = view.usable()
@@ -70,15 +70,15 @@ def _plan(view: View, planner: Planner) -> Action | None:
             curable = isinstance(error, MemoryLimitError)
         else:
             if view.now >= view.retry_at:
-                return Serve(plan)
+                return StartPlan(plan)
     # At the start, workers whose pinned layers do not fit together are a mistake to be told, not served around.
-    if view.waited >= settings.wait and (curable or view.recovering) and _may_be_alone(view):
-        return ServeAlone(view.epoch + 1)
+    if view.waited >= settings.wait and (curable or view.recovering) and _may_serve_alone(view):
+        return StartAlone(view.epoch + 1)
     over = view.waited >= (settings.recovery_wait if view.recovering else settings.wait)
-    return GiveUp(_why(view, problem)) if over else None
+    return GiveUp(_failure_reason(view, problem)) if over else None
 
 
-def _better_plan(view: View, planner: Planner) -> Action | None:
+def _plan_while_serving(view: View, planner: Planner) -> Action | None:
     """A new plan when a worker of this one wants to leave, or when someone asked for it."""
     members = [view.members[address] for address in view.serving]
     leaving = any(member.state is MemberState.DRAINING for member in members)
@@ -92,29 +92,29 @@ def _better_plan(view: View, planner: Planner) -> Action | None:
             reason = str(error)
         else:
             if tuple(stage.node for stage in plan.stages) != view.serving:
-                return Serve(plan)
+                return StartPlan(plan)
             reason = "it is the best for the workers there are"
-    if leaving and _may_be_alone(view):
-        return ServeAlone(view.epoch + 1)
+    if leaving and _may_serve_alone(view):
+        return StartAlone(view.epoch + 1)
     # Who leaves serves until it is gone: nobody else can.
-    return Keep(reason) if view.replan else None
+    return KeepPlan(reason) if view.replan else None
 
 
-def _may_be_alone(view: View) -> bool:
-    return not (view.settings.not_alone or view.alone_problem)
+def _may_serve_alone(view: View) -> bool:
+    return not (view.settings.why_not_alone or view.alone_problem)
 
 
-def _why(view: View, problem: str) -> str:
+def _failure_reason(view: View, problem: str) -> str:
     """Why there is no plan, for the person who waits for one: the last problem, and each worker's own."""
-    workers = [_trouble(m, view.now) for _, m in sorted(view.members.items())]
-    found = [problem, view.settings.not_alone, view.alone_problem, *workers]
+    workers = [_member_problem(m, view.now) for _, m in sorted(view.members.items())]
+    found = [problem, view.settings.why_not_alone, view.alone_problem, *workers]
     reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"
 
 
-def _trouble(member: Member, now: float) -> str:
+def _member_problem(member: Member, now: float) -> str:
     if member.state in (MemberState.LOST, MemberState.REFUSED):
         return f"{member.name} at {member.address}: {member.reason}"
-    if member.held_until > now:
-        return f"{member.name} is held back after {member.losses} losses"
+    if member.backoff_until > now:
+        return f"{member.name} is held back after {member.failure_count} losses"
     return ""

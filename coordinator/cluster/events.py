@@ -8,19 +8,19 @@ from coordinator.cluster.member import Member
 
 
 @dataclass(frozen=True)
-class Tick:
+class TimePassed:
     """Time passed."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerJoined:
     """A worker was described, and its signal stream is open."""
 
     member: Member
 
 
 @dataclass(frozen=True)
-class Refused:
+class WorkerRefused:
     """A worker answers but cannot serve; `reason` is for people."""
 
     member: Member
@@ -28,7 +28,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Lost:
+class WorkerLost:
     """A worker fell silent, died, stalled, or its stage failed."""
 
     address: str
@@ -36,21 +36,21 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Draining:
+class WorkerDraining:
     """A worker wants to leave."""
 
     address: str
 
 
 @dataclass(frozen=True)
-class Left:
+class WorkerLeft:
     """A worker said goodbye, unused: forget it."""
 
     address: str
 
 
 @dataclass(frozen=True)
-class Starting:
+class PlanStarting:
     """A plan of `epoch` is being loaded; no addresses means this process alone."""
 
     epoch: int
@@ -58,7 +58,7 @@ class Starting:
 
 
 @dataclass(frozen=True)
-class Serving:
+class PlanServing:
     """The plan being loaded serves."""
 
     epoch: int
@@ -74,39 +74,39 @@ class PlanFailed:
 
 
 @dataclass(frozen=True)
-class ReplanAsked:
+class ReplanRequested:
     """Someone wants the workers there are to be used as well as can be."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class PlanKept:
     """A new plan was asked for, and the one in force stays."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class GatheringFailed:
     """No plan could be had in the time there was."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Gathering:
+class GatheringRestarted:
     """Someone waits for a plan again."""
 
 
 Event = (
-    Tick
-    | Seen
-    | Refused
-    | Lost
-    | Draining
-    | Left
-    | Starting
-    | Serving
+    TimePassed
+    | WorkerJoined
+    | WorkerRefused
+    | WorkerLost
+    | WorkerDraining
+    | WorkerLeft
+    | PlanStarting
+    | PlanServing
     | PlanFailed
-    | ReplanAsked
-    | Kept
-    | Ended
-    | Gathering
+    | ReplanRequested
+    | PlanKept
+    | GatheringFailed
+    | GatheringRestarted
 )

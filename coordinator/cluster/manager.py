@@ -14,17 +14,17 @@ from typing import Any
 
 from coordinator.cluster.apply import apply
 from coordinator.cluster.background import Background
-from coordinator.cluster.decide import Action, GiveUp, Keep, Serve, ServeAlone, decide
+from coordinator.cluster.decide import Action, GiveUp, KeepPlan, StartPlan, StartAlone, decide
 from coordinator.cluster.events import (
-    Ended,
+    GatheringFailed,
     Event,
-    Gathering,
-    Kept,
+    GatheringRestarted,
+    PlanKept,
     PlanFailed,
-    ReplanAsked,
-    Serving,
-    Starting,
-    Tick,
+    ReplanRequested,
+    PlanServing,
+    PlanStarting,
+    TimePassed,
 )
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
@@ -66,18 +66,18 @@ class ClusterManager:
         self.clock = clock
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
-            model, options, lambda: self.view, self._happened, self._worker_status, clock
+            model, options, lambda: self.view, self._apply_event, self._worker_status, clock
         )
         self.plan: Plan | None = None
         """The plan that serves or starts; None while there is none or this process serves alone."""
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
         self._planner = model.planner(LINK_SECONDS)
-        self._waiting: asyncio.Future[Pipeline] | None = None
+        self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._background = Background()
-        self._closing = False
-        self._told_no_mtp = False
+        self._is_closing = False
+        self._reported_no_mtp = False
 
     # ---- life
 
@@ -87,12 +87,12 @@ class ClusterManager:
 
     def replan(self) -> None:
         """Use the workers there are as well as can be, though the present plan works."""
-        self._happened(ReplanAsked())
+        self._apply_event(ReplanRequested())
 
     async def close(self) -> None:
         """Let the workers go; a process that must end does not wait for one that does not answer."""
         # Who is let go ends its stream while others are still asked: that is no news to plan by.
-        self._closing = True
+        self._is_closing = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._background.close()
@@ -110,21 +110,21 @@ class ClusterManager:
     async def acquire(self) -> Pipeline:
         if self.view.phase is Phase.SERVING and self.pipeline is not None:
             return self.pipeline
-        self._waiting = asyncio.get_running_loop().create_future()
+        self._waiter = asyncio.get_running_loop().create_future()
         if self.view.phase is Phase.ENDED:
-            self._happened(Gathering())
-        return await self._waiting
+            self._apply_event(GatheringRestarted())
+        return await self._waiter
 
     def failed(self, pipeline: Pipeline, error: Exception) -> None:
         if pipeline is self.pipeline:
             suspect = pipeline.suspect if isinstance(pipeline, RemotePipeline) else None
-            self._broke(pipeline, str(error), suspect)
+            self._fail_pipeline(pipeline, str(error), suspect)
 
-    def _broke(self, pipeline: Pipeline, reason: str, suspect: str | None) -> None:
+    def _fail_pipeline(self, pipeline: Pipeline, reason: str, suspect: str | None) -> None:
         """The pipeline in force has failed; `suspect` is the worker to leave out next time, if all are alive."""
         self._drop_pipeline(WorkerLostError(reason))
         if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
-            self._background.spawn(self._find_culprit(pipeline.epoch, reason, suspect))
+            self._background.spawn(self._probe_failed_plan(pipeline.epoch, reason, suspect))
 
     def _drop_pipeline(self, error: ClusterError) -> None:
         """Whoever waits on the pipeline in force hears why it is void; nobody need have taken it to begin with."""
@@ -133,19 +133,19 @@ class ClusterManager:
             pipeline.fail(error)
             self._background.spawn(pipeline.close())
 
-    async def _find_culprit(self, epoch: int, reason: str, suspect: str | None) -> None:
+    async def _probe_failed_plan(self, epoch: int, reason: str, suspect: str | None) -> None:
         """Ask every worker of a failed plan whether it lives, so that the next plan leaves out those that do not."""
         await asyncio.gather(*(self.membership.probe(address) for address in self.view.serving))
-        self._happened(PlanFailed(epoch, reason, suspect))
+        self._apply_event(PlanFailed(epoch, reason, suspect))
 
     # ---- events and actions
 
-    def _happened(self, event: Event) -> None:
-        if self._closing:
+    def _apply_event(self, event: Event) -> None:
+        if self._is_closing:
             return
         before = self.view
         self.view = apply(before, event, self.clock())
-        if not isinstance(event, Tick):
+        if not isinstance(event, TimePassed):
             log.debug("event", extra={"event": event})
         if before.phase is not self.view.phase:
             log.info(
@@ -157,7 +157,7 @@ class ClusterManager:
             self._stop_plan(WorkerLostError(self.view.problem))
         action = decide(self.view, self._planner)
         if action is not None:
-            self._carry_out(action)
+            self._execute(action)
 
     def _stop_plan(self, error: ClusterError) -> None:
         """The plan in force is void, whether it serves or starts."""
@@ -166,27 +166,27 @@ class ClusterManager:
         self.plan = None
         self._drop_pipeline(error)
 
-    def _carry_out(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
-            case Serve(plan):
+            case StartPlan(plan):
                 addresses = tuple(stage.node for stage in plan.stages)
                 self._begin(plan.epoch, addresses, self._serve(plan))
-            case ServeAlone(epoch):
+            case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
-            case Keep(reason):
+            case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
-                self._happened(Kept())
+                self._apply_event(PlanKept())
             case GiveUp(reason):
-                self._happened(Ended(reason))
-                if self._waiting is not None and not self._waiting.done():
-                    self._waiting.set_exception(NotReadyError(reason))
+                self._apply_event(GatheringFailed(reason))
+                if self._waiter is not None and not self._waiter.done():
+                    self._waiter.set_exception(NotReadyError(reason))
 
     def _begin(
         self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
     ) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
         # First: a plan over workers that gives way to none is stopped by it, with whatever is starting.
-        self._happened(Starting(epoch, addresses))
+        self._apply_event(PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
 
     async def _serve(self, plan: Plan) -> None:
@@ -198,35 +198,35 @@ class ClusterManager:
             pipeline = await start.run()
         except ClusterError as error:
             suspect = error.suspect if isinstance(error, StartError) else None
-            self._happened(PlanFailed(plan.epoch, str(error), suspect))
+            self._apply_event(PlanFailed(plan.epoch, str(error), suspect))
         except Exception as error:  # a bug of ours: whoever waits must not wait for ever
             log.exception("a plan could not be started")
-            self._happened(PlanFailed(plan.epoch, f"{type(error).__name__}: {error}"))
+            self._apply_event(PlanFailed(plan.epoch, f"{type(error).__name__}: {error}"))
         else:
-            if self.model.with_head and not start.has_mtp and not self._told_no_mtp:
-                self._told_no_mtp = True
+            if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
+                self._reported_no_mtp = True
                 log.info(
                     "no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node}
                 )
-            self._serves(pipeline)
+            self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:
         try:
             pipeline = await self.alone(epoch)
         except ClusterError as error:
-            self._happened(PlanFailed(epoch, str(error)))
+            self._apply_event(PlanFailed(epoch, str(error)))
         except Exception as error:  # as in _serve
             log.exception("this process could not serve alone")
-            self._happened(PlanFailed(epoch, f"{type(error).__name__}: {error}"))
+            self._apply_event(PlanFailed(epoch, f"{type(error).__name__}: {error}"))
         else:
             log.info("serving alone", extra={"epoch": epoch})
-            self._serves(pipeline)
+            self._install_pipeline(pipeline)
 
-    def _serves(self, pipeline: Pipeline) -> None:
+    def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._happened(Serving(pipeline.epoch))
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(pipeline)
+        self._apply_event(PlanServing(pipeline.epoch))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(pipeline)
 
     # ---- what workers say
 
@@ -236,13 +236,13 @@ class ClusterManager:
         if not isinstance(pipeline, RemotePipeline) or worker_status.epoch != pipeline.epoch:
             return
         if worker_status.HasField("fault"):
-            self._broke(
-                pipeline, worker_status.fault.message, self._to_blame(address, worker_status.fault)
+            self._fail_pipeline(
+                pipeline, worker_status.fault.message, self._suspect_of(address, worker_status.fault)
             )
         else:
             pipeline.heard(address, worker_status)
 
-    def _to_blame(self, address: str, fault: pb.Fault) -> str:
+    def _suspect_of(self, address: str, fault: pb.Fault) -> str:
         """For a hop its far end, else the worker that reports the fault."""
         peers = (
             a for a, m in self.view.members.items() if fault.peer and m.worker_id == fault.peer

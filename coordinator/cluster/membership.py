@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.cluster.background import Background
-from coordinator.cluster.events import Draining, Event, Left, Lost, Refused, Seen, Tick
+from coordinator.cluster.events import WorkerDraining, Event, WorkerLeft, WorkerLost, WorkerRefused, WorkerJoined, TimePassed
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
@@ -51,14 +51,14 @@ class Membership:
         self.clients: dict[str, WorkerClient] = {}
         """Workers that are watched, by address."""
         self._view = view
-        self._happened = happened
+        self._apply_event = happened
         self._on_status = on_status
         self._clock = clock
         self._joining: dict[str, Member] = {}
         """Workers that are watched and have not shown yet that they compute."""
-        self._asked: dict[str, float] = {}
+        self._described_at: dict[str, float] = {}
         """When each candidate was last asked who it is."""
-        self._unmet: dict[str, type[ClusterError]] = {}
+        self._last_errors: dict[str, type[ClusterError]] = {}
         """Why an address was no worker when it was last asked."""
         self._discovery = Discovery(options.addresses, mdns=options.mdns)
         self._background = Background()
@@ -72,10 +72,10 @@ class Membership:
     async def close(self) -> None:
         """Let all workers go: what they hold of our requests is of no use to anyone."""
         await self._background.close()
-        await asyncio.gather(*(self._dismiss(a) for a in self.clients), return_exceptions=True)
+        await asyncio.gather(*(self._unload_quietly(a) for a in self.clients), return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
-    async def _dismiss(self, address: str) -> None:
+    async def _unload_quietly(self, address: str) -> None:
         with contextlib.suppress(ClusterError, TimeoutError):
             async with asyncio.timeout(PROBE_SECONDS):
                 await self.clients[address].unload(self._view().epoch)
@@ -95,19 +95,19 @@ class Membership:
         async with self._discovery as discovery:
             while True:
                 for candidate in discovery.candidates():
-                    self._ask(candidate)
-                self._happened(Tick())
+                    self._describe_if_due(candidate)
+                self._apply_event(TimePassed())
                 await asyncio.sleep(TICK_SECONDS)
 
-    def _ask(self, candidate: Candidate) -> None:
+    def _describe_if_due(self, candidate: Candidate) -> None:
         """Ask a candidate who it is, unless it is known or was asked just now."""
         known = any(address in self.clients for address in candidate.addresses)
-        asked = self._asked.get(candidate.id, -POLL_SECONDS)
+        asked = self._described_at.get(candidate.id, -POLL_SECONDS)
         if not known and self._clock() - asked >= POLL_SECONDS:
-            self._asked[candidate.id] = self._clock() + DESCRIBE_SECONDS  # until it has answered
-            self._background.spawn(self._meet(candidate))
+            self._described_at[candidate.id] = self._clock() + DESCRIBE_SECONDS  # until it has answered
+            self._background.spawn(self._describe_candidate(candidate))
 
-    async def _meet(self, candidate: Candidate) -> None:
+    async def _describe_candidate(self, candidate: Candidate) -> None:
         """Believe the first of a candidate's addresses where the worker it names answers."""
         for address in candidate.addresses:
             client = WorkerClient(address, self.options.me)
@@ -115,32 +115,32 @@ class Membership:
                 info = await client.describe(self.model.ref)
             except ClusterError as error:
                 await client.close()
-                self._miss(candidate, address, error)
+                self._record_silence(candidate, address, error)
                 continue
-            self._unmet.pop(address, None)
+            self._last_errors.pop(address, None)
             said = candidate.announcement
             if said is None or said.worker_id == info.worker_id:
-                await self._welcome(address, client, info)
+                await self._admit_worker(address, client, info)
                 break
             await client.close()
-        self._asked[candidate.id] = self._clock()
+        self._described_at[candidate.id] = self._clock()
 
-    def _miss(self, candidate: Candidate, address: str, error: ClusterError) -> None:
+    def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
         """Nobody answers there who could serve. Said once, until the reason is another; not where that is usual: mDNS
         goes on for a while about who has left, and names addresses that only others reach."""
         member = self._view().members.get(address)
-        if self._unmet.get(address) is not type(error):
-            self._unmet[address] = type(error)
+        if self._last_errors.get(address) is not type(error):
+            self._last_errors[address] = type(error)
             silent = isinstance(error, WorkerLostError | DeadlineError)
             usual = silent and (candidate.announcement is not None or member is not None)
             level = logging.DEBUG if usual else logging.WARNING
             hint = "; is mtp-worker running there?" if silent else ""
             log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
-        if member is not None and member.state is MemberState.REFUSED and not member.losses:
+        if member is not None and member.state is MemberState.REFUSED and not member.failure_count:
             # It was turned away and is gone; one with losses is remembered for them.
-            self._happened(Left(address))
+            self._apply_event(WorkerLeft(address))
 
-    async def _welcome(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
+    async def _admit_worker(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
         """A worker that can serve us is watched from now on."""
         known = self._view().members
         members = (self._joining.get(a) or known[a] for a in self.clients)
@@ -148,10 +148,10 @@ class Membership:
             await client.close()  # known by another of its addresses
             return
         member = _member(address, info)
-        reason = self._refusal(info)
+        reason = self._refusal_reason(info)
         if reason:
             await client.close()
-            self._refuse(member, reason)
+            self._refuse_worker(member, reason)
             return
         self.clients[address] = client
         self._joining[address] = member
@@ -161,7 +161,7 @@ class Membership:
             lambda error: self._lost(address, error),
         )
 
-    def _refusal(self, info: pb.WorkerInfo) -> str:
+    def _refusal_reason(self, info: pb.WorkerInfo) -> str:
         """Why a worker cannot serve us, empty when it can."""
         if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
             return f"serves coordinator {info.leased_to.name}"
@@ -174,11 +174,11 @@ class Membership:
             return "is leaving"
         return ""
 
-    def _refuse(self, member: Member, reason: str) -> None:
+    def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self._view().members.get(member.address)
         if before is None or before.reason != reason:
             log.warning("worker refused", extra={"address": member.address, "reason": reason})
-        self._happened(Refused(member, reason))
+        self._apply_event(WorkerRefused(member, reason))
 
     # ---- watching
 
@@ -189,19 +189,19 @@ class Membership:
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})
-            self._happened(Seen(joining))
+            self._apply_event(WorkerJoined(joining))
         if worker_status.state == pb.WORKER_STATE_DRAINING:
-            self._leaves(address)
+            self._record_draining(address)
         self._on_status(address, worker_status)
 
-    def _leaves(self, address: str) -> None:
+    def _record_draining(self, address: str) -> None:
         member = self._view().members.get(address)
         if member is not None and member.state is not MemberState.DRAINING:
-            self._happened(Draining(address))
+            self._apply_event(WorkerDraining(address))
         if address not in self._view().serving:
-            self._background.spawn(self._farewell(address))
+            self._background.spawn(self._release_worker(address))
 
-    async def _farewell(self, address: str) -> None:
+    async def _release_worker(self, address: str) -> None:
         """A worker that no plan uses may leave."""
         client = self.clients.pop(address, None)
         if client is None:
@@ -212,7 +212,7 @@ class Membership:
         finally:  # also where this process ends in between: nobody else would stop its heartbeats
             await client.close()
         log.info("worker left", extra={"address": address})
-        self._happened(Left(address))
+        self._apply_event(WorkerLeft(address))
 
     def _lost(self, address: str, error: ClusterError) -> None:
         client = self.clients.pop(address, None)
@@ -220,10 +220,10 @@ class Membership:
             return
         self._background.spawn(client.close())
         if (joining := self._joining.pop(address, None)) is not None:
-            self._refuse(joining, str(error))
+            self._refuse_worker(joining, str(error))
             return
         log.warning("worker lost", extra={"address": address, "error": str(error)})
-        self._happened(Lost(address, str(error)))
+        self._apply_event(WorkerLost(address, str(error)))
 
 
 def _member(address: str, info: pb.WorkerInfo) -> Member:

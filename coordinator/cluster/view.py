@@ -28,14 +28,14 @@ class Settings:
 
     The first plan is made as soon as there are `nodes` workers, or when `wait` is over with those there are. `nodes`
     None waits, lest the first worker to be heard gets all layers. A plan after a failure is made at once from
-    whatever is left; without one, this process serves alone after `wait` unless `not_alone` says, for people, why it
+    whatever is left; without one, this process serves alone after `wait` unless `why_not_alone` says, for people, why it
     never can, and `recovery_wait` is the end of waiting.
     """
 
     nodes: int | None = None
     wait: float = 5.0
     recovery_wait: float = 30.0
-    not_alone: str = ""
+    why_not_alone: str = ""
 
 
 @dataclass(frozen=True)

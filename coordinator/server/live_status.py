@@ -120,8 +120,8 @@ def _health(member: Member, *, in_use: bool, loading: bool) -> Health:
 
 def _detail(member: Member, now: float) -> str:
     """Why a worker is not used, for people."""
-    if member.held_until > now:
-        return f"held back {member.held_until - now:.0f} s after {member.losses} losses"
+    if member.backoff_until > now:
+        return f"held back {member.backoff_until - now:.0f} s after {member.failure_count} losses"
     if member.state not in (MemberState.LOST, MemberState.REFUSED):
         return ""
     return member.reason.removeprefix(f"{member.address} is lost: ")  # which the row says already

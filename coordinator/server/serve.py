@@ -85,7 +85,7 @@ async def serve(options: ServeOptions) -> None:
     listener = _listen(options.host, options.port)
     checkpoint = Checkpoint.open(resolve_model(options.model))
     mode = mtp_in_force(checkpoint, options.mtp)
-    tokenizer = Tokenizer.load(checkpoint.path)
+    tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
     limits = Limits(
         checkpoint.config.max_positions,
         checkpoint.config.vocab_size,
@@ -182,7 +182,7 @@ def _manager(
     settings = Settings(
         nodes=options.nodes or len(options.workers) or None,
         wait=options.wait,
-        not_alone=_why_not_alone(local.model),
+        why_not_alone=_why_not_alone(local.model),
     )
     manager_options = ManagerOptions(
         me, settings, options.workers, options.mdns, options.failure_timeout

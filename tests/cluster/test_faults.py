@@ -285,8 +285,8 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
     def noting(view: View, event: Event, now: float) -> View:
         """Seconds it is held back from its so manieth loss on."""
         after = apply(view, event, now)
-        if (member := after.members.get(second)) and member.losses:
-            holds.setdefault(member.losses, member.held_until - now)
+        if (member := after.members.get(second)) and member.failure_count:
+            holds.setdefault(member.failure_count, member.backoff_until - now)
         return after
 
     async with (
@@ -315,7 +315,7 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
     impatient = Settings(
-        nodes=2, wait=3.0, recovery_wait=3.0, not_alone="it serves nothing alone here"
+        nodes=2, wait=3.0, recovery_wait=3.0, why_not_alone="it serves nothing alone here"
     )
     async with running_head(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
@@ -360,7 +360,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(
-        nodes=1, wait=40.0, recovery_wait=20.0, not_alone="it serves nothing alone here"
+        nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here"
     )
     async with (
         running_head(toy, team.addresses, settings=alone) as head,
@@ -421,7 +421,7 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
 async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
     """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
     settings = Settings(
-        nodes=2, wait=40.0, recovery_wait=2.0, not_alone="it serves nothing alone here"
+        nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here"
     )
     async with (
         running_head(toy, team.addresses, settings=settings) as head,

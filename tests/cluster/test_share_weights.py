@@ -116,7 +116,7 @@ async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 6
         raise NotReadyError("this test serves from workers alone")
 
     settings = Settings(
-        nodes=len(workers), wait=wait, recovery_wait=5.0, not_alone="it serves nothing alone here"
+        nodes=len(workers), wait=wait, recovery_wait=5.0, why_not_alone="it serves nothing alone here"
     )
     options = ManagerOptions(ME, settings, tuple(worker.address for worker in workers))
     manager = ClusterManager(model, options, alone)

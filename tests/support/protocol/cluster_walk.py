@@ -11,22 +11,22 @@ from types import SimpleNamespace
 from typing import cast
 
 from coordinator.cluster.apply import apply
-from coordinator.cluster.decide import Action, GiveUp, Keep, Planner, Serve, ServeAlone, decide
+from coordinator.cluster.decide import Action, GiveUp, KeepPlan, Planner, StartPlan, StartAlone, decide
 from coordinator.cluster.events import (
-    Draining,
-    Ended,
+    WorkerDraining,
+    GatheringFailed,
     Event,
-    Gathering,
-    Kept,
-    Left,
-    Lost,
+    GatheringRestarted,
+    PlanKept,
+    WorkerLeft,
+    WorkerLost,
     PlanFailed,
-    Refused,
-    ReplanAsked,
-    Seen,
-    Serving,
-    Starting,
-    Tick,
+    WorkerRefused,
+    ReplanRequested,
+    WorkerJoined,
+    PlanServing,
+    PlanStarting,
+    TimePassed,
 )
 from coordinator.cluster.member import Member
 from coordinator.cluster.view import Phase, View
@@ -86,43 +86,43 @@ def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> St
 
 def _done(action: Action) -> Event:
     match action:
-        case Serve(plan):
-            return Starting(plan.epoch, tuple(stage.node for stage in plan.stages))
-        case ServeAlone(epoch):
-            return Starting(epoch, ())
-        case Keep():
-            return Kept()
+        case StartPlan(plan):
+            return PlanStarting(plan.epoch, tuple(stage.node for stage in plan.stages))
+        case StartAlone(epoch):
+            return PlanStarting(epoch, ())
+        case KeepPlan():
+            return PlanKept()
         case GiveUp(reason):
-            return Ended(reason)
+            return GatheringFailed(reason)
 
 
 def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
     """What can happen next, and how long it may take. Times are chosen on both sides of every limit."""
     for seconds in (0.6, 3.0, 31.0, 61.0):
-        yield Tick(), seconds
+        yield TimePassed(), seconds
     for address in addresses:
         yield from _news_of(address, view)
     if view.phase in (Phase.STARTING, Phase.SERVING):
         yield PlanFailed(view.epoch, "a hop broke"), 0.0
         for address in view.serving:
             yield PlanFailed(view.epoch, "it cannot load", address), 0.0
-    yield Serving(view.epoch), 0.0
-    yield Serving(view.epoch - 1), 0.0
+    yield PlanServing(view.epoch), 0.0
+    yield PlanServing(view.epoch - 1), 0.0
     yield PlanFailed(view.epoch - 1, "of an older plan"), 0.0
-    yield ReplanAsked(), 0.0
+    yield ReplanRequested(), 0.0
     if view.phase is Phase.ENDED:
-        yield Gathering(), 0.0
+        yield GatheringRestarted(), 0.0
 
 
 def _news_of(address: str, view: View) -> Iterator[tuple[Event, float]]:
     member = view.members.get(address)
-    yield Seen(worker(address)), 0.0
-    yield Refused(worker(address), "has another checkpoint"), 0.0
+    yield WorkerJoined(worker(address)), 0.0
+    yield WorkerRefused(worker(address), "has another checkpoint"), 0.0
     if member is not None:
-        yield Seen(worker(address, process=2)), 0.0
-        yield Lost(address, "silent"), 0.0
-        yield Draining(address), 0.0
-        yield Left(address), 0.0
+        yield WorkerJoined(worker(address, process=2)), 0.0
+        yield WorkerLost(address, "silent"), 0.0
+        yield WorkerDraining(address), 0.0
+        yield WorkerLeft(address), 0.0
 
 
 def walk(
@@ -156,7 +156,7 @@ def _key(view: View) -> object:
         return max(round(moment - now, 3), -100.0)
 
     members = tuple(
-        (m.worker_id, m.state, m.losses, ago(m.held_until), ago(m.ready_since))
+        (m.worker_id, m.state, m.failure_count, ago(m.backoff_until), ago(m.ready_since))
         for _, m in sorted(view.members.items())
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at))

@@ -8,19 +8,19 @@ import pytest
 
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import (
-    Draining,
-    Ended,
+    WorkerDraining,
+    GatheringFailed,
     Event,
-    Gathering,
-    Lost,
+    GatheringRestarted,
+    WorkerLost,
     PlanFailed,
-    Refused,
-    Seen,
-    Serving,
-    Starting,
-    Tick,
+    WorkerRefused,
+    WorkerJoined,
+    PlanServing,
+    PlanStarting,
+    TimePassed,
 )
-from coordinator.cluster.member import FIRST_HOLD, LONGEST_HOLD, STABLE_SECONDS, Member, MemberState
+from coordinator.cluster.member import FIRST_BACKOFF, LONGEST_BACKOFF, STABLE_SECONDS, Member, MemberState
 from coordinator.cluster.view import Phase, Settings, View
 from tests.support.protocol.cluster_walk import worker
 
@@ -36,7 +36,7 @@ def after(view: View, *events: Event, seconds: float = 0.0) -> View:
 @pytest.fixture
 def view() -> View:
     """One worker serves."""
-    return after(View(Settings()), Seen(worker("a")), Starting(1, ("a",)), Serving(1))
+    return after(View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1))
 
 
 def member(view: View) -> Member:
@@ -48,102 +48,102 @@ def holds(view: View, fault: Event, times: int) -> list[float]:
     found = []
     for _ in range(times):
         view = after(view, fault)
-        found.append(max(0.0, member(view).held_until - view.now))
-        view = after(view, Seen(worker("a", 2)), seconds=found[-1])
+        found.append(max(0.0, member(view).backoff_until - view.now))
+        view = after(view, WorkerJoined(worker("a", 2)), seconds=found[-1])
     return found
 
 
 def test_holds_double_with_each_loss(view: View) -> None:
     """Lost once, it may return at once; then 2 s, 4 s, … and no more than five minutes."""
-    found = holds(view, Lost("a", "silent"), 12)
+    found = holds(view, WorkerLost("a", "silent"), 12)
     assert found[:5] == [0.0, 2.0, 4.0, 8.0, 16.0]
-    assert found[-1] == LONGEST_HOLD
+    assert found[-1] == LONGEST_BACKOFF
 
 
 def test_a_hold_counts_from_the_loss_through_whatever_comes_next(view: View) -> None:
     """Turned away in between, restarted, seen again: nothing shortens it, and time does."""
-    view = after(view, Lost("a", "silent"), Seen(worker("a")), Lost("a", "silent"))
-    until = member(view).held_until
-    assert until == view.now + FIRST_HOLD
-    view = after(view, Refused(worker("a"), "serves another"), Seen(worker("a", 2)), seconds=1.0)
-    assert member(view).held_until == until
+    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
+    until = member(view).backoff_until
+    assert until == view.now + FIRST_BACKOFF
+    view = after(view, WorkerRefused(worker("a"), "serves another"), WorkerJoined(worker("a", 2)), seconds=1.0)
+    assert member(view).backoff_until == until
     assert not member(view).usable(view.now)
-    assert member(after(view, Tick(), seconds=1.0)).usable(until)
+    assert member(after(view, TimePassed(), seconds=1.0)).usable(until)
 
 
 def test_losses_are_mended_one_by_one(view: View) -> None:
     """Ready for a minute, one loss less; held or lost, none."""
-    view = after(view, Lost("a", "silent"), Seen(worker("a")), Lost("a", "silent"))
-    lost = after(view, Tick(), seconds=10 * STABLE_SECONDS)
-    assert member(lost).losses == 2
-    view = after(view, Seen(worker("a")))
-    view = after(view, Tick(), seconds=STABLE_SECONDS)  # two of these seconds it was held
-    assert member(view).losses == 2
-    view = after(view, Tick(), seconds=FIRST_HOLD)
-    assert member(view).losses == 1
-    view = after(view, Tick(), Tick(), seconds=STABLE_SECONDS)
-    assert member(view).losses == 0
+    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
+    lost = after(view, TimePassed(), seconds=10 * STABLE_SECONDS)
+    assert member(lost).failure_count == 2
+    view = after(view, WorkerJoined(worker("a")))
+    view = after(view, TimePassed(), seconds=STABLE_SECONDS)  # two of these seconds it was held
+    assert member(view).failure_count == 2
+    view = after(view, TimePassed(), seconds=FIRST_BACKOFF)
+    assert member(view).failure_count == 1
+    view = after(view, TimePassed(), TimePassed(), seconds=STABLE_SECONDS)
+    assert member(view).failure_count == 0
 
 
 def test_who_keeps_a_plan_from_starting_is_held_at_once() -> None:
     """It could not load, and would not a second later; one whose plan had served may return, once."""
-    start = after(View(Settings()), Seen(worker("a")), Starting(1, ("a",)))
+    start = after(View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)))
     failed = after(start, PlanFailed(1, "cannot load", "a"))
-    assert member(failed).held_until == failed.now + FIRST_HOLD
-    served = after(start, Serving(1), PlanFailed(1, "its engine failed", "a"))
+    assert member(failed).backoff_until == failed.now + FIRST_BACKOFF
+    served = after(start, PlanServing(1), PlanFailed(1, "its engine failed", "a"))
     assert member(served).usable(served.now)
-    assert member(served).losses == 1
+    assert member(served).failure_count == 1
 
 
 def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
     """Lost, turned away, or another process at its address; one that only wants to leave serves on."""
     ends: tuple[Event, ...] = (
-        Lost("a", "silent"),
-        Refused(worker("a"), "another checkpoint"),
-        Seen(worker("a", 2)),
+        WorkerLost("a", "silent"),
+        WorkerRefused(worker("a"), "another checkpoint"),
+        WorkerJoined(worker("a", 2)),
     )
     for event in ends:
         ended = after(view, event)
         assert (ended.phase, ended.serving, ended.recovering) == (Phase.GATHERING, (), True)
         assert ended.problem
-    assert after(view, Draining("a"), Seen(worker("b")), Lost("b", "x")).phase is Phase.SERVING
+    assert after(view, WorkerDraining("a"), WorkerJoined(worker("b")), WorkerLost("b", "x")).phase is Phase.SERVING
 
 
 def test_news_of_older_plans_change_nothing(view: View) -> None:
     """A load that ends after its plan was replaced neither serves nor fails the new one."""
-    view = after(view, Starting(2, ("a",)))
-    for event in (Serving(1), PlanFailed(1, "late"), PlanFailed(1, "late", "a")):
+    view = after(view, PlanStarting(2, ("a",)))
+    for event in (PlanServing(1), PlanFailed(1, "late"), PlanFailed(1, "late", "a")):
         assert after(view, event) == view
-    assert after(view, Serving(2)).phase is Phase.SERVING
-    lost = after(view, Lost("a", "silent"))
-    assert after(lost, Serving(2)) == lost  # the plan was given up before it could serve
+    assert after(view, PlanServing(2)).phase is Phase.SERVING
+    lost = after(view, WorkerLost("a", "silent"))
+    assert after(lost, PlanServing(2)) == lost  # the plan was given up before it could serve
 
 
 def test_a_loss_is_counted_once(view: View) -> None:
     """A stream that breaks and a probe that fails tell of the same loss; of a stranger nothing is known."""
-    lost = after(view, Lost("a", "silent"))
-    assert after(lost, Lost("a", "no answer")) == lost
-    assert after(view, Lost("b", "silent"), Draining("b")) == view
+    lost = after(view, WorkerLost("a", "silent"))
+    assert after(lost, WorkerLost("a", "no answer")) == lost
+    assert after(view, WorkerLost("b", "silent"), WorkerDraining("b")) == view
 
 
 def test_waiting_is_counted_over_plans_that_do_not_start(view: View) -> None:
     """Only a plan that serves, or someone who asks anew, starts the clock again."""
-    view = after(view, Lost("a", "silent"))
-    view = after(view, Seen(worker("a")), Starting(2, ("a",)), seconds=3.0)
+    view = after(view, WorkerLost("a", "silent"))
+    view = after(view, WorkerJoined(worker("a")), PlanStarting(2, ("a",)), seconds=3.0)
     view = after(view, PlanFailed(2, "no link"), seconds=10.0)
     assert view.waited == 3.0
-    view = after(view, Tick(), seconds=1.0)
+    view = after(view, TimePassed(), seconds=1.0)
     assert view.waited == 4.0
-    assert after(view, Starting(3, ("a",)), Serving(3)).waited == 0.0
-    assert after(view, Ended("no plan"), Gathering()).waited == 0.0
+    assert after(view, PlanStarting(3, ("a",)), PlanServing(3)).waited == 0.0
+    assert after(view, GatheringFailed("no plan"), GatheringRestarted()).waited == 0.0
 
 
 def test_times_come_with_events_only() -> None:
     """Pure: the same events at the same times give the same view, and the view before is untouched."""
     start = View(Settings())
     kept = replace(start)
-    assert after(start, Seen(worker("a")), seconds=1.0) == after(
-        start, Seen(worker("a")), seconds=1.0
+    assert after(start, WorkerJoined(worker("a")), seconds=1.0) == after(
+        start, WorkerJoined(worker("a")), seconds=1.0
     )
     assert start == kept
-    assert member(after(start, Seen(worker("a")))).state is MemberState.READY
+    assert member(after(start, WorkerJoined(worker("a")))).state is MemberState.READY

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.decide import Action, GiveUp, Keep, Planner, Serve, ServeAlone, decide
+from coordinator.cluster.decide import Action, GiveUp, KeepPlan, Planner, StartPlan, StartAlone, decide
 from coordinator.cluster.events import (
-    Draining,
-    Gathering,
-    Left,
-    Lost,
+    WorkerDraining,
+    GatheringRestarted,
+    WorkerLeft,
+    WorkerLost,
     PlanFailed,
-    ReplanAsked,
-    Seen,
-    Serving,
-    Tick,
+    ReplanRequested,
+    WorkerJoined,
+    PlanServing,
+    TimePassed,
 )
 from coordinator.cluster.member import MemberState
 from coordinator.cluster.view import Phase, Settings, View
@@ -24,15 +24,15 @@ from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
 PATIENT = Settings(nodes=2, wait=5.0, recovery_wait=30.0)
-REMOTE = replace(PATIENT, not_alone="it serves nothing alone here")
+REMOTE = replace(PATIENT, why_not_alone="it serves nothing alone here")
 
 
 def serving(*addresses: str, planner: Planner, settings: Settings = PATIENT) -> View:
     """A cluster that serves over these workers."""
     view = View(replace(settings, nodes=len(addresses)))
     for address in addresses:
-        view = happen(view, Seen(worker(address)), planner).view
-    view = happen(view, Serving(1), planner).view
+        view = happen(view, WorkerJoined(worker(address)), planner).view
+    view = happen(view, PlanServing(1), planner).view
     assert (view.phase, view.serving) == (Phase.SERVING, addresses)
     return view
 
@@ -59,21 +59,21 @@ def check(step: Step) -> None:
 def _check_action(action: Action, step: Step, limit: float) -> None:
     view, before = step.view, step.before
     match action:
-        case Serve(plan):
+        case StartPlan(plan):
             assert plan.epoch > before.epoch
             for stage in plan.stages:
                 member = view.members[stage.node]
                 assert member.state is MemberState.READY
-                assert member.held_until <= view.now
-        case ServeAlone(epoch):
+                assert member.backoff_until <= view.now
+        case StartAlone(epoch):
             assert epoch > before.epoch
-            assert not view.settings.not_alone
+            assert not view.settings.why_not_alone
             leaving = [m for m in view.members.values() if m.state is MemberState.DRAINING]
             assert leaving or before.waited + step.after >= 5.0
         case GiveUp(reason):
             assert before.waited + step.after >= limit
             assert reason
-        case Keep():
+        case KeepPlan():
             assert before.serving == view.serving
 
 
@@ -84,7 +84,7 @@ def _check_change(step: Step) -> None:
         return
     failed = isinstance(event, PlanFailed) and event.epoch == before.epoch
     gone = [a for a in before.serving if not _stays(before, step.view, a)]
-    wanted = before.replan or isinstance(event, ReplanAsked)
+    wanted = before.replan or isinstance(event, ReplanRequested)
     leaving = any(
         step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone
     )
@@ -101,17 +101,17 @@ def _stays(before: View, view: View, address: str) -> bool:
 def _check_holds(step: Step) -> None:
     """Losses grow by one at a time and holds are bounded; nobody is released before time."""
     for address, member in step.view.members.items():
-        assert member.held_until <= step.view.now + 300.0
+        assert member.backoff_until <= step.view.now + 300.0
         before = step.before.members.get(address)
         if before is not None:
-            assert member.losses - before.losses in (-1, 0, 1)
-            assert member.held_until >= before.held_until
+            assert member.failure_count - before.failure_count in (-1, 0, 1)
+            assert member.backoff_until >= before.backoff_until
 
 
 def _check_done(step: Step) -> None:
     """Nothing is put off that can be done now: nobody waits for a plan that can be had, nobody is kept from leaving."""
     view, settings = step.view, step.view.settings
-    alone = not (settings.not_alone or view.alone_problem)
+    alone = not (settings.why_not_alone or view.alone_problem)
     if view.phase is Phase.GATHERING:
         enough = settings.nodes is not None and len(view.usable()) >= settings.nodes
         over = view.waited >= settings.wait
@@ -167,26 +167,26 @@ def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> Non
 def test_the_first_plan_waits_for_all_that_were_named() -> None:
     """Two are wanted: one does not start it before the wait is over, the second does at once."""
     planner = planner_for(1)
-    one = happen(View(PATIENT), Seen(worker("a")), planner)
+    one = happen(View(PATIENT), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
-    assert [type(a) for a in happen(one.view, Seen(worker("b")), planner).actions] == [Serve]
-    late = happen(one.view, Tick(), planner, after=5.0)
+    assert [type(a) for a in happen(one.view, WorkerJoined(worker("b")), planner).actions] == [StartPlan]
+    late = happen(one.view, TimePassed(), planner, after=5.0)
     assert late.view.serving == ("a",)
 
 
 def test_whoever_is_found_by_chance_waits_for_others() -> None:
     """Nobody said how many there are: the first to be heard does not get all layers at once."""
     planner = planner_for(1)
-    one = happen(View(Settings(nodes=None, wait=5.0)), Seen(worker("a")), planner)
+    one = happen(View(Settings(nodes=None, wait=5.0)), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
-    assert happen(one.view, Tick(), planner, after=5.0).view.serving == ("a",)
+    assert happen(one.view, TimePassed(), planner, after=5.0).view.serving == ("a",)
 
 
 def test_a_lost_worker_is_planned_around_at_once() -> None:
     """No wait where those that are left can serve."""
     planner = planner_for(1)
     view = serving("a", "b", planner=planner)
-    after = happen(view, Lost("b", "silent for 3 s"), planner)
+    after = happen(view, WorkerLost("b", "silent for 3 s"), planner)
     assert after.view.serving == ("a",)
     assert after.view.epoch == view.epoch + 1
 
@@ -194,27 +194,27 @@ def test_a_lost_worker_is_planned_around_at_once() -> None:
 def test_a_worker_without_which_nothing_goes_is_waited_for() -> None:
     """Both are needed: the plan waits for the one that is lost, and uses it as soon as it is back."""
     planner = planner_for(2)
-    view = happen(serving("a", "b", planner=planner), Lost("b", "silent"), planner).view
+    view = happen(serving("a", "b", planner=planner), WorkerLost("b", "silent"), planner).view
     assert (view.phase, view.recovering) == (Phase.GATHERING, True)
-    view = happen(view, Tick(), planner, after=2.0).view
+    view = happen(view, TimePassed(), planner, after=2.0).view
     assert view.phase is Phase.GATHERING
-    assert happen(view, Seen(worker("b", process=2)), planner).view.serving == ("a", "b")
+    assert happen(view, WorkerJoined(worker("b", process=2)), planner).view.serving == ("a", "b")
 
 
 def test_this_machine_serves_when_workers_do_not_come_back() -> None:
     """After the shorter wait, if it may and can; where it cannot, the longer wait goes on and ends."""
     planner = planner_for(1)
-    view = happen(serving("a", planner=planner), Lost("a", "silent"), planner).view
-    alone = happen(view, Tick(), planner, after=5.0)
-    assert [type(a) for a in alone.actions] == [ServeAlone]
+    view = happen(serving("a", planner=planner), WorkerLost("a", "silent"), planner).view
+    alone = happen(view, TimePassed(), planner, after=5.0)
+    assert [type(a) for a in alone.actions] == [StartAlone]
     too_big = happen(alone.view, PlanFailed(alone.view.epoch, "too little memory"), planner)
     assert (too_big.actions, too_big.view.phase) == ((), Phase.GATHERING)
-    over = happen(too_big.view, Tick(), planner, after=25.0)
+    over = happen(too_big.view, TimePassed(), planner, after=25.0)
     (end,) = over.actions
     assert isinstance(end, GiveUp)
     assert "too little memory" in end.reason
     assert "name-a" in end.reason
-    again = happen(over.view, Gathering(), planner).view
+    again = happen(over.view, GatheringRestarted(), planner).view
     assert again.phase is Phase.GATHERING
     assert again.waited == 0.0
 
@@ -222,13 +222,13 @@ def test_this_machine_serves_when_workers_do_not_come_back() -> None:
 def test_pins_that_do_not_fit_are_told_and_not_served_around() -> None:
     """At the start. Later, with clients waiting, this machine is better than nothing."""
     planner = planner_for(2, SpanError)
-    view = happen(View(replace(PATIENT, nodes=1)), Seen(worker("a")), planner).view
-    (end,) = happen(view, Tick(), planner, after=5.0).actions
+    view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
+    (end,) = happen(view, TimePassed(), planner, after=5.0).actions
     assert isinstance(end, GiveUp)
     assert "too few" in end.reason
-    view = happen(serving("a", "b", planner=planner), Lost("b", "silent"), planner).view
-    (action,) = happen(view, Tick(), planner, after=5.0).actions
-    assert isinstance(action, ServeAlone)
+    view = happen(serving("a", "b", planner=planner), WorkerLost("b", "silent"), planner).view
+    (action,) = happen(view, TimePassed(), planner, after=5.0).actions
+    assert isinstance(action, StartAlone)
 
 
 def test_plans_that_cannot_start_do_not_try_for_ever() -> None:
@@ -243,7 +243,7 @@ def test_plans_that_cannot_start_do_not_try_for_ever() -> None:
             tries += 1
             view = happen(view, PlanFailed(view.epoch, "no link"), planner).view
         else:
-            view = happen(view, Tick(), planner, after=0.1).view
+            view = happen(view, TimePassed(), planner, after=0.1).view
     assert 10 < tries < 100
     assert 30.0 <= view.now - started < 31.0
 
@@ -253,53 +253,53 @@ def test_time_spent_loading_is_not_time_spent_waiting() -> None:
     planner = planner_for(2)
     view = happen(serving("a", "b", planner=planner), PlanFailed(1, "a hop broke"), planner).view
     assert view.phase is Phase.STARTING
-    view = happen(view, Tick(), planner, after=200.0).view
-    view = happen(view, Lost("b", "silent"), planner).view
+    view = happen(view, TimePassed(), planner, after=200.0).view
+    view = happen(view, WorkerLost("b", "silent"), planner).view
     assert (view.phase, view.waited) == (Phase.GATHERING, 0.0)
 
 
 def test_a_worker_that_leaves_is_planned_around() -> None:
     """Its plan serves until the next one starts; where nobody else can, it serves until it is gone."""
     planner = planner_for(1)
-    assert happen(serving("a", "b", planner=planner), Draining("b"), planner).view.serving == ("a",)
+    assert happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view.serving == ("a",)
     both = planner_for(2)
-    view = happen(serving("a", "b", planner=both, settings=REMOTE), Draining("b"), both).view
+    view = happen(serving("a", "b", planner=both, settings=REMOTE), WorkerDraining("b"), both).view
     assert (view.phase, view.serving) == (Phase.SERVING, ("a", "b"))
-    assert happen(view, Seen(worker("c")), both).view.serving == ("a", "c")
+    assert happen(view, WorkerJoined(worker("c")), both).view.serving == ("a", "c")
 
 
 def test_a_worker_that_joins_is_used_when_asked_for() -> None:
     """It changes nothing by coming; a replan uses it; a replan that finds nothing better keeps the plan."""
     planner = planner_for(1)
     view = serving("a", planner=planner)
-    same = happen(view, ReplanAsked(), planner)
-    assert [type(a) for a in same.actions] == [Keep]
+    same = happen(view, ReplanRequested(), planner)
+    assert [type(a) for a in same.actions] == [KeepPlan]
     assert not same.view.replan
-    joined = happen(view, Seen(worker("b")), planner)
+    joined = happen(view, WorkerJoined(worker("b")), planner)
     assert joined.actions == ()
-    assert happen(joined.view, ReplanAsked(), planner).view.serving == ("a", "b")
+    assert happen(joined.view, ReplanRequested(), planner).view.serving == ("a", "b")
 
 
 def test_a_replan_asked_for_while_a_plan_starts_follows_it() -> None:
     """The worker that joined since is used, and the one asking need not ask again."""
     planner = planner_for(1)
-    view = happen(View(replace(PATIENT, nodes=1)), Seen(worker("a")), planner).view
-    view = happen(view, Seen(worker("b")), planner).view
-    view = happen(view, ReplanAsked(), planner).view
+    view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
+    view = happen(view, WorkerJoined(worker("b")), planner).view
+    view = happen(view, ReplanRequested(), planner).view
     assert (view.phase, view.serving) == (Phase.STARTING, ("a",))
-    assert happen(view, Serving(1), planner).view.serving == ("a", "b")
+    assert happen(view, PlanServing(1), planner).view.serving == ("a", "b")
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
     """Said goodbye: not shown as lost, not waited for."""
     planner = planner_for(1)
-    view = happen(serving("a", "b", planner=planner), Draining("b"), planner).view
-    assert set(happen(view, Left("b"), planner).view.members) == {"a"}
+    view = happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view
+    assert set(happen(view, WorkerLeft("b"), planner).view.members) == {"a"}
 
 
 def test_nothing_is_decided_while_a_plan_starts() -> None:
     """A load is not interrupted by a worker that comes, or by time."""
     planner = planner_for(1)
-    view = happen(View(replace(PATIENT, nodes=1)), Seen(worker("a")), planner).view
+    view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
     assert view.phase is Phase.STARTING
     assert decide(replace(view, now=view.now + 1e4), planner) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.events import Lost, Seen, Serving
+from coordinator.cluster.events import WorkerLost, WorkerJoined, PlanServing
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.view import Phase, Settings
@@ -34,12 +34,12 @@ async def test_workers_that_are_let_go_are_not_planned_with(
     model: Any = SimpleNamespace(planner=lambda link_seconds: planner_for(1))
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
     manager = ClusterManager(model, options, no_pipeline)
-    for event in (Seen(worker("a")), Seen(worker("b")), Serving(1)):
-        manager._happened(event)
+    for event in (WorkerJoined(worker("a")), WorkerJoined(worker("b")), PlanServing(1)):
+        manager._apply_event(event)
     assert manager.view.phase is Phase.SERVING
 
     async def closes() -> None:
-        manager._happened(Lost("a", "its stream has ended"))
+        manager._apply_event(WorkerLost("a", "its stream has ended"))
 
     monkeypatch.setattr(manager.membership, "close", closes)
     await manager.close()

@@ -42,7 +42,7 @@ async def test_the_end_amid_a_farewell() -> None:
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
     leaving: Any = Leaving()
     membership.clients["a"] = leaving
-    membership._leaves("a")
+    membership._record_draining("a")
     async with asyncio.timeout(10):
         await leaving.asked.wait()
         await membership.close()
@@ -61,6 +61,6 @@ def test_who_is_no_worker_is_said_once(named: bool, caplog: pytest.LogCaptureFix
     errors: list[ClusterError] = [WorkerLostError("refused"), VersionError("version 2")]
     with caplog.at_level(logging.DEBUG):
         for error in (errors[0], errors[0], errors[1], errors[1]):
-            membership._miss(candidate, "a:7000", error)
+            membership._record_silence(candidate, "a:7000", error)
     levels = [record.levelname for record in caplog.records if record.message == "no worker"]
     assert levels == ["WARNING" if named else "DEBUG", "WARNING"]
