@@ -124,14 +124,14 @@ class Delivery:
         before = choice.tokens
         chunks = self._answer.accept(index, event)
         if choice.tokens > before:
-            self._meter.tokens(index, choice.tokens - before)
+            self._meter.record_tokens(index, choice.tokens - before)
         if choice.done:
             self._merge.cancel(index)  # the engine knows nothing of stop strings
         return chunks
 
     def _succeed(self) -> None:
         self._outcome = self._answer.choices[0].finish_reason or "stop"
-        self._meter.prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
+        self._meter.record_prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
 
     def close(self) -> None:
         """Stop what still runs; count and log the request."""

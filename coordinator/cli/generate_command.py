@@ -192,7 +192,7 @@ def _tokenizer(checkpoint: Checkpoint, *, needed: bool) -> Tokenizer | None:
     """The checkpoint's tokenizer. Tokens in and tokens out go without one."""
     if not needed and not (checkpoint.path / "tokenizer.json").exists():
         return None
-    return Tokenizer.load(checkpoint.path)
+    return Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
 
 
 def _request(

@@ -1,1 +1,1 @@
-"""The live status as plain data, and its Prometheus metrics."""
+"""Live status as plain data, and Prometheus metrics."""

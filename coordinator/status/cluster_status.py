@@ -1,4 +1,4 @@
-"""What a running cluster says of itself: `/status`, the gauges of `/metrics`, the table of `mtp-coord status`."""
+"""The status of a running cluster, shown by `/status`, `/metrics` and `mtp-coord status`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Health = Literal["ready", "loading", "idle", "draining", "refused", "lost"]
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One machine. `span` is as people write it, `0-31`; None while it holds no layers.
+    """The status of one machine.
 
-    `detail` is one line for people: why it is not used. `address` is None for a stage in the coordinator's own
-    process. Memory is in bytes. `loaded` is the part of its weights a loading node has, 0 to 1. `stage_ms` is the
-    usual time of one decode step of its stage.
+    `span` is inclusive, such as `0-31`, and None for a node without layers. `detail` is one line that explains why
+    the node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes.
+    `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
     """
 
     name: str
@@ -30,7 +30,7 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class PrefillStatus:
-    """A prompt on its way in: `done` of `total` tokens."""
+    """The progress of one prompt: `done` of `total` tokens are computed."""
 
     request_id: str
     done: int
@@ -39,10 +39,10 @@ class PrefillStatus:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """The cluster at one moment. Counts by draft position and of tokens are since the start, never smaller.
+    """The cluster at one moment.
 
-    `detail` is one line for people: why it is not ready, or what it is doing about a lost worker.
-    A limit of None is no limit.
+    Counts by draft position and counts of tokens run since the start and never decrease. `detail` is one line that
+    explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit.
     """
 
     ready: bool
@@ -66,14 +66,14 @@ class ClusterStatus:
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:
-        """Part of the drafts at each position that was kept; None where there were none."""
+        """The accepted fraction of the drafts at each position; None for a position without drafts."""
         pairs = zip(self.drafted_by_position, self.accepted_by_position, strict=True)
-        return tuple(kept / drafted if drafted else None for drafted, kept in pairs)
+        return tuple(accepted / drafted if drafted else None for drafted, accepted in pairs)
 
 
 class StatusSource(Protocol):
-    """Whoever knows. The server's composition root gives the real one."""
+    """A provider of the live status. The server passes `LiveStatus`; tests pass a fake."""
 
     def status(self) -> ClusterStatus:
-        """A snapshot. Called on the event loop: takes no lock and waits for nothing."""
+        """Return a snapshot. Runs on the event loop, so it must neither lock nor block."""
         ...

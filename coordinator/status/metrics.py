@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests as clients see them, and the cluster's own figures read at each scrape."""
+"""Prometheus metrics of requests, and of the cluster's status at each scrape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from prometheus_client.registry import Collector
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
+
 GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10, 30)
+"""Seconds. Histogram buckets of the time between two deliveries, from one fast window to a recovery."""
+
 REQUEST_SECONDS = (0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""Seconds. Histogram buckets of the time of a whole request."""
 
 
 class Metrics:
-    """One app's metrics, in a registry of their own."""
+    """The metrics of one app, in a registry of its own."""
 
     def __init__(
         self, status: StatusSource, clock: Callable[[], float] = time.perf_counter
@@ -31,15 +36,13 @@ class Metrics:
             ("endpoint", "outcome"),
             registry=self.registry,
         )
-        self.open_requests = Gauge(
-            "mtp_open_requests", "Requests being answered.", registry=self.registry
-        )
+        self.open_requests = Gauge("mtp_open_requests", "Open requests.", registry=self.registry)
         self.prompt_tokens = Counter(
-            "mtp_prompt_tokens", "Tokens of prompts answered.", registry=self.registry
+            "mtp_prompt_tokens", "Prompt tokens of completed requests.", registry=self.registry
         )
         self.cached_tokens = Counter(
             "mtp_cached_prompt_tokens",
-            "Tokens of prompts found in the prefix cache.",
+            "Prompt tokens found in the prefix cache.",
             registry=self.registry,
         )
         self.generated_tokens = Counter(
@@ -47,35 +50,35 @@ class Metrics:
         )
         self.first_token = Histogram(
             "mtp_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time from the arrival of a request to its first token.",
             buckets=FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
         self.gap = Histogram(
             "mtp_inter_token_seconds",
-            "Between two deliveries of tokens to one client; a delivery is one window, one token or more.",
+            "Time between two deliveries of tokens to one client. A delivery is one window of one or more tokens.",
             buckets=GAP_SECONDS,
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "mtp_request_seconds",
-            "From a request's arrival to its last token.",
+            "Time from the arrival of a request to its last token.",
             buckets=REQUEST_SECONDS,
             registry=self.registry,
         )
         self.registry.register(_ClusterCollector(status))
 
     def begin(self, endpoint: str) -> RequestMeter:
-        """Start to measure one HTTP request."""
+        """Start measuring one HTTP request."""
         return RequestMeter(self, endpoint)
 
     def render(self) -> bytes:
-        """The text a scrape gets."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class RequestMeter:
-    """Measures one HTTP request, from now to `end`."""
+    """The measurement of one HTTP request, from construction to `end`."""
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self._metrics = metrics
@@ -84,8 +87,8 @@ class RequestMeter:
         self._last: dict[int, float] = {}
         metrics.open_requests.inc()
 
-    def tokens(self, choice: int, count: int) -> None:
-        """`count` tokens of a choice arrived."""
+    def record_tokens(self, choice: int, count: int) -> None:
+        """Record the arrival of `count` tokens of the choice with index `choice`."""
         now = self._metrics.clock()
         if choice in self._last:
             self._metrics.gap.observe(now - self._last[choice])
@@ -94,32 +97,35 @@ class RequestMeter:
         self._last[choice] = now
         self._metrics.generated_tokens.inc(count)
 
-    def prompt(self, tokens: int, cached: int) -> None:
-        """The prompts behind the answer, once it is complete."""
+    def record_prompt(self, tokens: int, cached: int) -> None:
+        """Record the prompt tokens of a completed answer, and how many of them were cached."""
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.cached_tokens.inc(cached)
 
     def end(self, outcome: str) -> None:
-        """The request is over."""
+        """Record the end of the request and its outcome."""
         self._metrics.open_requests.dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
         self._metrics.request_seconds.observe(self._metrics.clock() - self._began)
 
     @property
     def seconds(self) -> float:
+        """Seconds since the request arrived."""
         return self._metrics.clock() - self._began
 
 
 class _ClusterCollector(Collector):
-    """Reads the status source at each scrape, so that no figure is kept twice."""
+    """The collector that reads the status source at each scrape, so that no figure is stored twice."""
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source
 
     def describe(self) -> list[Metric]:
-        return []  # names depend on the cluster; saying none keeps registering from scraping
+        """Return no descriptions: the metric names depend on the cluster, and the registry need not know them."""
+        return []
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the current status."""
         status = self._source.status()
         yield from _cluster_gauges(status)
         yield from _drafts(status)
@@ -131,29 +137,29 @@ def _cluster_gauges(status: ClusterStatus) -> Iterator[Metric]:
         "mtp_ready": ("1 while a plan is serving.", float(status.ready)),
         "mtp_plan_epoch": ("Epoch of the plan; grows by one at every change.", status.epoch),
         "mtp_sequences_running": ("Sequences in the pipeline.", status.running),
-        "mtp_sequences_running_limit": ("Most sequences at once.", status.running_limit),
-        "mtp_queue_length": ("Requests waiting for a place.", status.waiting),
-        "mtp_queue_limit": ("Most requests that may wait.", status.waiting_limit),
-        "mtp_kv_tokens": ("K/V cache in use, tokens.", status.kv_tokens),
-        "mtp_kv_tokens_limit": ("K/V cache there is, tokens.", status.kv_limit),
-        "mtp_tokens_per_second": ("Tokens a second, lately.", status.tokens_per_second),
+        "mtp_sequences_running_limit": ("Maximum concurrent sequences.", status.running_limit),
+        "mtp_queue_length": ("Requests in the queue.", status.waiting),
+        "mtp_queue_limit": ("Maximum requests in the queue.", status.waiting_limit),
+        "mtp_kv_tokens": ("Tokens reserved in the K/V cache.", status.kv_tokens),
+        "mtp_kv_tokens_limit": ("Capacity of the K/V cache in tokens.", status.kv_limit),
+        "mtp_tokens_per_second": ("Recent tokens per second.", status.tokens_per_second),
     }
     for name, (text, value) in gauges.items():
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
     yield CounterMetricFamily(
-        "mtp_recoveries", "Plans replaced because one failed.", value=status.recoveries
+        "mtp_recoveries", "Plans replaced after a failure.", value=status.recoveries
     )
 
 
 def _drafts(status: ClusterStatus) -> Iterator[Metric]:
-    drafted = CounterMetricFamily("mtp_drafts", "Drafts offered, by position.", labels=["position"])
-    kept = CounterMetricFamily(
-        "mtp_accepted_drafts", "Drafts kept, by position.", labels=["position"]
+    drafted = CounterMetricFamily("mtp_drafts", "Drafts by position.", labels=["position"])
+    accepted = CounterMetricFamily(
+        "mtp_accepted_drafts", "Accepted drafts by position.", labels=["position"]
     )
     for family, counts in (
         (drafted, status.drafted_by_position),
-        (kept, status.accepted_by_position),
+        (accepted, status.accepted_by_position),
     ):
         for position, count in enumerate(counts, start=1):
             family.add_metric([str(position)], count)
@@ -162,10 +168,14 @@ def _drafts(status: ClusterStatus) -> Iterator[Metric]:
 
 def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
     up = GaugeMetricFamily("mtp_node_up", "1 while the node is not lost.", labels=["node"])
-    used = GaugeMetricFamily("mtp_node_memory_bytes", "Memory in use.", labels=["node"])
-    limit = GaugeMetricFamily("mtp_node_memory_limit_bytes", "Memory allowed.", labels=["node"])
+    used = GaugeMetricFamily("mtp_node_memory_bytes", "Memory in use, bytes.", labels=["node"])
+    limit = GaugeMetricFamily(
+        "mtp_node_memory_limit_bytes", "Memory limit of the node, bytes.", labels=["node"]
+    )
     stage = GaugeMetricFamily(
-        "mtp_stage_seconds", "Usual time of one decode step of a stage.", labels=["node", "span"]
+        "mtp_stage_seconds",
+        "Typical time of one decode step of a stage, seconds.",
+        labels=["node", "span"],
     )
     for node in nodes:
         up.add_metric([node.name], float(node.health != "lost"))

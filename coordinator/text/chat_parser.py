@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in an answer's text, split off as it streams, with mlx-lm's markers and parsers."""
+"""The incremental parser of reasoning and tool calls in an answer, with mlx-lm's markers and call parsers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Content:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text the model thought, without its markers."""
+    """Text of the model's reasoning, without markers."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call the model wants made. `arguments` is a JSON object as text."""
+    """A tool call of the model. `arguments` is a JSON object as text."""
 
     id: str
     name: str
@@ -43,10 +43,10 @@ Part = Content | Reasoning | ToolCall
 
 
 class ChatParser:
-    """Splits the text of one answer into parts, as it comes.
+    """The split of one answer's text into parts, while the text streams.
 
-    Line breaks around reasoning and tool calls are the template's, not the answer's: they are dropped.
-    A tool call that cannot be parsed is content, markers and all. Without `tools` calls are not looked for.
+    Line breaks around reasoning and tool calls belong to the template and are dropped. A tool call that cannot be
+    parsed becomes content with its markers. Without `tools` the parser ignores the markup of calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, tools: Sequence[Json] = ()) -> None:
@@ -59,16 +59,16 @@ class ChatParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the next text is reasoning, as far as is known."""
+        """True if the text so far ends inside reasoning."""
         return self._mode == "reasoning"
 
     def add(self, text: str) -> list[Part]:
-        """Parts that became final with `text`."""
+        """Add `text` and return the parts that became final with it."""
         self._split, segments = TextStateMachine.split(self._split, text)
         return self._read(segments)
 
     def finish(self) -> list[Part]:
-        """Parts that were held back, once no text will come. A call without its end marker may be whole."""
+        """Return the parts held back, after the last text. A call without its end marker may be complete."""
         self._split, held, state = TextStateMachine.flush(self._split)
         parts = self._read([(state, held)])
         if self._mode == "tool":
@@ -87,7 +87,7 @@ class ChatParser:
         return parts
 
     def _enter(self, state: str) -> list[Part]:
-        """Leave the present state for another: line breaks between the two belong to neither."""
+        """Change to `state`. Line breaks between two states belong to neither."""
         left, self._mode = self._mode, state
         if left == "tool":
             _, end = self._tokenizer.tool_markers
@@ -104,14 +104,12 @@ class ChatParser:
         return [Reasoning(final) if state == "reasoning" else Content(final)]
 
     def _end_call(self, end: str) -> list[Part]:
-        """The calls in the text since the start marker, or that text itself."""
+        """Return the calls in the text since the start marker, or that text as content if it cannot be parsed."""
         text, self._call = self._call, ""
         try:
             calls = _tool_calls(self._tokenizer.parse_tool_call(text, self._tools))
-        except (
-            Exception
-        ):  # mlx-lm's parsers raise what their regular expressions and literals raise
-            log.debug("a tool call could not be parsed and is sent as text", exc_info=True)
+        except Exception:  # mlx-lm's parsers raise errors of many types
+            log.debug("tool call not parsed, sent as text", exc_info=True)
             return self._emit("normal", self._tokenizer.tool_markers[0] + text + end)
         for lines in self._text.values():
             lines.drop()
@@ -120,7 +118,7 @@ class ChatParser:
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:
-    """The same parts with neighbouring pieces of one text joined."""
+    """Return the parts with adjacent parts of the same type joined."""
     joined: list[Part] = []
     for part in parts:
         match (joined[-1] if joined else None, part):
@@ -134,9 +132,9 @@ def join_parts(parts: Iterable[Part]) -> list[Part]:
 
 
 class _Lines:
-    """Holds line breaks at the end of a text until it is known whether text follows them.
+    """A buffer for the line breaks at the end of a text, until more text follows them.
 
-    With `trim`, those before the next text are dropped too.
+    With `trim`, line breaks before the next text are dropped too.
     """
 
     def __init__(self, *, trim: bool) -> None:
@@ -144,6 +142,7 @@ class _Lines:
         self._held = ""
 
     def add(self, text: str, *, last: bool = False) -> str:
+        """Add `text` and return the text that is final; with `last` nothing is held back."""
         if self.trim:
             text = text.lstrip("\n")
             self.trim = not text
@@ -153,11 +152,12 @@ class _Lines:
         return final
 
     def drop(self) -> None:
+        """Drop the line breaks held back."""
         self._held = ""
 
 
 def _tool_calls(parsed: object) -> list[ToolCall]:
-    """Check what a parser returned. Raises ValueError when it is no call."""
+    """Convert the result of a parser. Raises ValueError if it is not a call or a list of calls."""
     calls = []
     for call in parsed if isinstance(parsed, list) else [parsed]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

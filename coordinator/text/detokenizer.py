@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece: whole characters only, and nothing that may yet be a stop string."""
+"""Incremental detokenization: whole characters, and no text that may still become a stop string."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that is final, the tokens whose text begins in it, and where in the whole text each begins.
+    """Final text, the tokens whose text begins in it, and each token's offset in the whole text.
 
-    Over one stream every token of the text is in exactly one piece, in order. Offsets count characters.
+    Every token of a stream is in exactly one piece, in order. Offsets count characters.
     """
 
     text: str = ""
@@ -21,7 +21,7 @@ class Piece:
 
     @classmethod
     def join(cls, pieces: Iterable[Piece]) -> Piece:
-        """Pieces that follow one another, as one."""
+        """Return consecutive pieces as one piece."""
         parts = list(pieces)
         return cls(
             "".join(part.text for part in parts),
@@ -31,12 +31,12 @@ class Piece:
 
 
 class TextStream:
-    """Turns the tokens of one answer into pieces of text.
+    """The conversion of one answer's tokens into pieces of text.
 
-    Bytes that are no UTF-8 become U+FFFD; a character cut off by the end of the answer is left out.
-    Text before a stop string is emitted, the stop string and all after it is not: then `stopped` is True
-    and nothing more may be added. Where two stop strings overlap, the one that ends first counts, so the
-    text does not depend on how it was cut into tokens.
+    Invalid UTF-8 becomes U+FFFD. A character cut off by the end of the answer is omitted. The text before a stop
+    string is emitted; the stop string and the text after it are not. `stopped` is then True, `stop_string` is the
+    string found, and no token may be added. If stop strings overlap, the one that ends first counts, so the text
+    does not depend on token borders.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
@@ -47,25 +47,30 @@ class TextStream:
         self._held = ""
         self._emitted = 0  # characters
         self._unreported: deque[tuple[int, int]] = deque()  # token, offset of its text
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop string has ended the text."""
+        return self.stop_string is not None
 
     def add(self, token: int) -> Piece:
-        """Take one token; return what became final with it, possibly nothing."""
-        assert not self.stopped, "no token follows a stop string"
+        """Add one token; return the text that became final with it, which may be empty."""
+        assert not self.stopped, "a token was added after a stop string"
         self._unreported.append((token, self._emitted + len(self._held)))
         self._held += self._decoder.decode(self._token_bytes(token))
         if (found := _first_stop(self._held, self._stop)) is not None:
-            self.stopped = True
-            piece = self._release(found)
+            start, self.stop_string = found
+            piece = self._release(start)
             self._held = ""
             self._unreported.clear()
             return piece
         return self._release(len(self._held) - _hold_back(self._held, self._stop))
 
     def finish(self) -> Piece:
-        """Return what was held back, once no token will come. Nothing after a stop string."""
+        """Return the text held back, after the last token. It is empty after a stop string."""
         last = self._release(len(self._held))
-        # What is left has no text of its own: control tokens, or the start of a character.
+        # The remaining tokens have no text: control tokens, or the first bytes of a character.
         rest = Piece("", *_columns(self._unreported))
         self._unreported.clear()
         return Piece.join((last, rest))
@@ -83,14 +88,14 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[i
     return tuple(token for token, _ in pairs), tuple(offset for _, offset in pairs)
 
 
-def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string that is complete first begins; the longer of two that end together."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return start and text of the stop string that ends first, the longer one if two end together; None without one."""
+    found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1:] if found else None
 
 
 def _hold_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which a stop string begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     for length in range(min(longest, len(text)), 0, -1):
         if any(len(stop) > length and text.endswith(stop[:length]) for stop in stops):

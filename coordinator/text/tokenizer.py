@@ -1,8 +1,8 @@
-"""The checkpoint's tokenizer: text and chats to tokens, tokens to bytes. Loaded by mlx-lm, without network."""
+"""The checkpoint's tokenizer, loaded by mlx-lm without network: text and chats to tokens, tokens to bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,22 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.model_info import Json, eos_ids
+from coordinator.text.model_info import Json
 from proto.errors import CheckpointError, RequestError
 
-_OURS = frozenset(
+_RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
 )
-"""What chat_template_kwargs may not set: the request has fields for it, or the server decides."""
+"""Template variables that `chat_template_kwargs` may not set, because request fields or the server set them."""
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered chat. `thinking`: the template has opened a reasoning block for the answer to begin in.
+    """A rendered chat.
 
-    `turn` tokens are the chat so far, with which its next turn begins too: the rest opens the answer, as a history
-    need not. `continued`: a history may hold opening and answer as they are, so that the next turn goes on from there.
+    `thinking` is True if the template has opened a reasoning block that the answer continues. The first `turn`
+    tokens are the chat so far, with which the next turn's prompt begins too; the remaining tokens open the answer.
+    `continued` is True if the next turn's prompt also contains that opening and the answer unchanged.
     """
 
     tokens: tuple[int, ...]
@@ -38,7 +39,7 @@ class ChatPrompt:
 
 
 class Tokenizer:
-    """Byte-level BPE with a chat template, as every Qwen3.5 checkpoint has it. Safe to call from several threads."""
+    """The byte-level BPE tokenizer and chat template of a Qwen3.5 checkpoint. Safe to call from several threads."""
 
     def __init__(
         self, wrapper: tokenizer_utils.TokenizerWrapper, eos_ids: frozenset[int] = frozenset()
@@ -51,14 +52,15 @@ class Tokenizer:
         self._template_names = _template_names(wrapper.chat_template)
 
     @classmethod
-    def load(cls, checkpoint: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint's folder.
+    def load(cls, checkpoint: Path, eos_ids: Iterable[int] = ()) -> Tokenizer:
+        """Read the tokenizer in the folder `checkpoint`.
 
-        Raises CheckpointError when it is missing, unreadable or not byte-level BPE.
+        `eos_ids` are the checkpoint's end tokens, added to the tokenizer's own. Raises CheckpointError for a
+        tokenizer that is missing, unreadable or not byte-level BPE.
         """
         if not (checkpoint / "tokenizer.json").is_file():
             raise CheckpointError(
-                f"{checkpoint}: no tokenizer.json; copy it from the checkpoint's source",
+                f"{checkpoint}: tokenizer.json not found. Copy it from the checkpoint's source.",
                 public="the checkpoint has no tokenizer.json",
             )
         try:
@@ -67,29 +69,30 @@ class Tokenizer:
             )
         except Exception as error:
             raise CheckpointError(
-                f"{checkpoint}: the tokenizer does not load: {error}",
+                f"{checkpoint}: the tokenizer does not load: {error}. Copy tokenizer.json and "
+                "tokenizer_config.json from the checkpoint's source.",
                 public="the checkpoint's tokenizer does not load",
             ) from error
         if not isinstance(wrapper.backend_tokenizer.decoder, tokenizers.decoders.ByteLevel):
             raise CheckpointError(
-                f"{checkpoint / 'tokenizer.json'}: its decoder is not ByteLevel, Qwen3.5's is",
+                f"{checkpoint / 'tokenizer.json'}: the decoder is not ByteLevel. Use a Qwen3.5 tokenizer.",
                 public="the checkpoint's tokenizer is not byte-level BPE",
             )
-        return cls(wrapper, eos_ids(checkpoint))
+        return cls(wrapper, frozenset(eos_ids))
 
-    # ---- to tokens
+    # ---- text to tokens
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id that has a text. A model's output may be wider: padding."""
+        """The highest token id with a text, plus one. The model's output may be wider, because it is padded."""
         return len(self._bytes)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of plain text, with what the checkpoint puts around every text (for Qwen, nothing)."""
+        """Return the tokens of `text`, with the tokens the checkpoint adds around every text (for Qwen, none)."""
         return tuple(self._backend.encode(text).ids)
 
     def control_id(self, text: str) -> int | None:
-        """The token that is `text` and is never shown, such as `<|im_end|>`; None for other text."""
+        """Return the id of the control token spelled `text`, such as `<|im_end|>`, or None for other text."""
         token = self._backend.token_to_id(text)
         return token if token in self._control else None
 
@@ -99,9 +102,9 @@ class Tokenizer:
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """Render a chat with the checkpoint's template, up to where the answer begins.
+        """Render a chat with the checkpoint's template, up to the point where the answer begins.
 
-        Raises RequestError when the template refuses it, has no place for tools, or does not know a variable.
+        Raises RequestError if the template rejects the messages, ignores tools, or does not use a given variable.
         """
         kwargs = dict(template_kwargs or {})
         self._check_template(kwargs, bool(tools))
@@ -109,7 +112,7 @@ class Tokenizer:
         history = self._render(messages, tools, kwargs, answer=False)
         thinking = False
         if self._wrapper.has_thinking:
-            # Only what the template adds for the answer counts: a message may speak of the markers.
+            # Only the text the template adds for the answer counts: a message may contain the markers.
             opening = prompt.removeprefix(history)
             thinking = opening.rfind(self._wrapper.think_start) > opening.rfind(
                 self._wrapper.think_end
@@ -118,16 +121,16 @@ class Tokenizer:
         return ChatPrompt(
             tuple(encoded.ids),
             thinking,
-            # A token of both is not shared. None: nothing opens the answer.
+            # A token that spans the end of the history is not shared. None: the template adds no opening.
             turn=(encoded.char_to_token(len(history)) or 0) if prompt.startswith(history) else 0,
             continued=self._continued(tools, kwargs, thinking=thinking),
         )
 
     def _continued(self, tools: Sequence[Json], kwargs: Json, *, thinking: bool) -> bool:
-        """Whether this template, asked on behalf of a short chat, shows a past answer as the model was led to write it.
+        """Return whether the template renders a past answer as the prompt and the model wrote it.
 
-        Qwen's leaves reasoning out of past turns, and with it the marker each answer begins with; not between a call
-        of a tool and what is said to its result.
+        The check renders a short chat. Qwen's template omits reasoning from past turns, with the marker that opens
+        each answer. It keeps them between a tool call and the answer to the tool's result.
         """
         question: Json = {"role": "user", "content": "question"}
         answer: Json = {"role": "assistant", "content": "answer"}
@@ -141,21 +144,28 @@ class Tokenizer:
         try:
             before = self._render([question], tools, kwargs, answer=True)
             after = self._render([question, answer, reply], tools, kwargs, answer=False)
-        except RequestError:  # a template that asks for something else, such as a system message
+        except RequestError:  # the template requires something else, such as a system message
             return True
         return after.startswith(before)
 
     def _check_template(self, kwargs: Json, tools: bool) -> None:
         if not self._wrapper.has_chat_template:
-            raise RequestError("this model has no chat template: use /v1/completions")
+            raise RequestError("This model has no chat template. Use /v1/completions.")
         if tools and not self._wrapper.has_tool_calling:
-            raise RequestError("this model's chat template has no tools", param="tools")
+            raise RequestError(
+                "tools: this model's chat template does not support them. Omit the field.",
+                param="tools",
+            )
         for name in kwargs:
-            if name in _OURS or (self._template_names and name not in self._template_names):
+            if name in _RESERVED_VARIABLES or not self.uses_variable(name):
                 raise RequestError(
-                    f"chat_template_kwargs.{name} has no effect on this model's chat template",
+                    f"chat_template_kwargs.{name} has no effect on this model's chat template. Omit it.",
                     param="chat_template_kwargs",
                 )
+
+    def uses_variable(self, name: str) -> bool:
+        """Return whether the chat template reads the variable `name`; True if its variables cannot be determined."""
+        return not self._template_names or name in self._template_names
 
     def _render(
         self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Json, *, answer: bool
@@ -170,29 +180,29 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise RequestError(
-                f"the model's chat template refuses the messages: {error}", param="messages"
+                f"messages: rejected by the model's chat template: {error}", param="messages"
             ) from error
         except Exception as error:
             raise RequestError(
-                f"the model's chat template cannot render the messages ({type(error).__name__})",
+                f"messages: the model's chat template cannot render them ({type(error).__name__})",
                 param="messages",
             ) from error
         return str(text)
 
-    # ---- to text
+    # ---- tokens to text
 
     def token_bytes(self, token: int) -> bytes:
-        """The token's own bytes, also of control tokens; none for an id beyond the vocabulary."""
+        """Return the bytes of `token`, control tokens included; empty for an id beyond the vocabulary."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def text_bytes(self, token: int) -> bytes:
-        """What the token adds to the text: control tokens add nothing, markers of reasoning and tools do."""
+        """Return the bytes `token` adds to the text: none for control tokens; markers of reasoning and calls add theirs."""
         return b"" if token in self._control else self.token_bytes(token)
 
-    # ---- markup in answers, as mlx-lm knows it
+    # ---- markup in answers, as mlx-lm defines it
 
     def markup(self, *, tools: bool) -> TextStateMachine:
-        """What splits an answer into states: normal, reasoning and, with `tools`, tool."""
+        """Return the machine that splits an answer into the states normal, reasoning and, with `tools`, tool."""
         wrapper = self._wrapper
         if tools and wrapper.has_tool_calling:
             machine: TextStateMachine = make_text_state_machine(wrapper)
@@ -208,16 +218,16 @@ class Tokenizer:
 
     @property
     def tool_markers(self) -> tuple[str, str]:
-        """What stands around a tool call; the second may be empty."""
+        """The start and end marker of a tool call; the end marker may be empty."""
         return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""
 
     def parse_tool_call(self, text: str, tools: Sequence[Json]) -> Any:
-        """What mlx-lm's parser for this checkpoint makes of a call's text. May raise anything."""
+        """Return the result of mlx-lm's tool parser for the text of a call. May raise any exception."""
         return self._wrapper.tool_parser(text, list(tools))
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of every id. Ordinary tokens are spelled in GPT-2's byte alphabet, added ones as they are."""
+    """Return the bytes of every id. Ordinary tokens are spelled in GPT-2's byte alphabet, added tokens literally."""
     of_character = {character: byte for byte, character in bytes_to_unicode().items()}
     added = backend.get_added_tokens_decoder()
     table = []
@@ -246,11 +256,11 @@ def _marker_ids(wrapper: tokenizer_utils.TokenizerWrapper) -> frozenset[int]:
 
 
 def _template_names(template: object) -> frozenset[str]:
-    """Variables a chat template looks at; none when they cannot be told."""
+    """Return the variables a chat template reads; an empty set if they cannot be determined."""
     if not isinstance(template, str):
         return frozenset()
     environment = jinja2.sandbox.SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-    except jinja2.TemplateSyntaxError:  # tags that only transformers knows
+    except jinja2.TemplateSyntaxError:  # the template has tags of transformers' own
         return frozenset()

@@ -111,7 +111,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator.workers": {"coordinator.planning", "mtp.checkpoint.format", "proto.rpc"} | WIRE,
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
-    "coordinator.text": WIRE,
+    "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
     "coordinator.status": set(),
 }
 """The folders that each folder may import from, itself aside. An arrow that no module uses is an error."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.checkpoint.format.json_file import read_json_object
 from proto.errors import CheckpointError
 
 LayerKind = Literal["gdn", "attention"]
@@ -61,7 +61,7 @@ class ModelConfig:
                 f"{path}: no such directory; name a directory with config.json and *.safetensors"
             )
         file = path / "config.json"
-        config = _read_json(file)
+        config = read_json_object(file)
         return cls.parse(file, config, _eos_token_ids(path, config))
 
     @classmethod
@@ -233,18 +233,6 @@ def _type_of(kind: LayerKind) -> str:
     return next(name for name, value in _LAYER_TYPES.items() if value == kind)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file; give the directory of a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
-    return value
-
-
 def _text(file: Path, config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config", config)
     if not isinstance(text, dict):
@@ -256,7 +244,7 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Stop tokens; generation_config.json comes first, as in mlx-lm."""
     text = _text(path / "config.json", config)
     generation = path / "generation_config.json"
-    sources = [_read_json(generation)] if generation.exists() else []
+    sources = [read_json_object(generation)] if generation.exists() else []
     for source in [*sources, config, text]:
         found = source.get("eos_token_id")
         if found is not None:

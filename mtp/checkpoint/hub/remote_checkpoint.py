@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mtp.checkpoint.format.checkpoint import (
 )
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.header import Header
+from mtp.checkpoint.format.json_file import parse_json_object
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model
 from proto.errors import CheckpointError
@@ -69,10 +69,4 @@ def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
     content = hub.read(file)
     if content is None:
         raise CheckpointError(f"{hub.repo}: has no {file}; give a repo that holds a checkpoint")
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{hub.repo}: {file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{hub.repo}: {file} is not an object")
-    return found
+    return parse_json_object(content, f"{hub.repo}/{file}")

@@ -106,7 +106,7 @@ def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
     metrics = Metrics(FakeStatus(), clock=lambda: next(times))
     meter = metrics.begin("chat")
     for choice, count in ((0, 2), (1, 1), (0, 1), (1, 4)):
-        meter.tokens(choice, count)
+        meter.record_tokens(choice, count)
     meter.end("stop")
     text = metrics.render().decode()
     assert "mtp_time_to_first_token_seconds_sum 2.5" in text

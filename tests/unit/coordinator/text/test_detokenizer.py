@@ -28,7 +28,7 @@ def text_of(pieces: list[Piece]) -> str:
 
 
 def reference(text: str, stops: list[str]) -> str:
-    """Read character by character; cut before the first stop string to be complete, the longer of two."""
+    """Return `text` up to the stop string that ends first, the longer one if two end together."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -45,7 +45,7 @@ def test_any_text_comes_back_whole(text: str) -> None:
 
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
-    """Bytes that are no UTF-8 become what bytes.decode makes of them, but for a character cut off at the end."""
+    """Invalid UTF-8 decodes as `bytes.decode` does, except that a character cut off at the end is omitted."""
     expected = bytes(tokens).decode("utf-8", "replace")
     got = text_of(feed(byte_stream(), tokens))
     assert expected.startswith(got)
@@ -53,14 +53,14 @@ def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
 
 
 def test_a_character_waits_for_its_last_byte() -> None:
-    """Nothing is emitted for the first bytes of a character; its piece has all its tokens."""
+    """The first bytes of a character emit no text; the character's piece has all its tokens."""
     stream = byte_stream()
     party = list("🎉".encode())
     assert [stream.add(token).text for token in party[:-1]] == ["", "", ""]
     assert stream.add(party[-1]) == Piece("🎉", tuple(party), (0, 0, 0, 0))
 
 
-def test_a_character_cut_off_by_the_end_is_left_out_but_its_tokens_are_told() -> None:
+def test_a_character_cut_off_by_the_end_is_omitted_but_its_tokens_are_reported() -> None:
     """A length limit inside a character shows no replacement sign; logprobs still cover its tokens."""
     stream = byte_stream()
     stream.add(ord("a"))
@@ -75,7 +75,7 @@ def test_a_character_cut_off_by_the_end_is_left_out_but_its_tokens_are_told() ->
 @example(["xabc"], ["abc", "b"])
 @example(["a", "bcd"], ["abcd", "bc", "c"])
 def test_stop_strings_do_not_depend_on_token_borders(words: list[str], stops: list[str]) -> None:
-    """However a text is cut into tokens, it ends before the stop string that is complete first."""
+    """For any token borders, a text ends before the stop string that is complete first."""
     text = "".join(words)
     whole = TextStream(lambda token: words[token].encode(), tuple(stops))
     by_word = feed(whole, list(range(len(words))))
@@ -88,7 +88,7 @@ def test_stop_strings_do_not_depend_on_token_borders(words: list[str], stops: li
     st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    """After each token, what is held back is the beginning of some stop string."""
+    """After each token, the text held back is a prefix of a stop string."""
     stream = byte_stream(tuple(stops))
     seen = shown = ""
     for token in text.encode():
@@ -104,24 +104,24 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: lis
     st.lists(st.sampled_from(["a", "b", "ab", "é", "", "🎉"]), max_size=10),
     st.lists(st.sampled_from(["ab", "ba", "éa", "b"]), max_size=2),
 )
-def test_every_token_of_the_text_is_told_once_with_its_place(
+def test_every_token_of_the_text_is_reported_once_with_its_offset(
     words: list[str], stops: list[str]
 ) -> None:
-    """Tokens come in order, each once; each offset is where its text begins; none after the cut."""
+    """Each token appears once, in order, with the offset of its text; no token after the cut appears."""
     stream = TextStream(lambda token: words[token].encode(), tuple(stops))
     pieces = feed(stream, list(range(len(words))))
-    told = [token for piece in pieces for token in piece.tokens]
+    reported = [token for piece in pieces for token in piece.tokens]
     offsets = [offset for piece in pieces for offset in piece.offsets]
-    assert told == list(range(len(told)))
-    assert offsets == [len("".join(words[:token])) for token in told]
+    assert reported == list(range(len(reported)))
+    assert offsets == [len("".join(words[:token])) for token in reported]
     if stream.stopped:
         assert all(offset < len(text_of(pieces)) for offset in offsets)
     else:
-        assert len(told) == len(words)
+        assert len(reported) == len(words)
 
 
 def test_a_stop_string_over_two_tokens_leaves_what_stands_before_it() -> None:
-    """The part of a token before the stop string is text; the token is told, the next one is not."""
+    """The part of a token before the stop string is text; its token is reported, the next token is not."""
     words = ["Hello", " wor", "ld END now", " never"]
     stream = TextStream(lambda token: words[token].encode(), ("world END",))
     assert stream.add(0) == Piece("Hello", (0,), (0,))

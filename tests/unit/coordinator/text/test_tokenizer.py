@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
-from coordinator.text.model_info import eos_ids, generation_defaults
+from coordinator.text.model_info import generation_defaults
 from coordinator.text.tokenizer import Tokenizer
 from proto.errors import CheckpointError, RequestError
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
@@ -45,7 +45,7 @@ def test_bytes_of_the_tokens_are_the_text(tokenizer: Tokenizer, text: str) -> No
 
 
 def test_control_tokens_have_bytes_but_no_text_and_markers_have_both(tokenizer: Tokenizer) -> None:
-    """What only steers the model is not shown; what parsers need is."""
+    """Control tokens add no text to an answer; the markers that parsers need do."""
     (end,) = tokenizer.encode("<|im_end|>")
     (think,) = tokenizer.encode("<think>")
     assert tokenizer.token_bytes(end) == b"<|im_end|>"
@@ -57,7 +57,7 @@ def test_control_tokens_have_bytes_but_no_text_and_markers_have_both(tokenizer: 
 
 
 def test_markers_have_text_also_where_a_checkpoint_calls_them_special(tmp_path: Path) -> None:
-    """Without it the parsers would see nothing of reasoning and calls."""
+    """The parsers need the markers to find reasoning and calls."""
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, special_markers=True))
     for marker in ("<think>", "</think>", "<tool_call>", "</tool_call>"):
         (token,) = tokenizer.encode(marker)
@@ -65,7 +65,7 @@ def test_markers_have_text_also_where_a_checkpoint_calls_them_special(tmp_path: 
 
 
 def test_loading_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint's folder is enough: not one connection is tried."""
+    """Loading from a checkpoint's folder opens no connection."""
 
     def refuse(*args: object) -> None:
         raise AssertionError("a connection was tried")
@@ -76,7 +76,7 @@ def test_loading_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
-    """Missing, damaged or of another kind: CheckpointError, whose public text holds no path."""
+    """A missing, damaged or unsupported tokenizer raises CheckpointError, whose public text has no path."""
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path)
@@ -95,23 +95,19 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) not in caught.value.public
 
 
-# ---- what the checkpoint recommends
+# ---- defaults of the checkpoint
 
 
-def test_end_tokens_come_from_generation_config_then_config(tmp_path: Path) -> None:
-    """generation_config.json wins over config.json, whose text_config is looked into."""
-    assert eos_ids(tmp_path) == frozenset()
-    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
-    assert eos_ids(tmp_path) == {7}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert eos_ids(tmp_path) == {3, 4}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        eos_ids(tmp_path)
+def test_end_tokens_of_the_checkpoint_join_the_tokenizers_own(tmp_path: Path) -> None:
+    """The tokenizer's end token stays an end token beside those of the checkpoint."""
+    folder = write_tokenizer(tmp_path)
+    own = Tokenizer.load(folder).eos_ids
+    assert own
+    assert Tokenizer.load(folder, (3, 4)).eos_ids == own | {3, 4}
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
-    """As recommended there; OpenAI's temperature 1 without the file; greedy where do_sample is false."""
+    """Its values are the defaults; without the file the temperature is 1; `do_sample` false means greedy."""
     path = tmp_path / "generation_config.json"
     assert generation_defaults(tmp_path).temperature == 1.0
     path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}')
@@ -128,7 +124,7 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
 
 
 def test_the_template_opens_the_reasoning_unless_told_not_to(tokenizer: Tokenizer) -> None:
-    """`thinking` says whether the answer begins inside a think block; enable_thinking decides that."""
+    """`thinking` is True if the answer begins inside a think block, which `enable_thinking` decides."""
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.chat_prompt(messages).thinking
     off = tokenizer.chat_prompt(messages, template_kwargs={"enable_thinking": False})
@@ -136,7 +132,7 @@ def test_the_template_opens_the_reasoning_unless_told_not_to(tokenizer: Tokenize
 
 
 def test_what_the_next_turn_begins_with(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """`turn` is the chat without the opening of its answer, `continued` whether a history has that too."""
+    """`turn` covers the chat without the opening of its answer; `continued` is True if a history keeps the opening."""
     messages = [{"role": "user", "content": "hi"}]
     prompt = tokenizer.chat_prompt(messages)
     assert prompt.tokens[: prompt.turn] == tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n")
@@ -154,7 +150,7 @@ def test_what_the_next_turn_begins_with(tokenizer: Tokenizer, tmp_path: Path) ->
 
 
 def test_a_message_about_markers_does_not_open_reasoning(tmp_path: Path) -> None:
-    """Only what the template adds for the answer counts, not what somebody wrote."""
+    """Only the text that the template adds for the answer opens reasoning, not the text of a message."""
     plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template=plain))
     assert not tokenizer.chat_prompt([{"role": "user", "content": "say <think>"}]).thinking
@@ -163,7 +159,7 @@ def test_a_message_about_markers_does_not_open_reasoning(tmp_path: Path) -> None
 def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """The template's own complaint, an unknown variable, a reserved one, tools without a place, no template."""
+    """RequestError covers the template's own error, unknown and reserved variables, unused tools, and no template."""
     user = {"role": "user", "content": "hi"}
     with pytest.raises(RequestError, match="a system message comes first"):
         tokenizer.chat_prompt([user, {"role": "system", "content": "late"}])
@@ -174,7 +170,7 @@ def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(
     with pytest.raises(RequestError, match="tools"):
         bare.chat_prompt([user], [WEATHER])
     none = Tokenizer.load(write_tokenizer(tmp_path, template=None))
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(RequestError, match="has no chat template"):
         none.chat_prompt([user])
 
 
@@ -204,14 +200,14 @@ def test_reasoning_opened_by_the_template_ends_at_its_marker(
 
 @STEPS
 def test_reasoning_the_model_opens_itself(tokenizer: Tokenizer, step: int) -> None:
-    """A think block in the answer is reasoning too."""
+    """A think block that the answer opens is reasoning too."""
     parts = parse(tokenizer, "<think>\nhm\n</think>\n\nYes", step, thinking=False)
     assert parts == [Reasoning("hm"), Content("Yes")]
 
 
 @STEPS
 def test_an_answer_that_ends_while_reasoning(tokenizer: Tokenizer, step: int) -> None:
-    """All of it is reasoning, with what looked like the start of a marker."""
+    """The whole text is reasoning, including the start of an unfinished marker."""
     assert parse(tokenizer, "hm </thi", step, thinking=True) == [Reasoning("hm </thi")]
 
 
@@ -219,7 +215,7 @@ def test_an_answer_that_ends_while_reasoning(tokenizer: Tokenizer, step: int) ->
 def test_tool_calls_are_parsed_with_the_types_of_their_schema(
     tokenizer: Tokenizer, step: int
 ) -> None:
-    """Content before, two calls, no blank content between or after; ids differ."""
+    """Two calls have different ids, and no blank content appears between or after them."""
     text = f"Let me see.\n\n{CALL}\n{CALL}\n"
     said, first, second = parse(tokenizer, text, step, thinking=False, tools=[WEATHER])
     assert said == Content("Let me see.")
@@ -240,14 +236,14 @@ def test_tool_calls_are_parsed_with_the_types_of_their_schema(
     ],
 )
 def test_a_broken_tool_call_is_text(tokenizer: Tokenizer, step: int, broken: str) -> None:
-    """What cannot be parsed is shown as it was written, markers and all, and nothing is lost."""
+    """A call that cannot be parsed becomes content, with its markers and without loss."""
     parts = parse(tokenizer, f"So:\n{broken}", step, thinking=False, tools=[WEATHER])
     assert parts == [Content(f"So:\n{broken}")]
 
 
 @STEPS
 def test_without_tools_markup_of_calls_is_text(tokenizer: Tokenizer, step: int) -> None:
-    """Nobody asked for calls: their markup streams as content."""
+    """Without tools in the request the markup of a call streams as content."""
     assert parse(tokenizer, f"{CALL} done", step, thinking=False) == [Content(f"{CALL} done")]
 
 
