@@ -1,10 +1,10 @@
-"""The frame: one message along the pipeline. A header, then, on middle hops, a hidden-state tensor.
+"""The frame, one message along the pipeline: a header and, on middle hops, a hidden-state tensor.
 
 On the wire: magic `b"MTPF"`, version u8, three zero bytes, header length u32 and a zero u32 (little
 endian), the msgpack header, zero bytes up to a multiple of 16, the tensor's bytes. The header lists
-state operations, applied in order, and segments: runs of tokens of one sequence each, laid one after
-another in the tensor's first axis. All stages see the same frames in the same order, so the header
-alone keeps them replicas of one state machine (DESIGN §3).
+state operations, which stages apply in order, and segments. A segment is a run of tokens of one
+sequence; segments follow each other in the tensor's first axis. All stages see the same frames in the
+same order, so the header alone keeps them replicas of one state machine (DESIGN §3).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from proto.dtype import DTYPE_BYTES
 from proto.errors import ProtocolError, VersionError
 from proto.operation import (
     Admit,
@@ -42,7 +43,6 @@ from proto.segment import (
 from proto.wire import MAX_INT, check_int, check_list, check_str
 
 __all__ = [
-    "DTYPE_BYTES",
     "MAX_DRAFTS",
     "MAX_FRAME_TOKENS",
     "MAX_INT",
@@ -68,28 +68,26 @@ MAGIC = b"MTPF"
 _PREFIX = struct.Struct("<4sB3xII")
 
 ALIGNMENT = 16
-"""The tensor starts at a multiple of this, so that it can be read in place by any vector load."""
+"""Bytes. The tensor starts at a multiple of this, so that any vector load can read it in place."""
 
 MAX_HEADER_BYTES = 8 * 2**20
-"""A header carries token ids: 262,144 of them are 1 MB; this leaves room, and no more."""
+"""Bounds a header. It carries token ids, and 262,144 of them take 1 MB; the rest is a margin."""
 
 MAX_FRAME_TOKENS = 2**18
 MAX_SEGMENTS = 1024
 MAX_OPS = 4096
 MAX_STAGES = 64
-"""No model of the family has more layers."""
+"""Maximum stages of a plan. No model of the family has more layers."""
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""gRPC's own limit, for the stream's channel options."""
+"""Maximum bytes of a message: gRPC's own limit, for the channel options of a stream."""
 
 MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES - _PREFIX.size - ALIGNMENT
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
 _LIMITS: dict[str, Any] = {
-    # msgpack reserves an array's declared length before it has seen one element, and once more for
-    # each of up to 1024 nested ones. Long lists are therefore read element by element (see _many), and
-    # no array that is read at once is longer than this.
+    # msgpack reserves an array's declared length before it reads the first element, and again for each
+    # of up to 1024 nested arrays. Long lists are therefore read element by element (see _many), and
+    # this bounds every array that is read at once.
     "max_array_len": 64,
     "max_map_len": MAX_LOGIT_BIAS,
     "max_str_len": 64,
@@ -105,9 +103,9 @@ _T = TypeVar("_T")
 class Frame:
     """A header and, between stages, the hidden states of its rows: `[rows, hidden_size]`.
 
-    `number` grows by one a frame within an epoch, so a gap or a swap is noticed. `stage_us` collects
-    each stage's compute time in microseconds. `outcomes` is filled by the last stage, in the order of
-    `segments`.
+    `number` grows by one with each frame of an epoch, so a stage detects a gap or a swap. `stage_us`
+    collects the compute time of each stage in microseconds. The last stage fills `outcomes`, in the
+    order of `segments`. Raises ProtocolError for values that `decode` would refuse.
     """
 
     epoch: int
@@ -120,27 +118,36 @@ class Frame:
     shape: tuple[int, ...] = ()
     tensor: memoryview | bytes = b""
 
+    def __post_init__(self) -> None:
+        check_int(self.epoch, "epoch")
+        check_int(self.number, "number")
+        for microseconds in self.stage_us:
+            check_int(microseconds, "stage time")
+        _check_counts(self)
+        _check_tensor(self)
+
     @property
     def rows(self) -> int:
+        """Number of rows of all segments."""
         return sum(segment.rows for segment in self.segments)
 
     def with_tensor(self, dtype: str, shape: tuple[int, ...], tensor: memoryview | bytes) -> Frame:
+        """Return this frame with the hidden states `tensor` of `shape`."""
         return replace(self, dtype=dtype, shape=shape, tensor=tensor)
 
 
 def encode(frame: Frame) -> bytes:
-    """Bytes of a frame. Raises ProtocolError for one that `decode` would refuse."""
-    _check_limits(frame)
+    """Return the bytes of a frame. Raises ProtocolError for a header above MAX_HEADER_BYTES."""
     header: bytes = msgpack.packb(
         [
-            check_int(frame.epoch, "epoch"),
-            check_int(frame.number, "number"),
+            frame.epoch,
+            frame.number,
             [op_to_wire(op) for op in frame.ops],
             [segment_to_wire(s) for s in frame.segments],
             [outcome_to_wire(o) for o in frame.outcomes],
-            [check_int(t, "stage time") for t in frame.stage_us],
+            frame.stage_us,
             frame.dtype,
-            [check_int(n, "shape") for n in frame.shape],
+            frame.shape,
         ]
     )
     if len(header) > MAX_HEADER_BYTES:
@@ -152,26 +159,18 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes) -> Frame:
-    """Inverse of `encode`; the tensor is a view into `data`, not a copy.
+    """Invert `encode`. The tensor is a view into `data`, not a copy.
 
-    Raises VersionError for another protocol version and ProtocolError for anything malformed.
-    Allocates no more than a small multiple of `len(data)`, whatever the bytes say.
+    Raises VersionError for another protocol version and ProtocolError for malformed bytes. Allocates at
+    most a small multiple of `len(data)` for any input.
     """
     end = _PREFIX.size + _header_bytes(data)
     try:
-        frame = _read_header(memoryview(data)[_PREFIX.size : end])
+        return _read_frame(data, end)
     except ProtocolError:
         raise
     except Exception as error:  # msgpack raises many kinds; a peer's bytes may cause any of them
         raise ProtocolError(f"malformed frame header: {type(error).__name__}") from error
-    if frame.dtype:
-        start = end + _gap(end - _PREFIX.size)
-        if data[end:start].strip(b"\0"):
-            raise ProtocolError("malformed frame: no zeros between header and tensor")
-        end = start
-    frame = replace(frame, tensor=memoryview(data)[end:])
-    _check_limits(frame)
-    return frame
 
 
 def _header_bytes(data: bytes) -> int:
@@ -192,31 +191,31 @@ def _header_bytes(data: bytes) -> int:
 
 
 def _gap(header_bytes: int) -> int:
-    """Zero bytes between header and tensor."""
+    """Return the number of zero bytes between header and tensor."""
     return -(_PREFIX.size + header_bytes) % ALIGNMENT
 
 
-def _read_header(header: memoryview) -> Frame:
+def _read_frame(data: bytes, end: int) -> Frame:
+    """Return the frame of `data`, whose header ends at byte `end`."""
+    header = memoryview(data)[_PREFIX.size : end]
     reader = msgpack.Unpacker(max_buffer_size=len(header), object_pairs_hook=_unique, **_LIMITS)
     reader.feed(header)
     if reader.read_array_header() != 8:
         raise ProtocolError("a frame header has 8 fields")
-    frame = Frame(
-        epoch=check_int(reader.unpack(), "epoch"),
-        number=check_int(reader.unpack(), "number"),
-        ops=_many(reader, "operations", MAX_OPS, op_from_wire),
-        segments=_many(reader, "segments", MAX_SEGMENTS, segment_from_wire),
-        outcomes=_many(reader, "outcomes", MAX_SEGMENTS, outcome_from_wire),
-        stage_us=tuple(
-            check_int(t, "stage time")
-            for t in check_list(reader.unpack(), "stage times", MAX_STAGES)
-        ),
-        dtype=check_str(reader.unpack(), "dtype"),
-        shape=tuple(check_int(n, "shape") for n in check_list(reader.unpack(), "shape", 2)),
-    )
+    epoch, number = reader.unpack(), reader.unpack()
+    ops = _many(reader, "operations", MAX_OPS, op_from_wire)
+    segments = _many(reader, "segments", MAX_SEGMENTS, segment_from_wire)
+    outcomes = _many(reader, "outcomes", MAX_SEGMENTS, outcome_from_wire)
+    stage_us = tuple(check_list(reader.unpack(), "stage times", MAX_STAGES))
+    dtype = check_str(reader.unpack(), "dtype")
+    shape = tuple(check_list(reader.unpack(), "shape", 2))
     if reader.tell() != len(header):
         raise ProtocolError("bytes after the last field of a frame header")
-    return frame
+    start = end + _gap(len(header)) if dtype else end
+    if data[end:start].strip(b"\0"):
+        raise ProtocolError("malformed frame: no zeros between header and tensor")
+    tensor = memoryview(data)[start:]
+    return Frame(epoch, number, ops, segments, outcomes, stage_us, dtype, shape, tensor)
 
 
 def _many(
@@ -235,7 +234,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def _check_limits(frame: Frame) -> None:
+def _check_counts(frame: Frame) -> None:
     counts = (
         ("operations", len(frame.ops), MAX_OPS),
         ("segments", len(frame.segments), MAX_SEGMENTS),
@@ -246,10 +245,11 @@ def _check_limits(frame: Frame) -> None:
     for name, count, most in counts:
         if count > most:
             raise ProtocolError(f"{count} {name} in a frame, limit {most}")
-    _check_tensor(frame)
 
 
 def _check_tensor(frame: Frame) -> None:
+    for extent in frame.shape:
+        check_int(extent, "shape")
     size = memoryview(frame.tensor).nbytes
     if frame.dtype == "":
         if size or frame.shape:

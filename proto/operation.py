@@ -1,4 +1,4 @@
-"""Operations: what a frame's header does to a stage's sequences, in order."""
+"""The operations in a frame's header, which every stage applies to its sequences in order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from proto.wire import check_int, check_list
 
 @dataclass(frozen=True)
 class Admit:
-    """Create an empty sequence. `capacity` is the most tokens it will ever hold.
+    """The creation of an empty sequence that holds at most `capacity` tokens.
 
-    The first `prompt` of them are the user's: presence and frequency penalties leave those out.
+    The first `prompt` tokens are the user's. Presence and frequency penalties do not count them.
+    Raises ProtocolError for a value out of range.
     """
 
     kind: ClassVar[str] = "admit"
@@ -23,13 +24,18 @@ class Admit:
     prompt: int
     params: SamplingParams = field(default_factory=SamplingParams)
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.capacity, "capacity")
+        check_int(self.prompt, "prompt")
+
 
 @dataclass(frozen=True)
 class Commit:
-    """Make the first `accepted_length` tokens of open window `window` permanent.
+    """The commit of the first `accepted_length` tokens of the open window `window`.
 
-    Fewer than its width also drops the rest and every window opened after it. Saying it again changes
-    nothing.
+    An `accepted_length` below the window's width also drops the window's other tokens and every later
+    window. Applying a commit twice changes nothing. Raises ProtocolError for a value out of range.
     """
 
     kind: ClassVar[str] = "commit"
@@ -37,39 +43,58 @@ class Commit:
     window: int
     accepted_length: int
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.window, "window")
+        check_int(self.accepted_length, "accepted_length")
+
 
 @dataclass(frozen=True)
 class Evict:
-    """Forget a sequence and all it holds."""
+    """The removal of a sequence and of everything it holds."""
 
     kind: ClassVar[str] = "evict"
     seq_id: int
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+
 
 @dataclass(frozen=True)
 class SavePrefix:
-    """Keep what sequence `seq_id` holds now, its windows all committed, as prefix entry `entry`."""
+    """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`."""
 
     kind: ClassVar[str] = "save"
     seq_id: int
     entry: int
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.entry, "entry")
+
 
 @dataclass(frozen=True)
 class RestorePrefix:
-    """Start the just admitted, empty sequence `seq_id` from prefix entry `entry`."""
+    """The start of the newly admitted, empty sequence `seq_id` from prefix entry `entry`."""
 
     kind: ClassVar[str] = "restore"
     seq_id: int
     entry: int
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.entry, "entry")
+
 
 @dataclass(frozen=True)
 class DropPrefix:
-    """Forget prefix entry `entry`."""
+    """The removal of prefix entry `entry`."""
 
     kind: ClassVar[str] = "drop"
     entry: int
+
+    def __post_init__(self) -> None:
+        check_int(self.entry, "entry")
 
 
 Op = Admit | Commit | Evict | SavePrefix | RestorePrefix | DropPrefix
@@ -82,19 +107,20 @@ _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
     RestorePrefix.kind: (RestorePrefix, ("seq_id", "entry")),
     DropPrefix.kind: (DropPrefix, ("entry",)),
 }
-"""The integers of each, in wire order. Admit's parameters follow them."""
+"""The class of each kind and its integer fields in wire order. The parameters of Admit follow them."""
 
 
 def op_to_wire(op: Op) -> list[Any]:
+    """Return `op` as the list that msgpack encodes."""
     _, names = _FIELDS[op.kind]
-    wire: list[Any] = [op.kind, *(check_int(getattr(op, name), name) for name in names)]
+    wire: list[Any] = [op.kind, *(getattr(op, name) for name in names)]
     if isinstance(op, Admit):
         wire.append(op.params.to_wire())
     return wire
 
 
 def op_from_wire(wire: Any) -> Op:
-    """Inverse of `op_to_wire`. Raises ProtocolError."""
+    """Invert `op_to_wire`. Raises ProtocolError for a malformed operation."""
     kind, *values = check_list(wire, "operation", 8) or [None]
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ProtocolError("operation of an unknown kind")
@@ -105,7 +131,4 @@ def op_from_wire(wire: Any) -> Op:
         names = (*names, "params")
     if len(arguments) != len(names):
         raise ProtocolError(f"{kind} takes {len(names)} values, got {len(arguments)}")
-    for name, value in zip(names, values, strict=True):
-        if name != "params":
-            check_int(value, name)
     return op(*arguments)

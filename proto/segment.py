@@ -1,4 +1,4 @@
-"""Segments, runs of tokens of one sequence, and their outcomes: what the last stage said of them."""
+"""Segments (runs of tokens of one sequence) and their outcomes, which the last stage decides."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from proto.wire import (
     check_int,
     check_list,
     check_row,
+    check_tokens,
     pack_tokens,
     unpack_tokens,
 )
 
 MAX_DRAFTS = 32
-"""Most drafts after one token. Acceptance at the fifth is down to a quarter (MTP_HEAD.md)."""
+"""Maximum drafts after one token. Acceptance falls to a quarter at the fifth draft (MTP_HEAD.md)."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """A run of tokens of one sequence.
 
-    `window` counts the sequence's segments from 0 and is never reused. `position` is where `tokens[0]`
-    stands in the sequence. A prompt chunk is not `open`: its tokens are permanent. An open window
-    waits for its Commit. `sample` asks the last stage for the token after it, `drafts` for that many
-    drafts after that. `cancelled` marks a segment that builds on a rejected window; a stage passes it
-    on with no rows.
+    `window` counts the sequence's segments from 0 and is never reused. `position` is the position of
+    `tokens[0]` in the sequence. The tokens of a prompt chunk are permanent, so it is not `open`. An open
+    window waits for its Commit. `sample` asks the last stage for the next token, and `drafts` for that
+    number of drafts after it. A `cancelled` segment builds on a rejected window; stages forward it
+    without rows. Raises ProtocolError for a value out of range.
     """
 
     seq_id: int
@@ -42,32 +43,51 @@ class Segment:
     drafts: int = 0
     cancelled: bool = False
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.window, "window")
+        check_int(self.position, "position")
+        check_int(self.drafts, "drafts", MAX_DRAFTS)
+        check_tokens(self.tokens, "tokens")
+
     @property
     def width(self) -> int:
+        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def rows(self) -> int:
-        """How many rows of the frame's tensor are its."""
+        """Number of this segment's rows in the frame's tensor."""
         return 0 if self.cancelled else len(self.tokens)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of an emitted token, and of the `top` most likely ones."""
+    """The log-probability of an emitted token, and of the `top` most likely tokens, under the target model.
+
+    Raises ProtocolError for a token out of range, NaN, or too many alternatives.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.top) > MAX_LOGPROBS:
+            raise ProtocolError(f"{len(self.top)} alternatives to a token, limit {MAX_LOGPROBS}")
+        for token, logprob in ((self.token, self.logprob), *self.top):
+            check_int(token, "token", MAX_TOKEN)
+            check_float(logprob, "logprob")
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the last stage decided about one segment.
+    """The last stage's decision about one segment.
 
-    `accepted_length` of its tokens were right (all, for a prompt chunk). `token` is the target's choice after the
-    last kept one, None when nothing was sampled. `drafts` follow `token`. `logprobs` has one entry for
-    each token this outcome emits: the kept drafts, then `token`; empty when not asked for.
+    `accepted_length` is the number of accepted tokens; all tokens of a prompt chunk are accepted. `token` is
+    the target's choice after the last accepted token, or None when nothing was sampled. `drafts` follow
+    `token`. `logprobs` has one entry for each token that this outcome emits: the accepted drafts, then
+    `token`. It is empty unless the request asked for it. Raises ProtocolError for a value out of range.
     """
 
     seq_id: int
@@ -78,45 +98,55 @@ class Outcome:
     logprobs: tuple[TokenLogprob, ...] = ()
     cancelled: bool = False
 
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.window, "window")
+        check_int(self.accepted_length, "accepted_length")
+        if self.token is not None:
+            check_int(self.token, "token", MAX_TOKEN)
+        if len(self.drafts) > MAX_DRAFTS or len(self.logprobs) > MAX_DRAFTS + 1:
+            raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
+        check_tokens(self.drafts, "drafts")
+
 
 _OPEN, _SAMPLE, _CANCELLED = 1, 2, 4
 
 
 def segment_to_wire(s: Segment) -> list[Any]:
+    """Return `s` as the list that msgpack encodes."""
     return [
-        check_int(s.seq_id, "seq_id"),
-        check_int(s.window, "window"),
-        check_int(s.position, "position"),
+        s.seq_id,
+        s.window,
+        s.position,
         _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled,
-        check_int(s.drafts, "drafts", MAX_DRAFTS),
+        s.drafts,
         pack_tokens(s.tokens, "tokens"),
     ]
 
 
 def segment_from_wire(wire: Any) -> Segment:
-    """Inverse of `segment_to_wire`. Raises ProtocolError."""
+    """Invert `segment_to_wire`. Raises ProtocolError for a malformed segment."""
     seq_id, window, position, flags, drafts, tokens = check_row(wire, "segment", 6)
     check_int(flags, "segment flags", _OPEN | _SAMPLE | _CANCELLED)
     return Segment(
-        seq_id=check_int(seq_id, "seq_id"),
-        window=check_int(window, "window"),
-        position=check_int(position, "position"),
+        seq_id=seq_id,
+        window=window,
+        position=position,
         tokens=unpack_tokens(tokens, "tokens"),
         open=bool(flags & _OPEN),
         sample=bool(flags & _SAMPLE),
-        drafts=check_int(drafts, "drafts", MAX_DRAFTS),
+        drafts=drafts,
         cancelled=bool(flags & _CANCELLED),
     )
 
 
 def outcome_to_wire(o: Outcome) -> list[Any]:
-    if len(o.drafts) > MAX_DRAFTS or len(o.logprobs) > MAX_DRAFTS + 1:
-        raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
+    """Return `o` as the list that msgpack encodes."""
     return [
-        check_int(o.seq_id, "seq_id"),
-        check_int(o.window, "window"),
-        check_int(o.accepted_length, "accepted_length"),
-        None if o.token is None else check_int(o.token, "token", MAX_TOKEN),
+        o.seq_id,
+        o.window,
+        o.accepted_length,
+        o.token,
         pack_tokens(o.drafts, "drafts"),
         [_logprob_to_wire(p) for p in o.logprobs],
         o.cancelled,
@@ -124,19 +154,16 @@ def outcome_to_wire(o: Outcome) -> list[Any]:
 
 
 def outcome_from_wire(wire: Any) -> Outcome:
-    """Inverse of `outcome_to_wire`. Raises ProtocolError."""
+    """Invert `outcome_to_wire`. Raises ProtocolError for a malformed outcome."""
     seq_id, window, accepted_length, token, packed, logprobs, cancelled = check_row(
         wire, "outcome", 7
     )
-    drafts = unpack_tokens(packed, "drafts")
-    if len(drafts) > MAX_DRAFTS:
-        raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
     return Outcome(
-        seq_id=check_int(seq_id, "seq_id"),
-        window=check_int(window, "window"),
-        accepted_length=check_int(accepted_length, "accepted_length"),
-        token=None if token is None else check_int(token, "token", MAX_TOKEN),
-        drafts=drafts,
+        seq_id=seq_id,
+        window=window,
+        accepted_length=accepted_length,
+        token=token,
+        drafts=unpack_tokens(packed, "drafts"),
         logprobs=tuple(
             _logprob_from_wire(p) for p in check_list(logprobs, "logprobs", MAX_DRAFTS + 1)
         ),
@@ -145,22 +172,18 @@ def outcome_from_wire(wire: Any) -> Outcome:
 
 
 def _logprob_to_wire(p: TokenLogprob) -> list[Any]:
-    if len(p.top) > MAX_LOGPROBS:
-        raise ProtocolError(f"{len(p.top)} alternatives to a token, limit {MAX_LOGPROBS}")
-    pair = [check_int(p.token, "token", MAX_TOKEN), check_float(p.logprob, "logprob")]
-    top = [[check_int(t, "token", MAX_TOKEN), check_float(q, "logprob")] for t, q in p.top]
-    return [*pair, top]
+    return [p.token, p.logprob, [[token, logprob] for token, logprob in p.top]]
 
 
 def _logprob_from_wire(wire: Any) -> TokenLogprob:
     token, logprob, top = check_row(wire, "logprob", 3)
     return TokenLogprob(
-        check_int(token, "token", MAX_TOKEN),
-        check_float(logprob, "logprob"),
+        token,
+        logprob,
         tuple(_alternative(pair) for pair in check_list(top, "alternatives", MAX_LOGPROBS)),
     )
 
 
 def _alternative(wire: Any) -> tuple[int, float]:
     token, logprob = check_row(wire, "alternative", 2)
-    return check_int(token, "token", MAX_TOKEN), check_float(logprob, "logprob")
+    return token, logprob

@@ -1,7 +1,7 @@
-"""What a checkpoint costs, from its headers alone: the planner's input before anything is measured.
+"""The costs of a checkpoint, computed from its headers: the planner's input before any measurement.
 
-Decoding one token reads every active weight once and little else, so a part's time is its active bytes over
-the memory bandwidth (the roofline's memory side). Of a mixture of experts, top-k of the experts are active.
+Decoding one token reads every active weight once and little else. So the time of a part is its active bytes
+over the memory bandwidth (the memory side of the roofline model). In a mixture of experts, top-k of the experts are active.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.header import TensorInfo
 from mtp.head.attention import KVFormat
 from mtp.head.drafter import MOST_WAITING
-from proto.frame import DTYPE_BYTES
+from proto.dtype import DTYPE_BYTES, STORED_BYTES, STORED_NAMES
 
 REFERENCE_BANDWIDTH = 100e9
-"""Bytes a second of a node of speed 1: an M1's or M2's, and what the M4 has 1.2 times of."""
+"""Bytes per second. Memory bandwidth of a node of speed 1, as an M1 or M2 has it; an M4 has 1.2 times as much."""
 
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = {"F64", *STORED_NAMES.values()}
 _EXPERT = re.compile(r"\.mlp\.(switch_mlp|experts)\.")
 
 
@@ -29,9 +29,9 @@ def model_costs(
     kv_bits: int | None = None,
     with_head: bool = True,
 ) -> ModelCosts:
-    """The costs of `checkpoint` loaded as `dtype` (None: as stored), at REFERENCE_BANDWIDTH.
+    """Return the costs of `checkpoint` loaded as `dtype` (None: as stored), at REFERENCE_BANDWIDTH.
 
-    `with_head` counts the MTP head, if the checkpoint has a complete one.
+    With `with_head` they include the MTP head, if the checkpoint has a complete one.
     """
     config = checkpoint.config
     sizes = {part: _part_bytes(checkpoint, part, dtype) for part in checkpoint.plans}
@@ -68,7 +68,7 @@ def model_costs(
 
 
 def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[int, int]:
-    """Bytes of a part in memory, and those a token reads."""
+    """Return the bytes of a part in memory and the bytes that one token reads."""
     config = checkpoint.config
     share = 1.0
     if config.num_experts:
@@ -83,21 +83,21 @@ def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[i
 
 
 def _loaded_bytes(tensor: TensorInfo, dtype: str | None) -> int:
-    """Bytes after the cast to `dtype`, which leaves packed integers as they are."""
+    """Return the bytes of `tensor` after the cast to `dtype`, which does not change packed integers."""
     if dtype is None or tensor.dtype not in _FLOATS:
         return tensor.nbytes
-    return tensor.nbytes // _FLOATS[tensor.dtype] * DTYPE_BYTES[dtype]
+    return tensor.nbytes // STORED_BYTES[tensor.dtype] * DTYPE_BYTES[dtype]
 
 
 def _stored_itemsize(checkpoint: Checkpoint) -> int:
-    """Bytes of an activation where the dtype is the checkpoint's: that of the final norm."""
+    """Return the bytes of an activation in the checkpoint's own dtype, which is the dtype of the final norm."""
     stored = (name for source in checkpoint.plans["norm"].values() for name in source.stored)
     found = (checkpoint.tensors[name].dtype for name in stored if name in checkpoint.tensors)
-    return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), 4)
+    return next((STORED_BYTES[dtype] for dtype in found if dtype in _FLOATS), 4)
 
 
 def _kv_bytes(elements: int, form: KVFormat, itemsize: int) -> int:
-    """Bytes of `elements` of K/V; quantized, each group adds a scale and a bias."""
+    """Return the bytes of `elements` of K/V; in quantized K/V each group adds a scale and a bias."""
     if not form.bits:
         return elements * itemsize
     return elements * form.bits // 8 + elements // form.group_size * 2 * itemsize

@@ -13,7 +13,8 @@ import pytest
 
 from proto import cluster_pb2 as pb
 from proto.control import MAX_SIGNAL_BYTES
-from proto.frame import DTYPE_BYTES, Evict, Frame, decode
+from proto.dtype import DTYPE_BYTES
+from proto.frame import Evict, Frame, decode
 from proto.rpc.data_plane import FRAMES, RESULTS
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import serving

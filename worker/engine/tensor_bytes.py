@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_AS_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+from proto.dtype import DTYPE_BYTES
+
+_NAMES: dict[mx.Dtype, str] = {getattr(mx, name): name for name in DTYPE_BYTES}
 
 
 def to_bytes(x: mx.array) -> tuple[str, tuple[int, ...], memoryview]:
@@ -21,6 +21,6 @@ def to_bytes(x: mx.array) -> tuple[str, tuple[int, ...], memoryview]:
 
 def from_bytes(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> mx.array:
     """Inverse of `to_bytes`; must run on the thread that computes with the result."""
-    flat = np.frombuffer(data, dtype=_AS_NUMPY[dtype]).reshape(shape)
+    flat = np.frombuffer(data, dtype="uint16" if dtype == "bfloat16" else dtype).reshape(shape)
     array = mx.array(flat)
     return array.view(mx.bfloat16) if dtype == "bfloat16" else array

@@ -15,11 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from mtp.checkpoint.format.header import DTYPE_BYTES, TensorInfo
+from mtp.checkpoint.format.header import TensorInfo
 from mtp.checkpoint.format.shard import BusyFileError, Entry, ShardWriter
 from mtp.checkpoint.hub.ranges import read_tensors
 from mtp.checkpoint.hub.repo import HubRepo
 from proto import cluster_pb2 as pb
+from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError, ProtocolError
 from proto.terminal.size import format_size
 from worker.fetch.span_copy import SpanCopy
@@ -140,7 +141,7 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
     found = []
     for number, offered in enumerate(offer.tensors):
         entry = Entry(offered.name, offered.dtype, tuple(offered.shape))
-        if offered.dtype not in DTYPE_BYTES or entry.nbytes != offered.nbytes:
+        if offered.dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
             raise ProtocolError(f"tensor {offered.name!r:.120} has not the size of its shape")
         info = TensorInfo(
             Path(offered.file), offered.dtype, entry.shape, offered.start, entry.nbytes

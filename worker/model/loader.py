@@ -19,17 +19,14 @@ from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
 from mtp.head.mtp_head import MTPHead
+from proto.dtype import DTYPE_BYTES
 from proto.errors import CheckpointError, UsageError
 from proto.span import Span
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, as they lie on disk."""
 
-DTYPES: dict[str, mx.Dtype] = {
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-}
+DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
 """What `--dtype` takes."""
 
 

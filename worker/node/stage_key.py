@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from proto import cluster_pb2 as pb
 from proto.errors import UsageError
-from proto.frame import DTYPE_BYTES
+from proto.dtype import DTYPE_BYTES
 from proto.span import Span
 
 KV_BITS = (0, 4, 8)

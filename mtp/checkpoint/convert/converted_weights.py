@@ -24,14 +24,17 @@ from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
 from mtp.head.mtp_head import MTPHead
+from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 
 PREFIX = "language_model."
 """Before every name, as mlx-lm writes it; the head's are `language_model.mtp.…`."""
 
 SAFETENSORS: dict[mx.Dtype, str] = {
-    mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8",
-}  # fmt: skip
+    **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
+    mx.uint32: "U32",
+    mx.uint8: "U8",
+}
 """The types weights of a converted checkpoint have, as safetensors names them."""
 
 Choice = bool | dict[str, Any]

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit the safetensors library itself sets."""
-
-DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2,
-    "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -96,7 +92,7 @@ def parse_header(file: Path, text: bytes, size: int) -> Header:
 def _tensor(file: Path, name: str, entry: Any, first: int) -> TensorInfo:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        itemsize = DTYPE_BYTES[dtype]
+        itemsize = STORED_BYTES[dtype]
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
         if whole and end - start == itemsize * math.prod(shape):
             return TensorInfo(file, dtype, shape, first + start, end - start)

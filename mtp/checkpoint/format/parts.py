@@ -13,10 +13,11 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import module_path
 from mtp.head.mtp_head import MTPHead
+from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 from proto.span import Span
 
-_FLOATS: tuple[str, ...] = ("F32", "F16", "BF16")
+_FLOATS = tuple(STORED_NAMES.values())
 _PACKED = ("U32",)
 _SCALES = (*_FLOATS, "U8")
 """Scales of the modes other than affine are bytes."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mtp.checkpoint.format.header import DTYPE_BYTES, TensorInfo, read_header
+from mtp.checkpoint.format.header import TensorInfo, read_header
+from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError
 from proto.terminal.size import format_size
 
@@ -39,7 +40,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+        return STORED_BYTES[self.dtype] * math.prod(self.shape)
 
 
 def encode_header(entries: Sequence[Entry], form: str) -> bytes:

@@ -6,6 +6,7 @@ import random
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import msgpack
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto import frame as codec
+from proto.dtype import DTYPE_BYTES
 from proto.errors import ProtocolError, VersionError
 from proto.frame import (
-    DTYPE_BYTES,
     MAX_DRAFTS,
     MAX_INT,
     VERSION,
@@ -142,40 +143,53 @@ def test_tensor_is_an_aligned_view_of_the_message(frame: Frame) -> None:
 # ---- frames that must not be sent
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        Frame(-1, 0),
-        Frame(0, 2**63),
-        Frame(0, 0, ops=(Evict(-1),)),
-        Frame(0, 0, ops=(Evict(0),) * (codec.MAX_OPS + 1)),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),) * (codec.MAX_SEGMENTS + 1)),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (-1,)),)),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (2**32,)),)),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (1,), drafts=MAX_DRAFTS + 1),)),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (0,) * (codec.MAX_FRAME_TOKENS + 1)),)),
-        Frame(0, 0, outcomes=(Outcome(0, 0, 0, drafts=(1,) * (MAX_DRAFTS + 1)),)),
-        Frame(0, 0, outcomes=(Outcome(0, 0, 1, 5, logprobs=(TokenLogprob(5, float("nan")),)),)),
-        Frame(
-            0,
-            0,
-            outcomes=(Outcome(0, 0, 1, 5, logprobs=(TokenLogprob(5, -1, ((1, -1.0),) * 21),)),),
-        ),
-        Frame(0, 0, stage_us=(1,) * (codec.MAX_STAGES + 1)),
-        Frame(0, 0).with_tensor("float64", (0, 0), b""),
-        Frame(0, 0).with_tensor("", (1,), b""),
-        Frame(0, 0).with_tensor("", (), b"0000"),
-        Frame(0, 0).with_tensor("float32", (1, 1), b"0000"),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),)).with_tensor("float32", (1, 1), b"00"),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),)).with_tensor("float32", (1,), b"0000"),
-        Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),)).with_tensor("float32", (2, 1), bytes(8)),
-        Frame(0, 0).with_tensor("float32", (0, -1), b""),
-    ],
-)
-def test_what_decode_would_refuse_is_not_sent(frame: Frame) -> None:
-    """A broken limit is found where the frame is made, not by the peer."""
+INVALID: dict[str, Callable[[], object]] = {
+    "negative epoch": lambda: Frame(-1, 0),
+    "number of 64 bits": lambda: Frame(0, 2**63),
+    "negative sequence to evict": lambda: Evict(-1),
+    "negative sequence to admit": lambda: Admit(-1, 1, 1),
+    "capacity that is not an integer": lambda: Admit(1, 1.0, 1),  # type: ignore[arg-type]
+    "negative window to commit": lambda: Commit(0, -1, 0),
+    "accepted length of 64 bits": lambda: Commit(0, 0, 2**63),
+    "negative entry to save": lambda: SavePrefix(0, -1),
+    "negative entry to restore": lambda: RestorePrefix(0, -1),
+    "negative entry to drop": lambda: DropPrefix(-1),
+    "too many operations": lambda: Frame(0, 0, ops=(Evict(0),) * (codec.MAX_OPS + 1)),
+    "too many segments": lambda: Frame(
+        0, 0, segments=(Segment(0, 0, 0, (1,)),) * (codec.MAX_SEGMENTS + 1)
+    ),
+    "negative token": lambda: Segment(0, 0, 0, (-1,)),
+    "token of 33 bits": lambda: Segment(0, 0, 0, (2**32,)),
+    "negative position": lambda: Segment(0, 0, -1, (1,)),
+    "too many drafts to make": lambda: Segment(0, 0, 0, (1,), drafts=MAX_DRAFTS + 1),
+    "too many tokens": lambda: Frame(
+        0, 0, segments=(Segment(0, 0, 0, (0,) * (codec.MAX_FRAME_TOKENS + 1)),)
+    ),
+    "too many drafts": lambda: Outcome(0, 0, 0, drafts=(1,) * (MAX_DRAFTS + 1)),
+    "negative draft": lambda: Outcome(0, 0, 0, drafts=(-1,)),
+    "negative accepted length": lambda: Outcome(0, 0, -1),
+    "sampled token of 33 bits": lambda: Outcome(0, 0, 0, 2**32),
+    "NaN as log-probability": lambda: TokenLogprob(5, float("nan")),
+    "too many alternatives": lambda: TokenLogprob(5, -1.0, ((1, -1.0),) * (MAX_LOGPROBS + 1)),
+    "too many stage times": lambda: Frame(0, 0, stage_us=(1,) * (codec.MAX_STAGES + 1)),
+    "negative stage time": lambda: Frame(0, 0, stage_us=(-1,)),
+    "unknown dtype": lambda: Frame(0, 0).with_tensor("float64", (0, 0), b""),
+    "shape without dtype": lambda: Frame(0, 0).with_tensor("", (1,), b""),
+    "tensor without dtype": lambda: Frame(0, 0).with_tensor("", (), b"0000"),
+    "rows without a segment": lambda: Frame(0, 0).with_tensor("float32", (1, 1), b"0000"),
+    "tensor too short": lambda: ONE_ROW.with_tensor("float32", (1, 1), b"00"),
+    "tensor of one axis": lambda: ONE_ROW.with_tensor("float32", (1,), b"0000"),
+    "tensor of two rows": lambda: ONE_ROW.with_tensor("float32", (2, 1), bytes(8)),
+    "negative hidden size": lambda: Frame(0, 0).with_tensor("float32", (0, -1), b""),
+}
+ONE_ROW = Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),))
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_value_is_refused_where_it_is_made(name: str) -> None:
+    """Constructors refuse what `decode` would refuse, also where no frame is ever encoded."""
     with pytest.raises(ProtocolError):
-        encode(frame)
+        INVALID[name]()
 
 
 # ---- bytes that are no frame
