@@ -1,9 +1,9 @@
-"""How many drafts are kept, by position: greedy and sampled, both rules, text the model has read and text it has not.
+"""The share of accepted drafts by position: greedy and sampled, both rules, seen and unseen text.
 
     python -m tests.bench.acceptance
 
-Then where its head lies among simulated ones (tests/bench/coupling.py), by the distance between the head's
-distribution and the target's at every draft position. Tables are Markdown, for docs/mtp.md.
+The second table places the model's head among simulated ones (tests/bench/coupling.py), by the distance between the
+head's and the target's distribution at every draft position. Tables are Markdown, for docs/mtp.md.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.support.stages.local_run import Answered, run
 DEPTH = 4
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
 PAIRED = 8
-"""Prompts of each kind whose distributions are compared: those take long, and one gives dozens of windows."""
+"""Prompts of each kind whose distributions are compared. Each takes long and gives dozens of windows."""
 
 RULES: tuple[Acceptance, ...] = ("coupled", "ratio")
 
 
 def by_position(found: Sequence[Answered]) -> list[float]:
-    """Of the windows with a draft at a position, the share that kept it and so all before it."""
+    """Return, for each position, the share of windows with a draft there that accepted it."""
     drafted, accepted = np.zeros(DEPTH), np.zeros(DEPTH)
     for answer in found:
         reached = len(answer.stats.drafted_by_position)
@@ -45,12 +45,15 @@ def by_position(found: Sequence[Answered]) -> list[float]:
 
 
 def tokens_per_window(found: Sequence[Answered]) -> float:
-    """Drafts kept and the target's own; the first token of an answer comes from the prompt."""
+    """Return the mean tokens a window. The first token of an answer comes from the prompt and is not counted."""
     return sum(len(a.tokens) - 1 for a in found) / sum(a.stats.windows for a in found)
 
 
 def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dict[str, list[float]]:
-    """Print one row a temperature and rule; greedy is the same under both. Returns the shares by position of each."""
+    """Print one row for each temperature and rule. Return the shares by position of each.
+
+    Greedy decoding is the same under both rules.
+    """
     accepted_length: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else RULES[:1]:
@@ -70,7 +73,7 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
 
 
 def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
-    """The model's own pairs by draft position, at temperature 1."""
+    """Return the pairs of the model and its head by draft position, at temperature 1."""
     found = []
     params = SamplingParams(temperature=1.0)
     pairs: list[list[tuple[Floats, Floats]]] = [[] for _ in range(DEPTH)]
@@ -90,11 +93,17 @@ def _coupling_row(name: str, rate: Rates) -> str:
 
 
 def main() -> None:
+    """Print both tables and publish the shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--model", type=Path, default=checkpoint_dir())
     parser.add_argument("--prompts", type=int, default=28, help="of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="after each prompt")
-    parser.add_argument("--windows", type=int, default=30, help="a prompt, for the distributions")
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=30,
+        help="windows of each prompt whose distributions are compared",
+    )
     options = parser.parse_args()
     tokenizer = Tokenizer.load(options.model)
     held_out = held_out_prompts(tokenizer, options.prompts)
@@ -127,7 +136,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the example's line."""
+    """Keep the line breaks of the description."""
 
 
 if __name__ == "__main__":

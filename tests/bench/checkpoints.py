@@ -1,9 +1,9 @@
-"""What checkpoints cost on their way: bytes from a hub, bytes from the coordinator, memory of a conversion.
+"""The cost of moving checkpoints: bytes from a hub, bytes from the coordinator, memory of a conversion.
 
     python -m tests.bench.checkpoints
 
-The checkpoint is a random mixture of experts, raw, in 4 files. Hub, coordinator and worker are on this machine, so
-bytes mean something and times little.
+The checkpoint is a random raw mixture of experts in 4 files. Hub, coordinator and worker are on this machine, so bytes
+are meaningful and times are not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ME = pb.Coordinator(id="bench", name="bench")
 
 @dataclass(frozen=True)
 class Row:
-    """`cost` bytes were read, or held in memory, for something of `size` bytes."""
+    """`cost` bytes read, or held in memory, for an operation on `size` bytes."""
 
     what: str
     size: int
@@ -57,13 +57,13 @@ class Row:
 
 
 def largest_stack(checkpoint: Checkpoint) -> int:
-    """Bytes of the largest parameter as it is stored: a matrix, or all experts' of one kind."""
+    """Return the bytes of the largest stored parameter: a matrix, or all experts' matrices of one kind."""
     sources = (source for plan in checkpoint.plans.values() for source in plan.values())
     return max(sum(checkpoint.tensors[name].nbytes for name in s.stored) for s in sources)
 
 
 def conversions(checkpoint: Checkpoint, folder: Path) -> list[Row]:
-    """Peak memory of conversions, each in a process of its own."""
+    """Return the peak memory of conversions, each in its own process."""
     rows = []
     for what, bits in (("convert, peak memory", 0), ("convert -q, peak memory", 4)):
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def conversions(checkpoint: Checkpoint, folder: Path) -> list[Row]:
 
 
 def from_hub(checkpoint: Checkpoint, folder: Path, hub: Hub) -> list[Row]:
-    """What the hub sent to have a repo inspected, and to have its head added to a conversion."""
+    """Return the bytes from the hub to inspect a repo and to add its head to a conversion."""
     whole = sum(info.nbytes for info in checkpoint.tensors.values())
     start = time.perf_counter()
     open_model(REPO)
@@ -93,7 +93,7 @@ def from_hub(checkpoint: Checkpoint, folder: Path, hub: Hub) -> list[Row]:
 
 
 async def spans(checkpoint: Checkpoint, hub: Hub, patch: pytest.MonkeyPatch) -> list[Row]:
-    """What came to a worker that gets the middle quarter of the layers, from a hub and from the coordinator."""
+    """Return the bytes that a worker of the middle quarter of the layers gets from a hub and from the coordinator."""
     quarter = checkpoint.config.num_layers // 4
     span = Span(quarter, 2 * quarter)
     size = sum(checkpoint.part_bytes()[f"layers.{layer}"] for layer in span)
@@ -115,20 +115,21 @@ async def spans(checkpoint: Checkpoint, hub: Hub, patch: pytest.MonkeyPatch) -> 
 
 
 class Counting(WeightProvider):
-    """Counts the bytes of tensors it sends."""
+    """A weight provider that counts the bytes of tensors it sends."""
 
     sent = 0
 
     async def answer(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
+        """Count and send the reply."""
         async for message in super().answer(offer, wanted):
             self.sent += len(message.piece)
             yield message
 
 
 async def give(provider: WeightProvider, request: pb.LoadRequest) -> None:
-    """One Provide call to a worker that has nothing, over gRPC."""
+    """Make one Provide call over gRPC to a worker that has no weights."""
     node = WorkerNode(Identity("bench", None, 2**40, LocalModels(None)))
     server = make_server(node)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -143,6 +144,7 @@ async def give(provider: WeightProvider, request: pb.LoadRequest) -> None:
 
 
 def main() -> None:
+    """Print the table and publish the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
@@ -165,7 +167,7 @@ def main() -> None:
 
 
 def show(rows: Sequence[Row], size: int) -> None:
-    """Leave the figures of a checkpoint of `size` bytes, and a chart of what each of them cost."""
+    """Publish the figures of a checkpoint of `size` bytes, and a chart of each cost."""
     figures = {"checkpoint": size, "rows": [asdict(row) for row in rows]}
     costs = {row.what: row.cost / row.size for row in rows}
     seconds = {row.what: row.seconds for row in rows}

@@ -1,14 +1,14 @@
-"""How often a draft is right under each rule, from pairs of distributions: simulated ones, or a model's and its head's.
+"""The acceptance rate of drafts under each rule, from simulated pairs of distributions or a model's.
 
     python -m tests.bench.coupling
     python -m tests.bench.coupling --model DIR --prompt-file FILE
 
-For a target p and a head q over the same tokens, the chance that
+Let p be a target and q a head over the same tokens. The probabilities are:
 
-    shared noise (coupled) agrees    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)
-    the best possible coupling does  sum_i min(p_i, q_i) = 1 - TV(p, q)       (what the ratio rule reaches)
-    a greedy draft meets a sample    p at the head's most likely token
-    a greedy draft meets the best    1 where both have the same most likely token
+    shared noise (coupled) agrees    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i);
+    the best possible coupling does  sum_i min(p_i, q_i) = 1 - TV(p, q)       (what the ratio rule reaches);
+    a greedy draft meets a sample    p at the head's most likely token;
+    a greedy draft meets the best    1 where both have the same most likely token.
 
 Each is exact; the unit test compares the first two with draws by the rules themselves.
 """
@@ -39,12 +39,12 @@ DISTANCES = (0.18, 0.35, 0.50)
 PAIRS = 200
 VOCAB = 1000
 PEAKEDNESS = 2.75
-"""Standard deviation of the simulated logits. Only the greedy draft's figures hang on it and on VOCAB."""
+"""Standard deviation of the simulated logits. Only the greedy draft's figures depend on it and on VOCAB."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Means over pairs of distributions."""
+    """Mean acceptance rates over pairs of distributions."""
 
     distance: float
     shared: float
@@ -54,7 +54,7 @@ class Rates:
 
 
 def rates(p: Floats, q: Floats) -> Rates:
-    """Of pairs in rows: `p` and `q` are `[pairs, vocab]`, their rows sum to 1."""
+    """Return the rates of the pairs in `p` and `q`, both `[pairs, vocab]` with rows that sum to 1."""
     overlap = float(np.minimum(p, q).sum(axis=1).mean())
     row = np.arange(len(p))
     return Rates(
@@ -67,7 +67,7 @@ def rates(p: Floats, q: Floats) -> Rates:
 
 
 def _shared(p: Floats, q: Floats) -> float:
-    """Chance that argmax(log p + g) = argmax(log q + g).
+    """Return the probability that argmax(log p + g) = argmax(log q + g).
 
     With E = exp(-g) exponential, token i wins both when E_j >= E_i max(p_j / p_i, q_j / q_i) for all j. Sorted by p/q,
     the larger ratio is that of p for the tokens before i and that of q for those after.
@@ -82,13 +82,16 @@ def _shared(p: Floats, q: Floats) -> float:
 
 
 def softmax(scores: Floats) -> Floats:
+    """Return the softmax of each row."""
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True), dtype=np.float64)
 
 
 def simulated(distance: float, pairs: int = PAIRS, vocab: int = VOCAB) -> tuple[Floats, Floats]:
-    """Pairs (p, q) `[pairs, vocab]` at a mean total variation `distance`: Gaussian logits, and the same with as much
-    noise as it takes (found by bisection)."""
+    """Return pairs (p, q) `[pairs, vocab]` at a mean total variation `distance`.
+
+    p comes from Gaussian logits. q comes from the same logits with added noise, whose size is found by bisection.
+    """
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(pairs, vocab)) * PEAKEDNESS
     error = rng.normal(size=(pairs, vocab))
@@ -104,7 +107,7 @@ def simulated(distance: float, pairs: int = PAIRS, vocab: int = VOCAB) -> tuple[
 def of_model(
     path: Path, prompt: Sequence[int], params: SamplingParams, depth: int, windows: int
 ) -> Iterator[tuple[Floats, Floats]]:
-    """Pairs of the model at `path` for each draft position, over the windows that reached it.
+    """Return the pairs of the model at `path` for each draft position, over the windows that reached it.
 
     `params` shape both distributions and choose the text. Raises ProtocolError for a model without a head.
     """
@@ -127,6 +130,7 @@ def of_model(
 
 
 def table(rows: Sequence[tuple[str, int, Rates]]) -> str:
+    """Return a table with one line for each name, number of pairs and rates."""
     lines = [
         "                 pairs     TV  shared noise  best coupling  greedy draft  greedy both"
     ]
@@ -139,15 +143,16 @@ def table(rows: Sequence[tuple[str, int, Rates]]) -> str:
 
 
 def main() -> None:
+    """Print the table of the simulated pairs or of a model's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--model", type=Path, help="a checkpoint with its MTP head")
-    parser.add_argument("--prompt-file", type=Path, help="text the model goes on from")
+    parser.add_argument("--prompt-file", type=Path, help="text that the model continues")
     parser.add_argument("--temp", type=float, default=1.0)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--windows", type=int, default=200)
     options = parser.parse_args()
     if (options.model is None) != (options.prompt_file is None):
-        parser.error("--model and --prompt-file go together")
+        parser.error("--model and --prompt-file must be given together")
     pairs = [(f"simulated {distance}", simulated(distance)) for distance in DISTANCES]
     if options.model is not None:
         prompt = Tokenizer.load(options.model).encode(options.prompt_file.read_text())
@@ -170,7 +175,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the formulas' lines."""
+    """Keep the line breaks of the formulas."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a measurement was made with and on."""
+"""The hardware and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 
 
 def about() -> str:
-    """One line: processor, cores, MLX device, versions, commit."""
+    """Return one line: processor, cores, MLX device, versions, commit."""
     parts = [
         f"{_processor()}, {os.cpu_count()} cores",
         f"MLX device {mx.default_device().type.name}",

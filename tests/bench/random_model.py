@@ -1,4 +1,4 @@
-"""A checkpoint of random weights that every server under test can load, and prompts for it."""
+"""A checkpoint of random weights that every compared server can load, and prompts for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mtp.builtin import checkpoint_dir
 from tests.support.checkpoints.checkpoints import write_checkpoint
 
 VOCAB = 4096
-"""The built-in model's: its tokenizer serves."""
+"""Vocabulary of the built-in model, so that its tokenizer fits."""
 
 
 def write_random_model(path: Path, *, hidden: int, layers: int, dtype: mx.Dtype) -> Path:
-    """Write a model without an MTP head, in two files and an index, as stock mlx-lm's pipeline wants it.
+    """Write a model without an MTP head, in two files with an index, as stock mlx-lm's pipeline requires.
 
-    It says words only: tokens that do not begin one are never its choice. So each token shows in a stream at once,
-    no answer ends before its limit, and what is counted is the same for every server.
+    It only generates tokens that begin a word. So each token shows in a stream at once, no answer ends before its
+    limit, and every server counts the same.
     """
     write_checkpoint(
         path,
@@ -41,7 +41,7 @@ def write_random_model(path: Path, *, hidden: int, layers: int, dtype: mx.Dtype)
 
 
 def words(tokenizer: Tokenizer) -> dict[int, str]:
-    """Tokens that are a space and letters."""
+    """Return the tokens that are a space and letters."""
     texts = {i: tokenizer.token_bytes(i).decode(errors="replace") for i in range(VOCAB)}
     return {
         token: text
@@ -51,7 +51,7 @@ def words(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def prompt_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
-    """Random words, exactly so many tokens, nothing like the prompt of another seed."""
+    """Return random words of exactly `tokens` tokens. Each seed gives different words."""
     choices = sorted(words(tokenizer).values())
     drawn = random.Random(seed)
     text = ""
@@ -62,7 +62,7 @@ def prompt_of(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
 
 
 def _say_only(tokens: dict[int, str], path: Path) -> None:
-    """Zero the other tokens' rows of lm_head: among thousands of random logits the largest is above 0."""
+    """Zero the rows of the other tokens in lm_head. Among thousands of random logits the largest is above 0."""
     for file in path.glob("*.safetensors"):
         weights = mx.load(str(file))
         assert isinstance(weights, dict)

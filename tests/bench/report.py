@@ -1,4 +1,4 @@
-"""Where a bench leaves its figures: a JSON file and a chart of them under build/bench, hardware beside both."""
+"""The figures of a bench: a JSON file and a chart in build/bench, both with the hardware."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.bench.machine import about
 
 FOLDER = Path(__file__).parents[2] / "build" / "bench"
 
-mpl.use("agg")  # draws into files: there may be no display
+mpl.use("agg")  # draws into files, as there may be no display
 
 Draw = Callable[[Axes], None]
 
 
 def publish(name: str, figures: Mapping[str, Any], charts: Mapping[str, Draw]) -> None:
-    """Write `figures`, plain JSON, and one panel for each of `charts`, by title; say where."""
+    """Write `figures`, plain JSON, and one panel for each of `charts` by title. Print the paths."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     machine = about()
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -39,9 +39,10 @@ def publish(name: str, figures: Mapping[str, Any], charts: Mapping[str, Draw]) -
 
 
 def bars(heights: Mapping[str, float], unit: str) -> Draw:
-    """One bar a name, its height written on it."""
+    """Return a chart with one bar for each name, with its height written on it."""
 
     def draw(axes: Axes) -> None:
+        """Draw the bars."""
         drawn = axes.bar(list(heights), list(heights.values()), color="tab:blue")
         axes.bar_label(drawn, fmt="%.3g")
         axes.margins(y=0.1)
@@ -54,9 +55,10 @@ def bars(heights: Mapping[str, float], unit: str) -> Draw:
 def lines(
     x: Sequence[float], curves: Mapping[str, Sequence[float]], x_label: str, y_label: str
 ) -> Draw:
-    """One curve a name over the same x."""
+    """Return a chart with one curve for each name over the same x."""
 
     def draw(axes: Axes) -> None:
+        """Draw the curves."""
         for name, y in curves.items():
             axes.plot(x, y, marker="o", label=name)
         axes.set_xlabel(x_label)

@@ -1,11 +1,11 @@
-"""Where rounding lets drafts change an answer: precisions in which the same text is asked for with and without them.
+"""The effect of rounding: the same text in several precisions, with and without drafts.
 
     python -m tests.bench.rounding
 
 In exact arithmetic a row of logits is the same alone and in a window. A matmul that rounds differently for other
-numbers of rows breaks that, and where two tokens are nearly as likely the answer may part from the one without
-drafts. For each precision: how many answers do, and after how many tokens. A last column says how many differ from
-the fp32 answer without drafts, which is what the precision itself changes.
+numbers of rows breaks that. Where two tokens are nearly as likely, the answer may then differ from the one without
+drafts. The table counts these answers for each precision, and after how many tokens they differ. A last column counts
+the answers that differ from the fp32 answer without drafts, which is the effect of the precision itself.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.support.stages.local_run import run
 DEPTHS = ("1", "2", "3")
 SETTINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95))
 TOGETHER = "off, in company"
-"""A batch changes the number of rows as drafts do."""
+"""Concurrent requests. A batch changes the number of rows as drafts do."""
 
 Answers = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A checkpoint and how it is computed with."""
+    """A checkpoint and the dtype it is computed with."""
 
     name: str
     path: Path
@@ -48,7 +48,7 @@ class Precision:
 
 
 def precisions(folder: Path) -> list[Precision]:
-    """The built-in model as it is, and converted into `folder`."""
+    """Return the built-in model as it is, and converted into `folder`."""
     raw = checkpoint_dir()
     four = convert_checkpoint(raw, folder / "4bit", quantize=4)
     eight = convert_checkpoint(raw, folder / "8bit", quantize=8)
@@ -65,19 +65,19 @@ def precisions(folder: Path) -> list[Precision]:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """How many tokens two answers share before they part; None for equal ones."""
+    """Return the number of tokens that two answers share before they differ, or None if they are equal."""
     pairs = zip(one, other, strict=True)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def differences(found: Answers, expected: Answers) -> list[int]:
-    """Of the answers that part, after how many tokens they do, the earliest first."""
+    """Return, for the answers that differ, the number of shared tokens in ascending order."""
     places = [first_difference(a, b) for a, b in zip(found, expected, strict=True)]
     return sorted(place for place in places if place is not None)
 
 
 def told(places: Sequence[int], answers: int) -> str:
-    """`7 of 40, after 12 / 55`: how many differ, and after how many tokens at the earliest and in the median."""
+    """Return text such as `7 of 40, after 12 / 55`: how many differ, and the earliest and median position."""
     if not places:
         return f"0 of {answers}"
     return f"{len(places)} of {answers}, after {places[0]} / {statistics.median(places):.0f}"
@@ -86,6 +86,7 @@ def told(places: Sequence[int], answers: int) -> str:
 def answers(
     precision: Precision, asked: Sequence[GenerationRequest], mtp: str, *, one_by_one: bool = True
 ) -> Answers:
+    """Return the answers of one precision."""
     found = run(
         precision.path,
         asked,
@@ -98,10 +99,11 @@ def answers(
 
 
 def main() -> None:
+    """Print the table and publish its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--prompts", type=int, default=10, help="each greedy and sampled")
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--only", default="", help="precisions whose name has this in it")
+    parser.add_argument("--only", default="", help="only precisions whose name contains this text")
     options = parser.parse_args()
     tokenizer = Tokenizer.load(checkpoint_dir())
     asked = [
@@ -135,7 +137,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the example's line."""
+    """Keep the line break of the example."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Two workers, each on a core of its own, against stock mlx-lm on the same checkpoint: the same requests over HTTP.
+"""Two pinned workers against stock mlx-lm on the same checkpoint, with the same requests over HTTP.
 
     python -m tests.bench.servers
 
-Every server is up the whole time and asked in turn, in an order that rotates, so that whatever else the machine does
-falls on all alike; what is compared is the ratio within a round. MTP is off. Random weights: what a token is does not
-change what it costs.
+Every server runs the whole time and is measured in turn, in a rotating order, so that other load affects all equally.
+The result is the ratio within a round. MTP is off. The weights are random, which does not change the cost of a token.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from tests.support.processes.processes import as_worker, ending, launch_worker, 
 
 CORES = (0, 1)
 PORTS = range(18300, 18330)
-"""mlx-lm's servers cannot choose their own."""
+"""Ports of mlx-lm's servers, which cannot choose their own."""
 
 LONG, SHORT = 1000, 16
-"""Tokens of a prompt."""
+"""Tokens of a long prompt."""
 
 STREAMS = 8
 
@@ -45,15 +44,15 @@ TARGETS = {
     "8 streams": {ONE: 1.5, LAUNCHED: 2.0},
     "one stream": {ONE: 0.9, LAUNCHED: 2.0},
 }
-"""How many times as fast as stock two workers are to be."""
+"""Required speed of two workers, as a multiple of stock mlx-lm's."""
 
 Rounds = dict[str, dict[str, list[float]]]
-"""By figure and server, a value a round: seconds, tokens a second, tokens a second, as in TARGETS."""
+"""For each figure and server one value a round: seconds, tokens a second, tokens a second, as in TARGETS."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where it answers, what requests call its model, and how it is woken."""
+    """A server: its URL, its name for the model, and a context that wakes it."""
 
     url: str
     model: str
@@ -64,7 +63,7 @@ class Server:
 def cluster(
     folder: Path, model: Path, name: str, *flags: str, mtp: str = "off"
 ) -> Iterator[Server]:
-    """Two workers, each pinned to a core, and a coordinator that the system may put on either."""
+    """Run two workers, each pinned to a core, and a coordinator that may use either core."""
     with ExitStack() as stack:
         launched = [
             stack.enter_context(ending(launch_worker(folder, f"{name}-{core}", cores=[core])))
@@ -77,7 +76,7 @@ def cluster(
 
 @contextmanager
 def stock_servers(folder: Path, model: Path) -> Iterator[dict[str, Server]]:
-    """mlx-lm in one process and in two, asleep until they are asked."""
+    """Run mlx-lm in one process and in two. They are stopped while other servers are measured."""
     with ExitStack() as stack:
         started = {
             ONE: stock.one_process(folder, model, PORTS[0], CORES[1]),
@@ -89,30 +88,31 @@ def stock_servers(folder: Path, model: Path) -> Iterator[dict[str, Server]]:
 
 
 class Prompts:
-    """Prompts that nobody has seen before."""
+    """Prompts that no server has seen before."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._seed = 0
 
     def fresh(self, tokens: int) -> str:
+        """Return a new prompt of exactly `tokens` tokens."""
         self._seed += 1
         return prompt_of(self._tokenizer, tokens, self._seed)
 
 
 def measure(server: Server, prompts: Prompts, tokens: int) -> dict[str, float]:
-    """One round of one server."""
+    """Measure one round of one server."""
     with server.awake():
         first = ask(server.url, server.model, prompts.fresh(LONG), 2)
         alone = ask(server.url, server.model, prompts.fresh(SHORT), tokens)
         several = [prompts.fresh(SHORT) for _ in range(STREAMS)]
         together = throughput(server.url, server.model, several, tokens)
-    assert first.cached_tokens == 0, "a prompt nobody has seen was served from a cache"
+    assert first.cached_tokens == 0, "a new prompt was served from a cache"
     return {"first token": first.first, "one stream": 1 / alone.gap, "8 streams": together}
 
 
 def against_stock(folder: Path, model: Path, prompts: Prompts, rounds: int, tokens: int) -> Rounds:
-    """Rounds over all servers, after one that warms them up."""
+    """Measure `rounds` rounds of all servers, after one that warms them up."""
     found: Rounds = {figure: defaultdict(list) for figure in TARGETS}
     with stock_servers(folder, model) as servers, cluster(folder, model, "ours") as ours:
         servers = {OURS: ours, **servers}
@@ -129,7 +129,7 @@ def against_stock(folder: Path, model: Path, prompts: Prompts, rounds: int, toke
 def prefix_cache(
     folder: Path, model: Path, prompts: Prompts, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds to the first token of a long prompt: cold, again, and cold where nothing is kept."""
+    """Return the seconds to the first token of a long prompt: cold, repeated, and cold without a prefix cache."""
     found: dict[str, list[float]] = {"cold": [], "again": [], "no cache": []}
     with (
         cluster(folder, model, "cached") as cached,
@@ -147,7 +147,7 @@ def prefix_cache(
 
 
 def speedups(rounds: Rounds) -> dict[str, dict[str, float]]:
-    """By figure and stock server, how many times as fast ours is: the median of the rounds' ratios."""
+    """Return the speedup over each stock server for each figure: the median of the rounds' ratios."""
     found: dict[str, dict[str, float]] = {}
     for figure, servers in rounds.items():
         turn = -1 if figure == "first token" else 1
@@ -162,7 +162,7 @@ def speedups(rounds: Rounds) -> dict[str, dict[str, float]]:
 
 
 def table(rounds: Rounds) -> str:
-    """Medians, and in brackets how many times as fast ours is."""
+    """Return a table of medians, with the speedup over stock mlx-lm in parentheses."""
     ratios = speedups(rounds)
     lines = [
         f"| server | first token of {LONG}, s | one stream, tokens/s | {STREAMS} streams, tokens/s |",
@@ -185,7 +185,7 @@ def table(rounds: Rounds) -> str:
 
 
 def prefix_ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Medians of the rounds' ratios: a hit over cold, and cold over cold without a cache."""
+    """Return medians of the rounds' ratios: a hit over cold, and cold over cold without a cache."""
     pairs = {"again / cold": ("again", "cold"), "cold / no cache": ("cold", "no cache")}
     return {
         name: statistics.median(x / y for x, y in zip(found[a], found[b], strict=True))
@@ -194,6 +194,7 @@ def prefix_ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Print the tables, publish the figures and check the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
@@ -231,7 +232,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the example's line."""
+    """Keep the line break of the example."""
 
 
 if __name__ == "__main__":

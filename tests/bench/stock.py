@@ -1,4 +1,4 @@
-"""Stock mlx-lm's own servers: in one process, and its pipeline over two."""
+"""Stock mlx-lm's own servers: one process, and a pipeline over two."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
 MODEL = "default_model"
-"""What requests call the model that the command line names; other names mlx-lm looks up on the hub."""
+"""Model name in requests to the model of the command line. mlx-lm looks up any other name on the hub."""
 
 _START = (sys.executable, "-m", "mlx_lm", "server")
 
 
 @dataclass
 class Stock:
-    """A server and all its processes. They are stopped between measurements: its pipeline spins while it is idle."""
+    """A server with all its processes, stopped between measurements because its pipeline busy-waits when idle."""
 
     url: str
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @contextmanager
     def awake(self) -> Iterator[str]:
-        """Its URL, while its processes run."""
+        """Resume its processes and give its URL. Stop them again afterwards."""
         family = self._family()
         for process in family:
             process.resume()
@@ -44,6 +44,7 @@ class Stock:
                 process.suspend()
 
     def end(self) -> None:
+        """Kill all its processes."""
         family = self._family()
         for process in family:
             process.kill()
@@ -52,14 +53,14 @@ class Stock:
             popen.wait(STOP_SECONDS)
 
     def _family(self) -> list[psutil.Process]:
-        """What was started and what that started: mlx.launch leaves its ranks behind when it is killed."""
+        """Return the started process and its children. mlx.launch leaves its ranks behind when it is killed."""
         own = [psutil.Process(popen.pid) for popen in self.started if popen.poll() is None]
         return [*own, *(child for process in own for child in process.children(recursive=True))]
 
 
 @contextmanager
 def one_process(folder: Path, model: Path, port: int, core: int) -> Iterator[Stock]:
-    """`python -m mlx_lm server`, pinned to a core."""
+    """Run `python -m mlx_lm server`, pinned to a core."""
     command = [*_START, *_arguments(model, port)]
     with _serving(port, folder / "stock.log", [(command, [core], {})]) as stock:
         yield stock
@@ -69,7 +70,7 @@ def one_process(folder: Path, model: Path, port: int, core: int) -> Iterator[Sto
 def launched_pipeline(
     folder: Path, model: Path, port: int, cores: Sequence[int]
 ) -> Iterator[Stock]:
-    """`mlx.launch -n 2 --backend ring -- python -m mlx_lm server --pipeline`, all of it on these cores."""
+    """Run `mlx.launch -n 2 --backend ring -- python -m mlx_lm server --pipeline`, all of it on these cores."""
     launcher = str(Path(sys.executable).parent / "mlx.launch")
     command = [launcher, "-n", "2", "--backend", "ring", "--starting-port", str(port + 1), "--"]
     command += [*_START, *_arguments(model, port), "--pipeline"]
@@ -79,7 +80,7 @@ def launched_pipeline(
 
 @contextmanager
 def pipeline(folder: Path, model: Path, port: int, cores: Sequence[int]) -> Iterator[Stock]:
-    """The same two ranks without mlx.launch, which keeps a core busy with its own waiting; each on a core."""
+    """Run the same two ranks without mlx.launch, which keeps one core busy. Each rank has its own core."""
     hosts = folder / "ring.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port + 1 + rank}"] for rank in range(len(cores))]))
     command = [*_START, *_arguments(model, port), "--pipeline"]
@@ -99,7 +100,7 @@ def _arguments(model: Path, port: int) -> list[str]:
 def _serving(
     port: int, log: Path, commands: Sequence[tuple[Sequence[str], Sequence[int], Mapping[str, str]]]
 ) -> Iterator[Stock]:
-    """Start these commands, each on its cores and with its environment; asleep once they serve."""
+    """Start these commands, each on its cores and with its environment. Stop the processes once they serve."""
     stock = Stock(f"http://127.0.0.1:{port}")
     with ExitStack() as stack:
         stack.callback(stock.end)
@@ -107,7 +108,7 @@ def _serving(
         for command, cores, env in commands:
             popen = subprocess.Popen(
                 ["taskset", "-c", ",".join(map(str, cores)), *command],
-                # Held open: at the end of its input mlx.launch spins even more.
+                # Held open, because mlx.launch busy-waits at the end of its input.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

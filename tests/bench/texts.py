@@ -1,4 +1,4 @@
-"""Prompts from the standard library: modules the built-in model has read, and modules it has never seen."""
+"""Prompts from the standard library: modules the built-in model was trained on, and modules it has never seen."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 def held_out_prompts(tokenizer: Tokenizer, count: int) -> Prompts:
-    """Of modules the built-in model was not trained on, in no version of them."""
+    """Return prompts from modules of which no version was in the built-in model's training text."""
     return _prompts(tokenizer, [file for file in _library() if file.stem in HELD_OUT], count)
 
 
 def seen_prompts(tokenizer: Tokenizer, count: int) -> Prompts:
-    """Of modules that were in its training text, perhaps in another version."""
+    """Return prompts from modules of which some version was in the training text."""
     return _prompts(tokenizer, [file for file in _library() if file.stem not in HELD_OUT], count)
 
 
 def _library() -> list[Path]:
-    """Modules that are a file, long enough to cut a prompt from."""
+    """Return modules that are one file, long enough for a prompt."""
     files = Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")
     return sorted(file for file in files if file.stat().st_size > 8 * PROMPT_TOKENS)
 
 
 def _prompts(tokenizer: Tokenizer, files: Sequence[Path], count: int) -> Prompts:
-    """PROMPT_TOKENS from somewhere in `count` files evenly spread, some twice if need be. The same at every call."""
+    """Return PROMPT_TOKENS tokens from each of `count` evenly spread files, the same at every call.
+
+    Files repeat if there are fewer than `count`.
+    """
     places = random.Random(0)
     prompts = []
     for i in range(count):

@@ -1,5 +1,7 @@
-"""Whatever well-formed frames come, in whatever order: a stage computes, or refuses with a ProtocolError, and never
-holds more than its budget. What is not well-formed the codec refuses: tests/unit/proto/test_frame.py."""
+"""A stage computes any well-formed frame or refuses it with a ProtocolError, and never exceeds its budget.
+
+The codec refuses frames that are not well-formed; tests/unit/proto/test_frame.py covers those.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ from worker.model.verifier import Verifier
 
 LAYERS = 4
 PREFIX_BYTES = 60_000
-"""Room for an entry or two of the toy model."""
+"""Bytes. Room for one or two prefix entries of the toy model."""
 
 BUDGET = Budget(sequences=2, kv_tokens=24, prefix_bytes=PREFIX_BYTES)
 
-# Small numbers: most frames then have something to do with each other.
+# The numbers are small so that most frames refer to the same sequences and windows.
 few = st.sampled_from([0, 0, 0, 1, 2])
 params = st.builds(
     SamplingParams,
@@ -79,7 +81,7 @@ frames = st.builds(
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Frame]:
-    """Frames in order, mostly: a good beginning, so that what follows finds something to break."""
+    """Draw frames that are mostly in order. A valid beginning lets the later frames reach deeper checks."""
     start = (
         Frame(1, 0, (Admit(0, 12, 2, draw(params)),), (Segment(0, 0, 0, (1, 2), sample=True),)),
         Frame(1, 1, (), (Segment(0, 1, 2, (3, 4), open=True, sample=True, drafts=1),)),
@@ -98,8 +100,10 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
 
 
 def test_any_frames_are_computed_or_refused(stages: Sequence[Stage]) -> None:
-    """By the first stage as by the last, which gets what the first passes on. Many of them are computed: this is no
-    noise that the first check turns away."""
+    """The first and the last stage compute each frame or refuse it, and many frames are computed.
+
+    The count of computed frames shows that the first check does not reject all of them.
+    """
     seen: Counter[str] = Counter()
 
     @settings(max_examples=300, deadline=None)
@@ -124,7 +128,7 @@ def test_any_frames_are_computed_or_refused(stages: Sequence[Stage]) -> None:
 
 
 def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
-    """Room for some entries is no room for any number of them: one too many is refused, and not kept."""
+    """A prefix entry that would exceed the budget is refused and not stored."""
     engine = new_engines(stages)[0]
     engine.process(Frame(1, 0, (Admit(0, 12, 2),), (Segment(0, 0, 0, (1, 2)),)))
     engine.process(Frame(1, 1, (SavePrefix(0, 0),)))

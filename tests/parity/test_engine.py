@@ -1,4 +1,4 @@
-"""A stage engine takes the frames it can make sense of, and goes on from a saved prefix as if it had read it."""
+"""A stage engine refuses frames that do not fit its state, and continues exactly from a saved prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _chunk(seq_id: int = 0, **changes: Any) -> Segment:
 
 
 def test_frames_come_in_order_and_of_this_epoch(checkpoints: Checkpoints) -> None:
-    """A gap, a repetition and another plan's frame are refused, and the frame that was due still runs."""
+    """A frame with a wrong number or epoch is refused, and the expected frame still runs."""
     engine = Chain(checkpoints(layers=4)).engines[0]
     admit = Frame(EPOCH, 0, (Admit(0, 100, 3),), (_chunk(),))
     with pytest.raises(ProtocolError, match="frame 1 came where 0 was expected"):
@@ -64,10 +64,13 @@ BAD_OPS: list[tuple[Op, str]] = [
 
 
 @pytest.mark.parametrize(("op", "message"), BAD_OPS, ids=lambda value: getattr(value, "kind", None))
-def test_an_operation_that_fits_nothing_is_refused(
+def test_an_operation_that_does_not_fit_is_refused(
     checkpoints: Checkpoints, op: Op, message: str
 ) -> None:
-    """Sequence 0 has an open window, 1 is empty, and there is a prefix entry 1."""
+    """An operation that does not fit the state is refused.
+
+    Sequence 0 has an open window, sequence 1 is empty, and prefix entry 1 exists.
+    """
     engine = Chain(checkpoints(layers=4), (2,)).engines[0]
     ops = (Admit(2, 100, 3), SavePrefix(2, 1), Admit(0, 100, 3), Admit(1, 100, 3))
     engine.process(Frame(EPOCH, 0, ops, (_chunk(),)))
@@ -92,7 +95,7 @@ def test_an_operation_that_fits_nothing_is_refused(
 def test_a_segment_that_cannot_run_is_refused(
     checkpoints: Checkpoints, segments: tuple[Segment, ...], message: str
 ) -> None:
-    """Before anything is looked up in the embedding or written into a cache."""
+    """An invalid segment is refused before the embedding lookup and before any cache changes."""
     engine = Chain(checkpoints(layers=4)).engines[0]
     with pytest.raises(ProtocolError, match=message):
         engine.process(Frame(EPOCH, 0, (Admit(0, 100, 3),), segments))
@@ -102,7 +105,7 @@ def test_a_segment_that_cannot_run_is_refused(
 def test_a_middle_stage_needs_hidden_states_of_its_model(
     checkpoints: Checkpoints, width: int | None
 ) -> None:
-    """No tensor, and one of another model's width."""
+    """A middle stage refuses a frame without a tensor, and one with hidden states of another width."""
     engine = Chain(checkpoints(layers=4), (2,)).engines[1]
     frame = Frame(EPOCH, 0, (Admit(0, 100, 3),), (_chunk(),))
     if width is not None:
@@ -114,7 +117,7 @@ def test_a_middle_stage_needs_hidden_states_of_its_model(
 def test_each_stage_adds_its_time_and_operations_alone_make_a_frame(
     checkpoints: Checkpoints,
 ) -> None:
-    """`stage_us` has one entry a stage, also for a frame without a segment."""
+    """Every stage adds one entry to `stage_us`, also for a frame that has operations but no segment."""
     chain = Chain(checkpoints(layers=4), (1, 2))
     out = chain.send(ops=[Admit(0, 100, 3)])
     assert len(out.stage_us) == 3 and out.outcomes == () and out.dtype == ""
@@ -131,7 +134,7 @@ PARAMS = SamplingParams(
 
 
 def _continue(chain: Chain, script: Script) -> list[Outcome]:
-    """Read the rest of the prompt, then decode with drafts: all that is said."""
+    """Feed the rest of the prompt, then decode with drafts. Return all outcomes."""
     outcomes = [script.run(chain, script.chunk(LONG, drafts=3))]
     for _ in range(6):
         outcomes.append(script.run(chain, script.next_window(drafts=3)))
@@ -150,7 +153,7 @@ def _restored(seq_id: int, tokens: list[int]) -> Script:
 
 
 def _save(path: Path, when: str, bits: int | None, text: list[int]) -> Chain:
-    """A chain that has kept the first PREFIX tokens of `text` as entry 5."""
+    """Return a chain that saved the first PREFIX tokens of `text` as entry 5."""
     chain = Chain(path, (2,), KVFormat(bits, 32))
     script = Script(0, text[:PREFIX], SamplingParams(presence_penalty=0.1))
     script.run(chain, script.chunk(PREFIX, sample=when != "before the first token"))
@@ -163,18 +166,21 @@ def _save(path: Path, when: str, bits: int | None, text: list[int]) -> Chain:
 
 
 def _continue_unsaved(chain: Chain, script: Script) -> None:
-    """Frames after the save, which the entry must not notice."""
+    """Send frames after the save. The entry must not change."""
     for _ in range(4):
         script.run(chain, script.next_window(drafts=2))
 
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("when", ["before the first token", "after it", "among drafts"])
-def test_going_on_from_a_prefix_is_going_on_after_reading_it(
+def test_a_restored_prefix_equals_a_prefill(
     checkpoints: Checkpoints, when: str, bits: int | None
 ) -> None:
-    """Layers, head, drafts, penalties and log-probabilities after a restored prefix are bit for bit those after a
-    prefill of it; twice, in two requests that go on differently, while the entry stays as it is."""
+    """A sequence restored from a prefix continues bit for bit like one that prefilled the prefix.
+
+    Layers, head, drafts, penalties and log-probabilities are compared. Two requests restore the same entry and continue
+    differently, and the entry stays unchanged.
+    """
     path = checkpoints(layers=4)
     text = random_tokens(LONG)
     chain = _save(path, when, bits, text)
@@ -194,7 +200,7 @@ def test_going_on_from_a_prefix_is_going_on_after_reading_it(
 
 
 def test_a_prefix_outlives_its_sequence(checkpoints: Checkpoints) -> None:
-    """The sequence it came from may be evicted in the very header that saved it."""
+    """A prefix entry survives the eviction of its sequence, even in the header that saved it."""
     path = checkpoints(layers=4)
     text = random_tokens(LONG)
     chain = Chain(path, (2,))
@@ -212,8 +218,10 @@ def test_a_prefix_outlives_its_sequence(checkpoints: Checkpoints) -> None:
 def test_a_client_may_leave_while_its_prefix_is_saved(
     checkpoints: Checkpoints, told: tuple[int, ...]
 ) -> None:
-    """Once an entry's tokens have passed the last stage, a cancellation may overtake the header that saves it: all
-    stages save the same."""
+    """A cancellation that overtakes the header that saves a prefix does not change the entry.
+
+    The entry's tokens have passed the last stage, so all stages save the same entry.
+    """
     path = checkpoints(layers=4)
     text = random_tokens(LONG)
     chain, fresh = Chain(path, (2,)), Chain(path, (2,))

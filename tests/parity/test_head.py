@@ -1,4 +1,4 @@
-"""The MTP head drafts what its formula says, from a cache that holds what it was trained on and nothing else."""
+"""The MTP head computes its formula, and its cache holds exactly the pairs of the verified text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = 13
 DEPTH = 4
 LENGTH = 40
 TOLERANCE = 1e-4
-"""Largest difference over largest value, fp32 against float64."""
+"""Largest allowed difference over the largest value, fp32 against float64."""
 
 FORMS: list[dict[str, Any]] = [
     {},
@@ -38,7 +38,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 FEW = {7: 60.0, 90: 60.0, 201: 60.0}
-"""A bias that leaves three tokens to choose from: the random head then agrees with its backbone now and then."""
+"""Logit bias that leaves three tokens. The random head then sometimes agrees with its backbone."""
 
 
 def _error(ours: mx.array, theirs: Array) -> float:
@@ -46,7 +46,7 @@ def _error(ours: mx.array, theirs: Array) -> float:
 
 
 def _hidden(path: Path, tokens: list[int], *, normed: bool = True) -> Array:
-    """mlx-lm's own hidden states of `tokens` `[n, H]`, after the final norm or before it."""
+    """Return mlx-lm's hidden states of `tokens` `[n, H]`, after the final norm or before it."""
     model, _ = load_model(path)
     if not normed:
         model.language_model.model.norm = nn.Identity()
@@ -55,7 +55,7 @@ def _hidden(path: Path, tokens: list[int], *, normed: bool = True) -> Array:
 
 
 def _draft(path: Path, tokens: list[int], chunk: int) -> tuple[Outcome, mx.array]:
-    """Prefill `tokens` by `chunk` and draft: the outcome, and the logits the drafts were drawn from."""
+    """Prefill `tokens` in chunks of `chunk` and draft. Return the outcome and the logits of the drafts."""
     chain = Chain(path, (4,))
     script = Script(0, tokens)
     while script.fed < len(tokens):
@@ -69,9 +69,11 @@ def _draft(path: Path, tokens: list[int], chunk: int) -> tuple[Outcome, mx.array
 
 
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options) or "dense")
-def test_drafts_are_those_of_the_formula(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
-    """Draft logits equal an independent implementation's to 1e-4, at every position of a chain, whatever the prompt's
-    chunks. Hidden states from before the final norm, or a cache cold after the prompt, would be far off."""
+def test_drafts_follow_the_formula(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
+    """Draft logits equal an independent implementation's to 1e-4 at every position, for any prompt chunks.
+
+    Hidden states from before the final norm, or an empty cache after the prompt, would differ by much more.
+    """
     path = checkpoints(**options)
     tokens = random_tokens(PROMPT)
     reference = HeadReference(path)
@@ -93,7 +95,7 @@ def test_drafts_are_those_of_the_formula(checkpoints: Checkpoints, options: dict
 
 
 def _fresh_head(path: Path, tokens: list[int]) -> list[mx.array]:
-    """The head's K/V after a prefill of `tokens` whose successor was chosen."""
+    """Return the head's K/V after a prefill of `tokens` whose next token was chosen."""
     chain = Chain(path)
     script = Script(0, tokens)
     script.run(chain, script.chunk(len(tokens)))
@@ -101,7 +103,7 @@ def _fresh_head(path: Path, tokens: list[int]) -> list[mx.array]:
 
 
 def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
-    """The token known last and up to four drafts, of which some first ones are right."""
+    """Return the last known token and up to four drafts, of which a prefix is correct."""
     width = chance.randint(1, 5)
     right = chance.randint(1, width)
     text = stock.tokens[script.fed : script.fed + width]
@@ -112,8 +114,10 @@ def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
 def test_the_cache_never_drifts_from_the_text(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:
-    """Whatever was accepted, rejected and drafted to whatever depth: the head knows one pair for each verified token,
-    and its K/V is bit for bit that of a prefill over these tokens."""
+    """The head's cache holds one pair for each verified token, whatever was drafted, accepted or rejected.
+
+    Its K/V is bit for bit that of a prefill over these tokens.
+    """
     path = checkpoints(layers=4, **options)
     chance = random.Random(3)
     stock = Stock(path, random_tokens(PROMPT), 60)
@@ -133,8 +137,10 @@ def test_the_cache_never_drifts_from_the_text(
 
 
 def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Checkpoints) -> None:
-    """While nobody wants drafts the head keeps pairs back, never more than a bounded number; the next drafts are those
-    of a head that was fed every step."""
+    """Drafts after steps without drafting equal those of a head that was fed every step.
+
+    The head stores a bounded number of pairs while no drafts are requested.
+    """
     path = checkpoints(layers=4)
     logits = []
     for depth in (2, 0):
@@ -157,7 +163,7 @@ def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Check
 
 
 def test_each_row_of_a_frame_drafts_as_deep_as_it_asks(checkpoints: Checkpoints) -> None:
-    """Sequences of one frame that ask for 0 to 4 drafts each get the drafts they would get alone."""
+    """Sequences of one frame that request 0 to 4 drafts each get the drafts they would get alone."""
     path = checkpoints(layers=4)
 
     def drafts(depths: list[int]) -> list[tuple[int, ...]]:
@@ -175,7 +181,7 @@ def test_each_row_of_a_frame_drafts_as_deep_as_it_asks(checkpoints: Checkpoints)
 
 
 def test_a_checkpoint_without_a_head_refuses_drafts(checkpoints: Checkpoints) -> None:
-    """Asked for drafts, a stage without the head's tensors says that it has none."""
+    """A stage without the head's tensors refuses a request for drafts and says that it has no head."""
     chain = Chain(checkpoints(layers=4, mtp=False))
     script = Script(0, random_tokens(PROMPT))
     with pytest.raises(ProtocolError, match="no MTP head"):
@@ -197,8 +203,10 @@ PENALIZED: dict[str, Any] = {
 def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
     checkpoints: Checkpoints,
 ) -> None:
-    """Each draft is the token that the target's own rule says for the head's logits there: the noise of its
-    position, and penalties over all of the text before it, the drafts in between included."""
+    """Each draft is the target rule's choice from the head's logits at that position.
+
+    It uses the noise of the position and penalties over all text before it, earlier drafts included.
+    """
     params = SamplingParams(temperature=0.9, seed=5, **PENALIZED)
     chain = Chain(checkpoints(layers=4))
     script = Script(0, random_tokens(PROMPT), params)
@@ -227,8 +235,10 @@ def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
 def test_text_and_logprobs_do_not_depend_on_depth(
     checkpoints: Checkpoints, params: SamplingParams
 ) -> None:
-    """Coupled: tokens and log-probabilities of drafting to any depth are bit for bit those of plain decoding, with
-    penalties and filters that look at the text so far, kept drafts included."""
+    """Tokens and log-probabilities under the coupled rule are bit for bit those of plain decoding, at any depth.
+
+    The requests use penalties and filters that depend on the text so far, accepted drafts included.
+    """
     path = checkpoints(layers=4)
     plain = None
     for depth in (0, 1, 2, 4):
@@ -251,8 +261,10 @@ def test_text_and_logprobs_do_not_depend_on_depth(
 def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
     checkpoints: Checkpoints,
 ) -> None:
-    """ratio: every window keeps what the rule min(1, p/q) written out here keeps, after windows cut short, after ones
-    whose last drafts were not used, and after a pause."""
+    """Every window under the ratio rule accepts what min(1, p/q), written out here, accepts.
+
+    This holds after shortened windows, after windows with unused drafts and after a pause.
+    """
     params = SamplingParams(temperature=1.2, seed=11, acceptance="ratio", logit_bias=FEW)
     chain = Chain(checkpoints(layers=4))
     script = Script(0, random_tokens(PROMPT), params)
@@ -273,7 +285,7 @@ def test_ratio_weighs_each_draft_with_the_scores_it_was_drawn_from(
 def _ratio(
     segment: Segment, target: mx.array, drafted: list[mx.array], seed: int
 ) -> tuple[int, int]:
-    """Kept tokens and the next one, draft by draft (Leviathan et al. 2023)."""
+    """Return the accepted tokens and the next one, draft by draft (Leviathan et al. 2023)."""
     vocab = target.shape[1]
     for i, (draft, q_scores) in enumerate(zip(segment.tokens[1:], drafted, strict=True)):
         at = [segment.position + 1 + i]

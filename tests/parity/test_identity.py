@@ -1,7 +1,7 @@
-"""One answer: on the built-in model in fp32 no token depends on drafts, depth, stages or company (DESIGN §1).
+"""The built-in model in fp32 gives the same tokens for any drafts, depth, stages and concurrent requests (DESIGN §1).
 
-The CPU backend rounds a row the same whatever rows come with it, so tokens and their log-probabilities have to be
-equal bit for bit. docs/mtp.md says what is found in other precisions, and which test fails for which bug.
+The CPU backend computes a row the same in any batch, so tokens and log-probabilities must be equal bit for bit.
+docs/mtp.md lists the differences in other precisions, and which test fails for which bug.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ PENALTIES = SamplingParams(
 SETTINGS = (GREEDY, NUCLEUS, PENALTIES)
 
 CHUNK = {1: 512, 2: 32, 4: 7}
-"""Tokens a prefill chunk by number of stages: as it must not matter either, each has its own."""
+"""Prefill chunk by number of stages. The chunk must not matter, so each number of stages has its own."""
 
 
 def requests(
     prompts: Sequence[str], count: int, settings: Sequence[SamplingParams] = SETTINGS
 ) -> list[GenerationRequest]:
-    """Every prompt in every setting, a seed for each prompt; texts go on for `count` tokens whatever they say."""
+    """Return every prompt in every setting, with one seed a prompt.
+
+    Answers have `count` tokens and ignore stop tokens.
+    """
     tokenizer = Tokenizer.load(checkpoint_dir())
     return [
         GenerationRequest(tokenizer.encode(prompt), count, replace(setting, seed=seed, logprobs=0))
@@ -56,14 +59,14 @@ def requests(
 def answers(
     asked: Sequence[GenerationRequest], mtp: str, stages: int = 1, **options: Any
 ) -> list[Answered]:
-    """What the built-in model says, all requests in one engine at the same time unless `options` say otherwise."""
+    """Return the built-in model's answers. All requests run concurrently unless `options` say otherwise."""
     limits = Limits(context=2048, prefill_chunk=CHUNK[stages])
     options = {"path": checkpoint_dir(), "dtype": mx.float32, "limits": limits, **options}
     return run(requests=asked, mtp=mtp, stages=stages, **options)
 
 
 def check_same(found: Sequence[Answered], expected: Sequence[Answered]) -> None:
-    """Equal tokens, log-probabilities and ends."""
+    """Check that tokens, log-probabilities and finish reasons are equal."""
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.tokens == other.tokens, f"request {i}"
         assert one.logprobs == other.logprobs, f"request {i}"
@@ -86,26 +89,28 @@ COUNT = 32
 
 @pytest.fixture(scope="module")
 def expected() -> list[Answered]:
-    """Without drafts, on one stage, one request after the other."""
+    """Return the answers without drafts, on one stage, one request at a time."""
     return answers(requests(FEW, COUNT), "off", one_by_one=True)
 
 
 @pytest.mark.parametrize(
     ("mtp", "stages"), [("1", 1), ("2", 2), ("3", 4), ("auto", 1), ("off", 4), ("filled", 4)]
 )
-def test_drafts_stages_and_company_change_nothing(
+def test_drafts_stages_and_concurrency_change_nothing(
     expected: list[Answered], mtp: str, stages: int
 ) -> None:
-    """Six requests at once, greedy and sampled, say what each says alone and without drafts. The last alone, so that
-    there is a pipeline to fill."""
+    """Six concurrent requests, greedy and sampled, give the answers they give alone without drafts.
+
+    The last case runs one request at a time, so that the pipeline is filled with windows.
+    """
     found = answers(requests(FEW, COUNT), mtp, stages, one_by_one=mtp == "filled")
     check_same(found, expected)
     if mtp in ("1", "2", "3", "filled"):
-        assert accepted(found) > 0, "nothing was drafted right, so nothing was tested"
+        assert accepted(found) > 0, "no draft was accepted, so the test compared nothing"
 
 
 class AnyDepth(Controller):
-    """Gives every lane another depth, by chance, and notes it."""
+    """A controller that draws a random depth for every micro-batch and records it."""
 
     def __init__(self, mode: MtpMode) -> None:
         super().__init__(mode)
@@ -121,7 +126,7 @@ DEPTHS: list[int] = []
 
 
 def sixteen() -> list[GenerationRequest]:
-    """Prompts of 1 to 180 tokens, answers of 1 to 24, every kind of sampling."""
+    """Return prompts of 1 to 180 tokens, answers of 1 to 24, and every kind of sampling."""
     tokenizer = Tokenizer.load(checkpoint_dir())
     long = tokenizer.encode(" ".join(PROMPTS[13:]))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS[:13]]
@@ -136,7 +141,7 @@ def sixteen() -> list[GenerationRequest]:
 
 
 def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of any depth beside each other, and of another one the next time: each answer is what it is alone."""
+    """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
     monkeypatch.setattr("coordinator.local_engine.generator.Controller", AnyDepth)
@@ -149,7 +154,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_seeds_differ() -> None:
-    """The same prompt under another seed says something else: the noise is not all of one."""
+    """The same prompt under another seed gives another answer."""
     (asked,) = requests(FEW[:1], COUNT, [NUCLEUS])
     others = [replace(asked, params=replace(asked.params, seed=seed)) for seed in range(3)]
     found = answers(others, "2")
@@ -157,7 +162,7 @@ def test_seeds_differ() -> None:
 
 
 def test_penalties_see_the_drafts_before_them() -> None:
-    """With penalties that reward what was just said, a row that missed the drafts before it would choose otherwise."""
+    """A window's penalties include the drafts before each row. The penalties here reward recent tokens to show it."""
     echo = SamplingParams(temperature=1.0, presence_penalty=-1.5, frequency_penalty=0.2)
     asked = requests(FEW, COUNT, [echo, replace(echo, temperature=0.0)])
     found = answers(asked, "3")
@@ -166,14 +171,14 @@ def test_penalties_see_the_drafts_before_them() -> None:
 
 
 def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
-    """At temperature 0 both rules say the same."""
+    """At temperature 0 the ratio rule and the coupled rule give the same answer."""
     found = answers(requests(FEW, COUNT, [replace(GREEDY, acceptance="ratio")]), "3")
     check_same(found, expected[:: len(SETTINGS)])
     assert accepted(found) > 0
 
 
 def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered]) -> None:
-    """Wherever the first stop token falls, also amid right drafts, the text is what comes before it."""
+    """The first stop token ends the text wherever it falls, also between accepted drafts."""
     (asked,) = requests(FEW[:1], COUNT, [GREEDY])
     whole = expected[0].tokens
     cases = [(stop, whole.index(stop)) for stop in list(dict.fromkeys(whole))[::2]]
@@ -186,7 +191,10 @@ def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
-    """K/V in 8 or 4 bits may change the text, once and for all: drafts, stages and company do not change it again."""
+    """With K/V in 8 or 4 bits, the answer does not depend on drafts, stages or concurrent requests.
+
+    The quantization itself may change the answer.
+    """
     asked = requests(FEW[:1], COUNT)
     plain = answers(asked, "off", kv_bits=bits, one_by_one=True)
     found = answers(asked, "2", stages=2, kv_bits=bits)
@@ -195,7 +203,7 @@ def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
 
 
 def test_quantized_weights_change_nothing_more(tmp_path: Path) -> None:
-    """4-bit weights with fp32 activations: as with K/V."""
+    """With 4-bit weights and fp32 activations, the answer does not depend on drafts, stages or concurrent requests."""
     path = convert_checkpoint(checkpoint_dir(), tmp_path, quantize=4)
     asked = requests(FEW[:1], COUNT)
     plain = answers(asked, "off", path=path, one_by_one=True)
@@ -209,7 +217,7 @@ def test_quantized_weights_change_nothing_more(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def all_expected() -> list[Answered]:
-    """20 prompts in 3 settings, 200 tokens each, without drafts on one stage."""
+    """Return the answers to 20 prompts in 3 settings, 200 tokens each, without drafts on one stage."""
     return answers(requests(PROMPTS, 200), "off")
 
 
@@ -220,8 +228,10 @@ def all_expected() -> list[Answered]:
     [(mtp, n) for mtp in ("off", "1", "2", "3") for n in (1, 2, 4) if (mtp, n) != ("off", 1)],
 )
 def test_all_answers_are_one(all_expected: list[Answered], mtp: str, stages: int) -> None:
-    """MTP off and depths 1 to 3, on 1, 2 and 4 stages, give the tokens of MTP off on one stage; half the drafts or more
-    are right, so there was something to get wrong."""
+    """MTP off and depths 1 to 3, on 1, 2 and 4 stages, give the tokens of MTP off on one stage.
+
+    At least half of the drafts are accepted, so errors of verification would show.
+    """
     found = answers(requests(PROMPTS, 200), mtp, stages)
     check_same(found, all_expected)
     assert mtp == "off" or accepted(found) > drafted(found) / 2
@@ -233,7 +243,7 @@ def test_all_answers_are_one(all_expected: list[Answered], mtp: str, stages: int
 def test_all_answers_are_one_with_every_stage_at_work(
     all_expected: list[Answered], stages: int
 ) -> None:
-    """The same one answer at a time, with a window in flight for every stage."""
+    """One answer at a time, with a window in flight for every stage, gives the same tokens."""
     found = answers(requests(PROMPTS, 200), "filled", stages, one_by_one=True)
     check_same(found, all_expected)
     assert accepted(found) > drafted(found) / 2

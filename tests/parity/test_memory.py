@@ -1,6 +1,6 @@
-"""What a stage holds does not grow with what it has done: a snapshot goes with its window, a frame with its rows.
+"""A stage's memory does not grow with its work: snapshots end with their window, rows with their frame.
 
-Bytes are MLX's own count of live arrays: nothing here is a matter of time or of an allocator.
+Bytes are MLX's own count of live arrays, so neither time nor the allocator affects them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PROMPT = 6
 LONG = 1200
 
 SHARED = 2 * 16 * 1024
-"""MLX makes no copy of a view that would save less than 16 KB; two of them are let pass."""
+"""Bytes. MLX does not copy a view if that saves less than 16 KB; the tests allow two of those views."""
 
 CONV_STATE = 3 * 256 * 4
 """Bytes of the smallest array of a snapshot."""
 
 PATTERN = [(2, 1), (1, 1), (3, 0), (2, 2), (4, 1), (1, 0), (2, 1), (1, 1), (2, 0), (1, 1)]
-"""Widths of windows, and what each keeps; after each comes one built on it that keeps nothing."""
+"""Widths of windows and their accepted lengths. Each is followed by a window built on it that is invalidated."""
 
 
 def _live() -> int:
@@ -42,7 +42,7 @@ def _live() -> int:
 
 
 class MiddleStage:
-    """A stage of one GDN and one attention layer, fed by hand: the cheapest that has every kind of state."""
+    """A stage of one GDN and one attention layer: the cheapest with every kind of state."""
 
     def __init__(self, path: Path) -> None:
         loaded = modules(path, 2, 4, False, False)
@@ -55,14 +55,14 @@ class MiddleStage:
         self._send(PROMPT, stays_open=False)
 
     def _send(self, width: int, *, stays_open: bool = True) -> None:
-        """A segment at the sequence's end; its window has the frame's number."""
+        """Send a segment at the sequence's end. Its window number is the frame number."""
         segment = Segment(0, self.frames, self.end, (1,) * width, open=stays_open)
         frame = Frame(EPOCH, self.frames, tuple(self.ops), (segment,))
         self.engine.process(frame.with_tensor("float32", (width, HIDDEN), ROW * width))
         self.frames, self.end, self.ops = self.frames + 1, self.end + width, []
 
     def a_round(self) -> None:
-        """Twenty windows, two open before either is settled."""
+        """Run twenty windows, with two open before either has an outcome."""
         for width, accepted_length in PATTERN:
             number, start = self.frames, self.end
             self._send(width)
@@ -76,7 +76,7 @@ class MiddleStage:
                 self.end = start + width
 
     def beside_its_state(self) -> int:
-        """Bytes that live beside the sequence's present K/V and GDN state, all windows settled."""
+        """Return the live bytes besides the sequence's present K/V and GDN state, with all windows closed."""
         self.engine.process(Frame(EPOCH, self.frames, tuple(self.ops)))
         self.frames, self.ops = self.frames + 1, []
         (held,) = self.engine.report_state().sequences
@@ -89,9 +89,11 @@ class MiddleStage:
     "windows",
     [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
 )
-def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int) -> None:
-    """After thousands of windows of one sequence, kept, cut and dropped, a stage holds beside its present state what it
-    held after the first twenty."""
+def test_snapshots_end_with_their_window(checkpoints: Checkpoints, windows: int) -> None:
+    """After thousands of windows a stage holds what it held after the first twenty, besides its present state.
+
+    The windows are accepted, shortened and invalidated.
+    """
     stage = MiddleStage(checkpoints(layers=4))
     stage.a_round()
     after_one = stage.beside_its_state()
@@ -100,8 +102,8 @@ def test_no_snapshot_outlives_its_window(checkpoints: Checkpoints, windows: int)
     assert abs(stage.beside_its_state() - after_one) < CONV_STATE
 
 
-def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> None:
-    """The last stage too, its head, its drafts' scores, its penalties' counts: after every request the same bytes."""
+def test_a_drafting_chain_holds_constant_memory(checkpoints: Checkpoints) -> None:
+    """The last stage, its head, draft scores and penalty counts hold the same bytes after every request."""
     chain = Chain(checkpoints(layers=4), (2,))
     params = SamplingParams(temperature=1.0, presence_penalty=0.5, acceptance="ratio")
     seen = []
@@ -117,9 +119,12 @@ def test_a_chain_that_drafts_forgets_what_it_tried(checkpoints: Checkpoints) -> 
     assert len(set(seen[1:])) == 1, seen
 
 
-def test_an_open_window_does_not_keep_its_neighbours_rows(checkpoints: Checkpoints) -> None:
-    """A window that shares a frame with a long prompt chunk holds its own rows, not the chunk's, and the pairs that
-    wait for the head do not hold the frame's hidden states: no more than after a frame of its own."""
+def test_an_open_window_holds_its_own_rows_only(checkpoints: Checkpoints) -> None:
+    """An open window holds its own rows only, not those of a prompt chunk in the same frame.
+
+    The pairs that wait for the head do not hold the frame's hidden states either. The memory equals that of a frame
+    with the window alone.
+    """
     chain = Chain(checkpoints(layers=4), (3,))
     held = []
     for seq_id, together in ((0, False), (2, True)):
@@ -142,9 +147,11 @@ def test_an_open_window_does_not_keep_its_neighbours_rows(checkpoints: Checkpoin
 
 
 @pytest.mark.parametrize("company", [0, 7])
-def test_a_saved_prefix_weighs_what_it_says(checkpoints: Checkpoints, company: int) -> None:
-    """With its sequence gone, and those that shared its last frame, an entry holds `nbytes` and no spare room; dropped,
-    nothing of it stays."""
+def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, company: int) -> None:
+    """A prefix entry holds exactly `nbytes` once its sequence and the others of its last frame are gone.
+
+    Nothing remains after the entry is dropped.
+    """
     chain = Chain(checkpoints(layers=4), (2,))
     for turn in (0, 1):
         start = _live()

@@ -1,4 +1,4 @@
-"""What a prefix entry weighs is never more than the coordinator reckons: workers end a plan that holds more."""
+"""A prefix entry is never larger than the coordinator's estimate, since workers end a plan that exceeds it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from tests.support.stages.chain import Chain
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("chunks", [(128, 52), (64, 64), (127, 1), (96, 63)])
-def test_entries_weigh_no_more_than_reckoned(
+def test_prefix_entries_stay_within_the_estimate(
     checkpoints: Checkpoints, bits: int | None, chunks: tuple[int, ...]
 ) -> None:
-    """Whatever waits for the head when it is saved: up to 63 hidden states, wider than the K/V they become."""
+    """An entry stays within the estimate for any number of hidden states that wait for the head.
+
+    Up to 63 wait, and each is wider than the K/V it becomes.
+    """
     path = checkpoints()
     config = Checkpoint.open(path).config
     form = KVFormat.of(config.head_dim, bits)

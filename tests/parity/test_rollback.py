@@ -1,5 +1,7 @@
-"""Rolling back leaves nothing behind: whatever was tried and by whatever way the news of its failure came, a stage
-ends in the state of one that was fed the kept tokens alone, bit for bit."""
+"""A stage after any rollback has, bit for bit, the state of a stage that was fed the accepted tokens alone.
+
+This holds whatever was drafted and in whatever way the rejection arrived.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.support.stages.chain import Chain, Script, same
 from tests.support.stages.plain_text import Truth, kv_format, truth
 
 LONGEST = 5
-"""Widest window tried."""
+"""Tokens in the widest window of these tests."""
 
 PROMPTS = (3, 6, 11)
 KV_BITS = (None, 8, 4)
@@ -23,7 +25,10 @@ KV_BITS = (None, 8, 4)
 
 @dataclass(frozen=True)
 class Case:
-    """Windows of `widths` open at once; window `cut` keeps `accepted_length` of its tokens, those before it all."""
+    """Windows of `widths`, open together. Those before window `cut` are accepted whole.
+
+    Window `cut` accepts `accepted_length` of its tokens.
+    """
 
     widths: tuple[int, ...]
     cut: int
@@ -31,7 +36,7 @@ class Case:
 
 
 def _cases(count: int) -> list[Case]:
-    """Every width and every kept of every one of `count` windows; 0 only for one sent in hope."""
+    """Return every width and accepted length for each of `count` windows. 0 occurs for speculative windows only."""
     cases = []
     for cut in range(count):
         for width in range(1, LONGEST + 1):
@@ -45,7 +50,7 @@ def _cases(count: int) -> list[Case]:
 
 @dataclass
 class Row:
-    """One case on its way: its text, its script, and what the last stage said of its windows."""
+    """One case in progress: its text, its script and the outcomes of its windows."""
 
     case: Case
     truth: Truth
@@ -55,7 +60,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens it must have in the end."""
+        """Tokens that the sequence has in the end."""
         return (
             self.truth.prompt + sum(self.case.widths[: self.case.cut]) + self.case.accepted_length
         )
@@ -79,7 +84,7 @@ class Row:
 
 
 def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
-    """Tell some stages of each row's rejection; that the windows before it were kept is not signalled."""
+    """Signal each row's rejection to some stages. The acceptance of the windows before it is not signalled."""
     for stage in stages:
         for row in rows:
             commit = row.commits[-1]
@@ -93,11 +98,11 @@ NEWS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
     "all of it twice": ((0, 1, 2, 0, 1, 2), 2, (0, 1, 2)),
     "signal to one stage": ((1,), 1, ()),
 }
-"""Stages that hear the signal before the header, how often the header says it, and stages that hear it after."""
+"""For each case: stages that get the signal before the header, the number of headers, and stages that get it after."""
 
 
 def _open_windows(chain: Chain, rows: list[Row]) -> None:
-    """All rows' prompts, then their windows, each stage running all of them before the next one starts."""
+    """Prefill all rows, then open their windows. Each stage runs all frames before the next stage starts."""
     prompts = [row.script.chunk(row.truth.prompt) for row in rows]
     chain.send(*prompts, ops=[op for row in rows for op in row.script.due()])
     for _ in rows[0].case.widths:
@@ -109,9 +114,12 @@ def _open_windows(chain: Chain, rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_width_and_every_kept(checkpoints: Checkpoints, count: int, bits: int | None) -> None:
-    """Rows of one frame keep different counts of one to three open windows of 1 to 5 tokens; state and next logits
-    are those of a fresh run over the kept tokens. Quantized K/V is bit-equal too: each token's K/V is rounded alone."""
+def test_every_width_and_accepted_length(checkpoints: Checkpoints, count: int, bits: int | None) -> None:
+    """Rows of one frame roll back to different accepted lengths, and match a run over the accepted tokens.
+
+    One to three windows of 1 to 5 tokens are open. State and next logits are compared. Quantized K/V is bit-equal too,
+    because the K/V of each token is quantized alone.
+    """
     path = checkpoints(layers=5)
     truths = [truth(path, prompt, 4 * LONGEST, bits) for prompt in PROMPTS]
     for name, (before, times, after) in NEWS.items():
@@ -146,9 +154,11 @@ def _check_ends(chain: Chain, rows: list[Row]) -> None:
 # ---- frames on their way
 
 
-def test_frames_on_their_way_are_skipped_and_passed_on(checkpoints: Checkpoints) -> None:
-    """A stage that heard of a rejection passes later windows on as cancelled, with no rows; a stage after it that
-    heard nothing does the same with them; a stage before it runs them, and ends in the same state."""
+def test_invalidated_frames_are_forwarded_as_cancelled(checkpoints: Checkpoints) -> None:
+    """A stage that got a rejection forwards later windows as cancelled, without rows.
+
+    A stage after it that got no signal forwards them too. A stage before it runs them and ends in the same state.
+    """
     text = truth(checkpoints(), PROMPTS[0], 4 * LONGEST)
     chain = Chain(checkpoints(), (2, 4, 6))
     script = Script(0, text.tokens[: text.prompt])
@@ -172,7 +182,7 @@ def test_frames_on_their_way_are_skipped_and_passed_on(checkpoints: Checkpoints)
 
 
 def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkpoints) -> None:
-    """A stage that skips one sequence of a frame runs the others' rows, and they are the right ones."""
+    """A stage that skips one sequence of a frame computes the right rows of the others."""
     path = checkpoints()
     texts = [truth(path, prompt, 4 * LONGEST) for prompt in PROMPTS]
     chain = Chain(path, (4,))
@@ -205,7 +215,7 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
 
 
 def _phases(chain: Chain, script: Script, text: Truth) -> Iterator[str]:
-    """The phases of a sequence's life in which its client may leave."""
+    """Yield the phases of a sequence in which its client may leave."""
     chain.post(script.chunk(4), ops=script.due())
     yield "admit on its way"
     chain.step(0)
@@ -228,8 +238,11 @@ def _phases(chain: Chain, script: Script, text: Truth) -> Iterator[str]:
 
 
 def test_a_client_may_leave_in_every_phase(checkpoints: Checkpoints) -> None:
-    """Cancelled by signal on any of the stages, or on none, in any phase of its life, then evicted by a header: nothing
-    of the sequence stays on any stage, frames keep their order, and another sequence goes on."""
+    """A cancelled request leaves no state on any stage, in whatever phase it was.
+
+    The cancellation reaches any of the stages or none, and a header evicts the sequence later. Frames keep their order
+    and another sequence continues.
+    """
     path = checkpoints(layers=4)
     text = truth(path, PROMPTS[2], 4 * LONGEST)
     phase = 0
@@ -255,8 +268,8 @@ def test_a_client_may_leave_in_every_phase(checkpoints: Checkpoints) -> None:
         phase += 1
 
 
-def test_news_of_another_epoch_or_of_strangers_changes_nothing(checkpoints: Checkpoints) -> None:
-    """Signals of an older plan, and of sequences a stage does not hold, are dropped."""
+def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoints) -> None:
+    """A signal of an older plan, or of an unknown sequence, changes nothing."""
     text = truth(checkpoints(), PROMPTS[0], 4 * LONGEST)
     chain = Chain(checkpoints(), (4,))
     script = Script(0, text.tokens[: text.prompt])

@@ -1,4 +1,4 @@
-"""In whatever order frames pass and news of rejections comes, all stages end in one state, that of the plain text."""
+"""All stages end in one state, that of the plain text, in any order of frames and signals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ PROMPT = 3
 
 
 class Weather:
-    """One sequence driven by chance: windows of hope and despair, stages that take frames when they like, signals
-    late, lost, doubled. What it must come to in the end is the plain text."""
+    """One sequence with random windows, stages that process frames at random times, and unreliable signals.
+
+    Signals come late, twice or not at all. The result must be the plain text.
+    """
 
     def __init__(self, path: Path, text: Truth, seed: int, cuts: tuple[int, ...]) -> None:
         self.random = random.Random(seed)
@@ -29,7 +31,7 @@ class Weather:
         self.signals: list[Commit] = []
         self.sent: deque[Segment] = deque()
         self.hoping = True
-        """Whether all that is on its way is right, as far as the coordinator knows."""
+        """True while the coordinator expects every window in flight to be accepted."""
         self.skipped = 0
 
     def run(self, turns: int) -> None:
@@ -62,7 +64,7 @@ class Weather:
             self.settle(frame)
 
     def signal(self) -> None:
-        """Any news there ever was, to any stage, again or for the first time."""
+        """Deliver any earlier signal to any stage, again or for the first time."""
         if self.signals:
             news = self.random.choice(self.signals)
             stage = self.random.randrange(len(self.chain.engines))
@@ -72,7 +74,7 @@ class Weather:
         segment, outcome = self.sent.popleft(), frame.outcomes[0]
         self.skipped += outcome.cancelled
         if outcome.cancelled:
-            # Sent before the rejection was known; after the last such one nothing is on its way.
+            # The window was sent before the rejection was known. After the last of these, none is in flight.
             self.hoping = self.hoping or not self.sent
             return
         self.script.settle(segment, outcome)
@@ -98,14 +100,16 @@ def _weather(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("cuts", [(), (2,), (1, 3), (1, 2, 3)], ids=["1", "2", "3", "4 stages"])
 def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[int, ...]) -> None:
-    """In every order in which frames can pass and signals can come, come twice or be lost, all stages and the head end
-    in the state of a run over the kept tokens, and these are the text."""
+    """All stages and the head end in the state of a run over the accepted tokens, and these are the text.
+
+    Frames pass in every possible order. Signals come in any order, twice or not at all.
+    """
     path = checkpoints(layers=4)
     _weather(path, truth(path, PROMPT, 60), cuts)
 
 
 def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
-    """The same where every token depends on all tokens before it, and on noise of its position."""
+    """The same holds when every token depends on all tokens before it and on the noise of its position."""
     path = checkpoints(layers=4)
     params = SamplingParams(
         temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6

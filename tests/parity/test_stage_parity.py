@@ -1,4 +1,4 @@
-"""A chain of stages computes what mlx-lm's own model computes, bit for bit, wherever it is cut."""
+"""A chain of stages computes bit for bit what mlx-lm's own model computes, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ CHUNKS = (1, 3, 16, PROMPT)
 STEPS = 64
 
 ONE_AND_TWO_STAGES = [(), *((cut,) for cut in range(1, 8))]
-THREE_STAGES = [(1, 2), (2, 3), (3, 4), (1, 7), (4, 7)]  # (3, 4): a stage of attention alone
+THREE_STAGES = [
+    (1, 2),
+    (2, 3),
+    (3, 4),
+    (1, 7),
+    (4, 7),
+]  # (3, 4) has a stage with one attention layer only
 EVERY_LAYER = [tuple(range(1, 8))]
 ALL_CUTS = [cut for count in (0, 1, 2, 7) for cut in combinations(range(1, 8), count)]
-"""Into 1, 2, 3 and 8 stages, wherever they can be: 30."""
+"""All 30 ways to cut into 1, 2, 3 and 8 stages."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -43,7 +49,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 def _prefill(chain: Chain, stock: Stock, seq_id: int, chunk: int) -> Script:
-    """Feed the prompt by `chunk` tokens; each chunk's last logits must be the stock model's."""
+    """Prefill in chunks of `chunk` tokens. The last logits of each chunk must be the stock model's."""
     script = Script(seq_id, list(stock.prompt))
     while script.fed < len(stock.prompt):
         chain.send(script.chunk(chunk), ops=script.due())
@@ -72,7 +78,7 @@ def _check(path: Path, cuts: tuple[int, ...], stock: Stock, steps: int = STEPS) 
     "cuts", [ONE_AND_TWO_STAGES, THREE_STAGES, EVERY_LAYER], ids=["1 and 2", "3", "8 stages"]
 )
 def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, ...]]) -> None:
-    """Promise 1: logits do not depend on where the cuts are or how the prompt is chunked, through 64 steps."""
+    """Logits do not depend on the cuts or the prompt's chunks, through 64 steps (promise 1)."""
     path = checkpoints()
     stock = Stock(path, random_tokens(PROMPT), STEPS)
     for cut in cuts:
@@ -83,7 +89,7 @@ def test_every_cut_is_bit_equal(checkpoints: Checkpoints, cuts: list[tuple[int, 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cut_of_every_kind_is_bit_equal(checkpoints: Checkpoints, kind: str) -> None:
-    """The whole of promise 1: each way to cut into 1, 2, 3 and 8 stages, for each kind, through 64 steps."""
+    """Every way to cut into 1, 2, 3 and 8 stages gives equal logits through 64 steps, for each kind of layer."""
     path = checkpoints(**KINDS[kind])
     stock = Stock(path, random_tokens(PROMPT), STEPS)
     assert len(ALL_CUTS) == 1 + 7 + 21 + 1
@@ -95,9 +101,9 @@ def test_every_cut_of_every_kind_is_bit_equal(checkpoints: Checkpoints, kind: st
 def test_every_form_of_checkpoint_is_bit_equal(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:
-    """Quantized, with experts, fused or not, untied or sharded: the same logits as mlx-lm, cut or whole."""
+    """Quantized, MoE, fused, untied and sharded checkpoints give mlx-lm's logits, cut or whole."""
     path = checkpoints(**options)
-    # mlx-lm reads fused experts only; `write_checkpoint` gives both forms the same weights.
+    # mlx-lm reads fused experts only. `write_checkpoint` gives both forms the same weights.
     readable = checkpoints(**{k: v for k, v in options.items() if k != "fused_experts"})
     stock = Stock(readable, random_tokens(PROMPT), STEPS)
     _check(path, (), stock, steps=8)
@@ -106,7 +112,7 @@ def test_every_form_of_checkpoint_is_bit_equal(
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
 def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype: mx.Dtype) -> None:
-    """Cut in three or whole, a chain says the same logits in 16 bits; over the same rows, so rounding is the same."""
+    """A chain in 16 bits gives the same logits cut in three as whole. Both compute the same rows."""
     path = checkpoints(dtype=dtype)
     said = []
     for cuts in ((), (2, 5)):
@@ -129,8 +135,10 @@ def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype:
 def test_sequences_in_one_frame_do_not_see_each_other(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:
-    """Rows of sequences of other lengths, some in their prompt and some in windows of several tokens, beside others of
-    equal width or not, change no bit of a sequence's logits."""
+    """Other sequences in a frame change no bit of a sequence's logits.
+
+    Some are in their prompt and some in windows, with equal and unequal widths and lengths.
+    """
     path = checkpoints(**options)
     stocks = [Stock(path, random_tokens(n, seed=n), 24) for n in (1, 2, 9, 11, 26)]
     chain = Chain(path, (3,))
@@ -153,7 +161,7 @@ def test_sequences_in_one_frame_do_not_see_each_other(
 
 
 def _next(script: Script, stock: Stock, turn: int) -> Segment:
-    """A prompt chunk of 4, then windows of 1 to 3 tokens that are all right."""
+    """Return a prompt chunk of 4 tokens, later windows of 1 to 3 tokens that are all correct."""
     if script.fed < len(stock.prompt):
         return script.chunk(4)
     drafts = stock.tokens[script.fed + 1 :][: (turn + script.seq_id // 2) % 3]

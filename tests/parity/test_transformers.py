@@ -1,7 +1,7 @@
-"""Stock mlx-lm against the transformers implementation, on the raw checkpoints our tests rely on.
+"""Stock mlx-lm agrees with the transformers implementation on the raw checkpoints of these tests.
 
-Both read the same files by their own rules for names, norms and convolutions. That they agree is what makes
-the fixture a Qwen3.5 checkpoint, and mlx-lm the reference for everything else.
+Both read the same files by their own rules for names, norms and convolutions. Their agreement makes the fixture a
+Qwen3.5 checkpoint, and mlx-lm the reference for all other tests.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 transformers = pytest.importorskip("transformers")
 
 TOKENS = [[(7 * i * i + 3 * i) % 250 for i in range(40)]]
-"""One prompt longer than the convolution, the head dimension and a GDN chunk's remainder."""
+"""A prompt longer than the convolution, the head dimension and a GDN chunk's remainder."""
 
 
 def transformers_logits(path: Path, tokens: list[list[int]]) -> np.ndarray[Any, Any]:
-    """Logits `[B, L, vocab]` in fp32 on the CPU, by transformers' own loading and modules."""
+    """Return logits `[B, L, vocab]` in fp32 on the CPU, loaded and computed by transformers."""
     config = transformers.AutoConfig.from_pretrained(path).text_config
     name = "Qwen3_5MoeForCausalLM" if "moe" in config.model_type else "Qwen3_5ForCausalLM"
     model, loading = getattr(transformers, name).from_pretrained(
         path, config=config, dtype=torch.float32, output_loading_info=True
     )
-    assert not loading["missing_keys"], "weights the model made up instead of reading"
+    assert not loading["missing_keys"], (
+        "the model initialized these weights instead of reading them"
+    )
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits
     return np.asarray(logits.numpy())
 
 
 def relative_error(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> float:
-    """Largest difference of logits over the largest logit."""
+    """Return the largest difference of logits over the largest logit."""
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
@@ -53,4 +55,4 @@ def test_mlx_lm_and_transformers_agree(checkpoints: Checkpoints, options: dict[s
     ours = np.array(model(mx.array(TOKENS)))
     theirs = transformers_logits(path, TOKENS)
     assert relative_error(ours, theirs) <= 1e-4
-    assert np.abs(theirs).max() > 1, "logits near 0 would agree whatever the model does"
+    assert np.abs(theirs).max() > 1, "logits near 0 agree for any model"

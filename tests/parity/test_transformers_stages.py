@@ -1,4 +1,4 @@
-"""A chain of stages against the transformers implementation, on the raw checkpoint both read by their own rules."""
+"""A chain of stages agrees with the transformers implementation on a raw checkpoint that both read."""
 
 from __future__ import annotations
 

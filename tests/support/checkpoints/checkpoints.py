@@ -1,7 +1,7 @@
-"""Small random checkpoints as users have them: raw with MTP tensors, or converted by mlx-lm itself.
+"""Small random checkpoints like those of users: raw with MTP tensors, or converted by mlx-lm itself.
 
-Weights are scaled so that mistakes show: norms are far from 0 and from 1, decays span short and long
-memory, logits differ by several units.
+The weights are scaled so that mistakes show. Norms are far from 0 and 1, decays span short and long memory, and logits
+differ by several units.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ def write_checkpoint(
     dtype: mx.Dtype = mx.float32,
     seed: int = 0,
 ) -> Path:
-    """Write a checkpoint into `path` and return it.
+    """Write a checkpoint into `path` and return `path`.
 
-    `mtp` False leaves the head's tensors out; config.json announces it all the same unless `announce_mtp`
-    is False too. Fused or not, the experts of one seed are the same. `quantize` (with layout "mlx")
-    quantizes the head as well, all but `fc`; `overrides` gives down_proj of every odd layer 8 bits of group
-    32 and leaves v_proj unquantized.
+    `mtp` False leaves out the head's tensors. config.json announces the head anyway unless `announce_mtp` is False.
+    Fused and unfused experts of one seed are equal. `quantize` (with layout "mlx") also quantizes the head, except
+    `fc`. `overrides` gives down_proj of every odd layer 8 bits of group 32 and leaves v_proj unquantized.
     """
     assert layout == "mlx" or quantize is None
     path.mkdir(parents=True, exist_ok=True)
@@ -81,7 +80,7 @@ def write_checkpoint(
 
 
 def convert_checkpoint(source: Path, path: Path, quantize: Literal[4, 8] | None = None) -> Path:
-    """Convert the raw checkpoint in `source`, one file and a head, as `write_checkpoint` does; tokenizer and all."""
+    """Convert the raw checkpoint in `source`, one file with a head, as `write_checkpoint` does, with its tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     raw = cast(Weights, mx.load(str(source / "model.safetensors")))
     _convert(path, json.loads((source / "config.json").read_text()), raw, 1, quantize, False)
@@ -94,7 +93,7 @@ def convert_checkpoint(source: Path, path: Path, quantize: Literal[4, 8] | None 
 def config_of(
     *, moe: bool, layers: int, hidden: int, vocab: int, tie: bool, dtype: mx.Dtype
 ) -> dict[str, Any]:
-    """A config.json that transformers and mlx-lm both take."""
+    """Return a config.json that both transformers and mlx-lm accept."""
     suffix = "_moe" if moe else ""
     text: dict[str, Any] = {
         "model_type": f"qwen3_5{suffix}_text",
@@ -148,7 +147,7 @@ def config_of(
 
 
 def read_tensors(path: Path) -> Weights:
-    """Everything a checkpoint stores, under its stored names, read."""
+    """Return all tensors of a checkpoint under their stored names."""
     weights: Weights = {}
     for file in path.glob("*.safetensors"):
         loaded = mx.load(str(file))
@@ -159,7 +158,7 @@ def read_tensors(path: Path) -> Weights:
 
 
 def without(path: Path, *names: str) -> Path:
-    """Take tensors out of the only file of the raw checkpoint in `path`, and return that."""
+    """Remove the tensors `names` from the only file of the raw checkpoint in `path`. Return `path`."""
     weights = read_tensors(path)
     accepted_length = {name: weight for name, weight in weights.items() if name not in names}
     assert len(accepted_length) == len(weights) - len(names), "there were no such tensors"
@@ -175,7 +174,7 @@ def _linear(rows: int, columns: int, *stack: int) -> mx.array:
 
 
 def _norm(size: int) -> mx.array:
-    """A raw RMSNorm weight: an offset from 1."""
+    """Return a raw RMSNorm weight: an offset from 1."""
     return mx.random.uniform(-0.3, 0.8, (size,))
 
 
@@ -212,7 +211,7 @@ def _attention(prefix: str, hidden: int) -> Weights:
 def _gdn(prefix: str, hidden: int) -> Weights:
     keys, values = _GDN_KEY_HEADS * _GDN_DIM, _GDN_VALUE_HEADS * _GDN_DIM
     channels = 2 * keys + values
-    # Time steps from 1e-3 to 1e-1 through the inverse of softplus, as these models are initialised.
+    # Time steps from 1e-3 to 1e-1 through the inverse of softplus, as in the initialization of these models.
     step = mx.exp(mx.random.uniform(math.log(1e-3), math.log(1e-1), (_GDN_VALUE_HEADS,)))
     return {
         f"{prefix}in_proj_qkv.weight": _linear(channels, hidden),
@@ -266,7 +265,7 @@ def _head(text: dict[str, Any]) -> Weights:
 
 
 def _with_layout(raw: Weights, fused: bool, fused_mtp: bool) -> Weights:
-    """The same weights with the experts of backbone or head in tensors of their own."""
+    """Return the same weights with unfused experts in the backbone or the head."""
     weights: Weights = {}
     for name, weight in raw.items():
         if ".experts." not in name or (fused_mtp if name.startswith("mtp.") else fused):
@@ -284,7 +283,7 @@ def _with_layout(raw: Weights, fused: bool, fused_mtp: bool) -> Weights:
 
 
 def _save_shards(path: Path, weights: Weights, shards: int, form: str) -> None:
-    """Tensors in order of name over `shards` files, and an index when there are several."""
+    """Save the tensors in order of name over `shards` files, and an index if there are several."""
     names = sorted(weights)
     size = math.ceil(len(names) / shards)
     weight_map: dict[str, str] = {}
@@ -308,7 +307,7 @@ def _save_shards(path: Path, weights: Weights, shards: int, form: str) -> None:
 def _convert(
     path: Path, config: dict[str, Any], raw: Weights, shards: int, bits: int | None, overrides: bool
 ) -> None:
-    """What `mlx_lm.convert` writes, and the head beside it under `mtp.`, converted the same way."""
+    """Write the output of `mlx_lm.convert` with the head added under `mtp.`, converted the same way."""
     source = path / "raw"
     source.mkdir()
     _save_shards(source, {n: w for n, w in raw.items() if not n.startswith("mtp.")}, 1, "pt")
@@ -332,7 +331,7 @@ def _convert(
 
 
 def _converted_head(text: dict[str, Any], raw: Weights) -> nn.Module | None:
-    """The head's modules with +1 on every norm (its only vectors) and its fused experts split."""
+    """Return the head's modules with +1 on every norm (its only vectors) and its fused experts split."""
     weights: Weights = {}
     for name, weight in raw.items():
         within = name.removeprefix("mtp.")
@@ -354,9 +353,10 @@ def _converted_head(text: dict[str, Any], raw: Weights) -> nn.Module | None:
 
 
 def _predicate(router: Choose | None, overrides: bool) -> Choose:
-    """mlx-lm's own choice; `fc` unquantized; with `overrides`, more exceptions by path."""
+    """Return mlx-lm's own predicate without `fc`, plus exceptions by path if `overrides` is set."""
 
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        """Return the quantization of `module`, or False for none."""
         if path == "fc" or (overrides and path.endswith("v_proj")):
             return False
         if overrides and re.search(r"layers\.\d*[13579]\.mlp\.(switch_mlp\.)?down_proj", path):

@@ -1,4 +1,4 @@
-"""A conversion in a process of its own, to be killed, starved of disk or measured by a test.
+"""A conversion in its own process, which a test can kill, limit or measure.
 
 `python -m tests.support.checkpoints.converting SOURCE OUT BITS SHARD_BYTES FILES` prints one JSON object: `peak`,
 the maximum growth of memory in bytes. If FILES is not 0, the process stops after it has written FILES whole files,
@@ -24,11 +24,11 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.terminal import console
 
 KILL_SECONDS = 100.0
-"""Longest wait to be killed."""
+"""Seconds. Longest wait to be killed."""
 
 
 def peak_memory() -> int:
-    """Most bytes this process had resident. Linux's own figure counts in the process it was forked from."""
+    """Return the peak resident memory of this process in bytes. Linux's own figure includes the parent process."""
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (line,) = (s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s)
@@ -44,7 +44,7 @@ def start(
     files: int = 0,
     limit: Callable[[], None] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start one; `bits` 0 leaves the weights unquantized, `limit` runs in the child before it begins."""
+    """Start a conversion. `bits` 0 leaves the weights unquantized. `limit` runs in the child before the conversion."""
     arguments = [str(source), str(out), str(bits), str(shard_bytes), str(files)]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.checkpoints.converting", *arguments],
@@ -57,13 +57,14 @@ def start(
 
 def _main(source: str, out: str, bits: str, shard_bytes: str, files: str) -> None:
     def wait_for_the_end(done: int, total: int) -> None:
+        """Wait to be killed once `files` files are written."""
         if int(files) and len(list(Path(out).glob("*.safetensors"))) >= int(files):
             time.sleep(KILL_SECONDS)
-            sys.exit("nobody killed it")
+            sys.exit("the process was not killed in time")
 
     settings = Settings(Quantization.of(int(bits), None) if int(bits) else None)
     checkpoint = Checkpoint.open(Path(source))
-    mx.eval(mx.quantize(mx.ones((64, 64))))  # what the first use of the library costs is not ours
+    mx.eval(mx.quantize(mx.ones((64, 64))))  # load the library before measuring
     before = psutil.Process().memory_info().rss
     convert(
         checkpoint,

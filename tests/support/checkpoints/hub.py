@@ -1,7 +1,7 @@
-"""A stand-in for a hub: an HTTP server on loopback that serves directories as repos, ranges and all.
+"""A local stand-in for the hub: an HTTP server on loopback that serves directories as repos, with ranges.
 
-It answers what the hub's own library asks (info, tree, resolve), sends weights by way of a redirect to another path
-as the hub does, counts the bytes it sends, and fails on request.
+It answers the requests of the hub's own library (info, tree, resolve) and redirects weights to another path, as the
+hub does. It counts the bytes it sends, and fails on request.
 """
 
 from __future__ import annotations
@@ -32,32 +32,35 @@ _STORAGE = re.compile(r"/storage/(?P<repo>[^/]+/[^/]+)/(?P<file>[^?]+)")
 
 @dataclass
 class Repo:
-    """A directory under a name. `gate` is the error code for those without TOKEN, None where all may read."""
+    """A directory served as a repo. `gate` is the error code for clients without TOKEN; None lets everybody read."""
 
     path: Path
     gate: str | None = None
 
     @property
     def commit(self) -> str:
-        """As long as a real one, and another for another directory."""
+        """A commit hash of real length that differs between directories."""
         return hashlib.sha1(str(self.path).encode()).hexdigest()
 
 
 @dataclass
 class Faults:
-    """What goes wrong. Each of `cut_after` breaks one answer off after so many bytes; `unavailable` answers are 503."""
+    """The faults of the server.
+
+    Each number of `cut_after` ends one reply after that many bytes. `unavailable` replies are 503.
+    """
 
     cut_after: list[int] = field(default_factory=list)
     unavailable: int = 0
     ignore_ranges: bool = False
     flip: dict[str, int] = field(default_factory=dict)
-    """By file, a byte of it that is sent with a bit flipped."""
+    """For each file, the offset of a byte that is sent with one bit flipped."""
     hold_at: float = math.inf
-    """Once so many bytes of weights were sent, no more are before this is raised: a test can interfere."""
+    """The server pauses after this many bytes of weights until a test raises the limit."""
 
 
 class Hub:
-    """The server; a context manager. `sent` counts bytes of content by file, `requests` by method and path."""
+    """The server, as a context manager. `sent` counts content bytes by file, `requests` counts method and path."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -69,6 +72,8 @@ class Hub:
         hub = self
 
         class Handler(_Handler):
+            """A handler bound to this hub."""
+
             server_hub = hub
 
         self._server = _Server(("127.0.0.1", 0), Handler)
@@ -91,17 +96,20 @@ class Hub:
 
     @property
     def url(self) -> str:
+        """Root of the server."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def add(self, name: str, path: Path, gate: str | None = None) -> None:
+        """Serve the directory `path` as the repo `name`."""
         self.repos[name] = Repo(path, gate)
 
     @property
     def weights_sent(self) -> int:
+        """Return the bytes of weights sent so far."""
         return sum(count for file, count in self.sent.items() if file.endswith(".safetensors"))
 
     def etag(self, file: Path) -> str:
-        """SHA-256 of weights, as a hub knows it from the upload; of small files another, shorter hash."""
+        """Return the ETag of a file: SHA-256 for weights, as on a hub, and a shorter hash for small files."""
         state = file.stat()
         key = (file, state.st_mtime_ns, state.st_size)
         if key not in self._etags:
@@ -111,7 +119,7 @@ class Hub:
         return self._etags[key]
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """For a process of ours: this hub, and a cache of its own."""
+        """Return the environment for a process that uses this hub and its own cache at `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -123,7 +131,7 @@ class Hub:
     def install(
         self, monkeypatch: pytest.MonkeyPatch, home: Path, token: str | None = None
     ) -> None:
-        """For this process. The library reads its environment once, when it is imported."""
+        """Make this process use the hub. The library reads its environment once, when it is imported."""
         constants = "huggingface_hub.constants"
         monkeypatch.setattr(f"{constants}.ENDPOINT", self.url)
         template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -141,7 +149,7 @@ class Hub:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, *args: Any) -> None:
-        """A client that leaves in the middle is what tests are about."""
+        """Ignore clients that disconnect, which many tests provoke."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -149,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_hub: Hub
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def _answer(self) -> None:
         hub, path = self.server_hub, unquote(self.path)
@@ -254,11 +262,11 @@ class _Handler(BaseHTTPRequestHandler):
             piece = content[start : min(start + 65536, last)]
             while hub.weights_sent >= hub.faults.hold_at:
                 time.sleep(0.01)
-            with hub.lock:  # first: who has the last byte may look at once
+            with hub.lock:  # counted first, because the client may check right after the last byte
                 hub.sent[file.name] += len(piece)
             try:
                 self.wfile.write(piece)
-            except OSError:  # the other side was killed
+            except OSError:  # the client was killed
                 with hub.lock:
                     hub.sent[file.name] -= len(piece)
                 return

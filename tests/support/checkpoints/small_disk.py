@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Disks with little space, for tests of full disks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str = "1m") -> Iterator[Path]:
-    """Mount one of `size` at `path`; skip the test where this user may not."""
+    """Mount a disk of `size` at `path`. Skip the test if this user may not."""
     path.mkdir()
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("mounting a tmpfs takes root on Linux")
@@ -25,11 +25,11 @@ def small_disk(path: Path, size: str = "1m") -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: a thread or an error that still holds a file open is no matter of this test.
+        # Lazy, because a thread or an error may still hold a file open.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 class Plenty(NamedTuple):
-    """What a disk says of itself that others will fill a moment later."""
+    """A disk usage that claims free space. It simulates a disk that others fill after the check."""
 
     free: int = 2**40

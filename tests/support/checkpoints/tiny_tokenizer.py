@@ -1,4 +1,4 @@
-"""A tokenizer folder of the served family's kind, made in milliseconds: bytes, a few merges, ChatML, markers."""
+"""A small tokenizer folder of the served model family: bytes, a few merges, ChatML and markers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEMPLATE = """\
 def write_tokenizer(
     folder: Path, *, template: str | None = TEMPLATE, special_markers: bool = False
 ) -> Path:
-    """Write tokenizer.json and its company into `folder`, which exists; return it."""
+    """Write tokenizer.json and its companion files into the existing `folder`. Return `folder`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

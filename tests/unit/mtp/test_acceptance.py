@@ -1,4 +1,4 @@
-"""Which drafts are kept: coupled gives the tokens of plain sampling, ratio its distribution."""
+"""The acceptance rules: coupled gives the tokens of plain sampling, and ratio gives its distribution."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ def ints(tokens: mx.array) -> list[int]:
     return [int(t) for t in np.array(tokens)]
 
 
-def test_kept_is_the_confirmed_token_and_the_leading_right_drafts() -> None:
-    """Drafts are right up to the first that differs from the target before it; later agreement is worth nothing."""
+def test_accepted_length_counts_the_token_and_leading_correct_drafts() -> None:
+    """The accepted length counts the confirmed token and the drafts before the first wrong one.
+
+    Later drafts that agree with their target do not count.
+    """
     assert accepted_length([7], [1]) == 1
     assert accepted_length([7, 1, 2, 3], [1, 2, 3, 4]) == 4
     assert accepted_length([7, 1, 2, 3], [1, 9, 3, 4]) == 2
     assert accepted_length([7, 5, 2, 3], [1, 2, 3, 4]) == 1
 
 
-def test_a_window_built_on_a_vain_hope_keeps_nothing() -> None:
-    """A window sent before its first token was confirmed counts from nothing unless the target expected that token."""
+def test_a_misspeculated_window_accepts_nothing() -> None:
+    """A window whose first token differs from the expected token has an accepted length of 0."""
     assert accepted_length([7, 1], [1, 2], expected=7) == 2
     assert accepted_length([7, 1], [1, 2], expected=8) == 0
 
@@ -53,12 +56,12 @@ LENGTH = 60
 
 
 def after(model: mx.array, tokens: Sequence[int]) -> mx.array:
-    """The model's logits after each of `tokens`: `[n, vocab]`."""
+    """Return the model's logits after each of `tokens`: `[n, vocab]`."""
     return model[mx.array(list(tokens))]
 
 
 def plainly(params: SamplingParams, length: int = LENGTH) -> list[int]:
-    """The toy model's text, one token a step."""
+    """Return the toy model's text, generated one token a step."""
     history = History(VOCAB, len(PROMPT))
     history.extend(PROMPT)
     tokens = list(PROMPT)
@@ -71,8 +74,11 @@ def plainly(params: SamplingParams, length: int = LENGTH) -> list[int]:
 
 @dataclass
 class Speculation:
-    """The same text by drafting `depth` tokens a window and checking `ahead` windows at a time, the later ones in the
-    hope that the earlier are kept whole. `wasted` and `whole` count windows dropped and kept whole."""
+    """The same text, with `depth` drafts a window and `ahead` windows verified at a time.
+
+    The later windows assume that the earlier ones are accepted whole. `wasted` counts invalidated windows and `whole`
+    counts fully accepted ones.
+    """
 
     params: SamplingParams
     head: mx.array
@@ -90,7 +96,7 @@ class Speculation:
         return tokens[:length]
 
     def _step(self, tokens: list[int], history: History) -> None:
-        """Extend `tokens`; `history` holds all but the last of them, before and after."""
+        """Extend `tokens`. `history` holds all but the last of them, before and after."""
         width = self.depth + 1
         chain = [tokens[-1]]
         while len(chain) < self.ahead * width:
@@ -139,8 +145,10 @@ SETTINGS = {
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_coupled_text_is_plain_text(params: SamplingParams, depth: int) -> None:
-    """Token for token, whether the head is good or has nothing to do with the model, and with a second window in
-    flight before the first is settled."""
+    """Coupled text equals plain text token for token, for good and for useless heads.
+
+    The cases include a second window in flight before the first has an outcome.
+    """
     expected = plainly(params)
     for head in (HEAD, STRANGER):
         assert Speculation(params, head, depth).text() == expected
@@ -148,7 +156,7 @@ def test_coupled_text_is_plain_text(params: SamplingParams, depth: int) -> None:
 
 
 def test_the_identity_was_tried_on_kept_and_on_dropped_windows() -> None:
-    """The test above means nothing unless windows were kept whole, kept in part and built in vain."""
+    """The test above covered fully accepted, partly accepted and invalidated windows."""
     speculation = Speculation(SETTINGS["sampled"], HEAD, depth=1, ahead=2)
     speculation.text(200)
     assert speculation.whole > 20
@@ -164,7 +172,7 @@ DRAWS = 20_000
 
 
 def ratio_counts(p: mx.array, q: mx.array, draws: int = DRAWS, seed: int = 3) -> list[int]:
-    """How often each token comes out of the ratio rule at so many positions, each with its own draft from q."""
+    """Return how often each token is the ratio rule's choice over `draws` positions, each with its own draft from q."""
     target = mx.broadcast_to(p, (draws, p.size))
     draft = mx.broadcast_to(q, (draws, q.size))
     drafts = drawn(draft, seed, 0, Stream.DRAFT)
@@ -177,10 +185,11 @@ def chances(scores: mx.array) -> list[float]:
 
 
 def test_ratio_is_distributed_as_plain_sampling() -> None:
-    """Chi-square with 6 degrees of freedom (one of 8 tokens cannot come) of 20,000 seeded draws stays below 4 sigmas.
+    """Ratio draws follow plain sampling: chi-square of 20,000 seeded draws stays below 4 sigmas.
 
-    Power: a distribution 3 % away in total variation has sum(d^2 / p) >= 4 * .03^2, which adds 72 or more to the
-    statistic; it would exceed the bound, 31, with probability > .99. The mistake of the next test is 17 % away.
+    There are 6 degrees of freedom, as one of 8 tokens cannot occur. Power: a distribution 3 % away in total variation
+    has sum(d^2 / p) >= 4 * .03^2, which adds 72 or more to the statistic. That exceeds the bound, 31, with probability
+    > .99. The mistake of the next test is 17 % away.
     """
     assert sigmas(chi_square(ratio_counts(P, Q), chances(P)), 6) < 4
 
@@ -188,13 +197,16 @@ def test_ratio_is_distributed_as_plain_sampling() -> None:
 def test_the_test_above_fails_for_a_draw_from_the_target_instead_of_the_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The well-known mistake: a rejected draft replaced by a plain draw makes the likely tokens of q too frequent."""
+    """The test above fails if a rejected draft is replaced by a draw from the target instead of the residual.
+
+    That common mistake makes the likely tokens of q too frequent.
+    """
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
     assert sigmas(chi_square(ratio_counts(P, Q), chances(P)), 6) > 20
 
 
 def test_ratio_keeps_as_many_drafts_as_any_rule_could() -> None:
-    """The share of kept drafts is 1 - TV(p, q), the bound of every coupling, within 4 standard errors."""
+    """The share of accepted drafts is 1 - TV(p, q), the bound of every coupling, within 4 standard errors."""
     target = mx.broadcast_to(P, (DRAWS, P.size))
     draft = mx.broadcast_to(Q, (DRAWS, Q.size))
     drafts = drawn(draft, 1, 0, Stream.DRAFT)
@@ -204,7 +216,7 @@ def test_ratio_keeps_as_many_drafts_as_any_rule_could() -> None:
 
 
 def ratio_text(depth: int, length: int) -> tuple[list[int], int]:
-    """The toy model's text under the ratio rule, and how many drafts it kept."""
+    """Return the toy model's text under the ratio rule, and the number of accepted drafts."""
     params = SamplingParams(temperature=1.0, seed=21, acceptance="ratio")
     tokens, accepted = [0], 0
     while len(tokens) < length:
@@ -228,9 +240,11 @@ SMALL_HEAD = HEAD[:4, :4]
 
 
 def test_ratio_text_has_the_models_transitions() -> None:
-    """Over whole windows, partly kept ones and the token after them: each token of a 2,500 token text follows the one
-    before as the model says. Chi-square with 12 degrees of freedom stays below 4 sigmas; hundreds of drafts
-    were kept and hundreds rejected."""
+    """Each token of a text of 2,500 follows the one before with the model's probabilities.
+
+    The windows are accepted whole and in part, with hundreds of accepted and rejected drafts. Chi-square with 12
+    degrees of freedom stays below 4 sigmas.
+    """
     tokens, accepted = ratio_text(depth=2, length=2500)
     assert 1000 < accepted < 2000
     statistic = 0.0
@@ -241,13 +255,16 @@ def test_ratio_text_has_the_models_transitions() -> None:
 
 
 def test_ratio_never_keeps_a_draft_the_target_forbids() -> None:
-    """Where a filter of the target leaves a token no chance, it does not come out, also when q is sure of it."""
+    """A token that a filter of the target removes is never chosen, even if q is certain of it."""
     sure = mx.array([-mx.inf] * 7 + [0.0])
     assert ratio_counts(P, sure, 500)[7] == 0
 
 
 def test_ratio_with_equal_distributions_keeps_every_draft() -> None:
-    """p = q leaves no residual; nothing is rejected and nothing is undefined, also where rounding rejects after all."""
+    """With p = q every draft is accepted, and the empty residual gives no undefined value.
+
+    Rounding may still reject a draft, which is covered.
+    """
     p = mx.softmax(P)[None]
     assert mx.array_equal(acceptance.residual(p, p), p)
     scores = mx.broadcast_to(P, (500, P.size))
@@ -256,7 +273,7 @@ def test_ratio_with_equal_distributions_keeps_every_draft() -> None:
 
 
 def test_the_row_without_a_draft_is_plain_sampling() -> None:
-    """The token after the last draft is the one plain sampling has there; without drafts at all, so is the only one."""
+    """The token after the last draft, and the only token of a window without drafts, are plain samples."""
     params = replace(SETTINGS["sampled"], acceptance="ratio")
     target = filtered(after(TARGET, [1, 2, 3]), params, 10)
     draft = filtered(after(HEAD, [1, 2]), params, 10)
@@ -266,8 +283,10 @@ def test_the_row_without_a_draft_is_plain_sampling() -> None:
 
 
 def test_ratio_decides_a_row_alone_as_in_its_window() -> None:
-    """Bit for bit: the targets of a window of four are those of its rows one by one, and those of a window whose last
-    row has a draft too, sent ahead in the next window."""
+    """The ratio rule gives bit for bit the same targets for a window of four and for its rows one by one.
+
+    A window whose last row has a draft of the next window gives them too.
+    """
     target = after(TARGET, [1, 2, 3, 4])
     draft = after(HEAD, [1, 2, 3, 4])
     drafts = [5, 6, 7, 8]
@@ -280,7 +299,7 @@ def test_ratio_decides_a_row_alone_as_in_its_window() -> None:
 
 
 def test_ratio_refuses_drafts_that_do_not_belong_to_the_rows() -> None:
-    """Scores of another window would skew the distribution unnoticed."""
+    """Draft scores of another window are refused, because they would skew the distribution without a sign."""
     for count in (0, 1, 4):
         with pytest.raises(ValueError, match="drafts for 3 rows"):
             ratio_targets(mx.zeros((3, 4)), mx.zeros((count, 4)), [0] * count, 0, 0)
@@ -288,8 +307,10 @@ def test_ratio_refuses_drafts_that_do_not_belong_to_the_rows() -> None:
 
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_the_rules_accept_what_their_formulas_say(distance: float) -> None:
-    """On simulated heads, shared noise and the ratio rule keep the shares `tests/bench/coupling.py` works out, within 4
-    standard errors of 4,000 draws; shared noise gives up less than a tenth of the best possible."""
+    """On simulated heads both rules accept the shares that `tests/bench/coupling.py` computes.
+
+    They agree within 4 standard errors of 4,000 draws. Shared noise accepts more than nine tenths of the best possible.
+    """
     pairs, repeats = 20, 200
     p, q = simulated(distance, pairs, vocab=200)
     expected = rates(p, q)

@@ -1,4 +1,4 @@
-"""Noise, filters, penalties and the choice of a token: the same in any window, and distributed as they should be."""
+"""Noise, filters, penalties and the choice of a token are the same in any window and have the right distribution."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 def some_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> mx.array:
-    """Peaked like a model's: `[rows, vocab]`."""
+    """Return logits `[rows, vocab]` that are peaked like a model's."""
     return mx.random.normal((rows, vocab), key=mx.random.key(seed)) * 3
 
 
@@ -70,7 +70,7 @@ def ints(tokens: mx.array) -> list[int]:
 
 
 def row(scores: mx.array) -> list[float]:
-    """The only row of `scores`."""
+    """Return the only row of `scores`."""
     assert scores.shape[0] == 1
     return [float(score) for score in np.array(scores[0])]
 
@@ -80,8 +80,10 @@ def row(scores: mx.array) -> list[float]:
 
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: SamplingParams) -> None:
-    """Scores and tokens are bit for bit independent of how many rows are looked at together: the k-th row alone, with
-    the tokens before it settled, gives the k-th row of the window."""
+    """Scores and tokens are bit for bit independent of how many rows are computed together.
+
+    Row k alone, after the tokens before it are committed, equals row k of the window.
+    """
     logits = some_logits(5)
     past, window = [7, 7, 9, 200], [9, 1, 1, 250, 3]
     history = told(past, prompt=2)
@@ -100,7 +102,7 @@ def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: Sampli
 
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
 def test_narrow_logits_are_widened_before_anything_else(params: SamplingParams) -> None:
-    """bf16 logits choose as their fp32 copies do: rounding happens in the model, never here."""
+    """bf16 logits give the choice of their fp32 copies, because nothing rounds before they are widened."""
     logits = some_logits(4).astype(mx.bfloat16)
     wide = logits.astype(mx.float32)
     pasts = [told([1, 2, 3, 3]) for _ in range(2)]
@@ -111,7 +113,7 @@ def test_narrow_logits_are_widened_before_anything_else(params: SamplingParams) 
 
 
 def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
-    """A chain of drafts is penalized for its own tokens without waiting for them."""
+    """A chain of drafts is penalized for its own tokens while they are still lazy arrays."""
     params = SETTINGS["penalties"]
     history = told([1, 2, 3])
     logits = some_logits(3)
@@ -126,13 +128,13 @@ def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
 
 
 def test_noise_is_the_same_in_every_release() -> None:
-    """A seed's answers must not change with our version: these keys were written down once."""
+    """A seed gives the same noise in every release. These keys were recorded once."""
     assert key(0, 0, Stream.TARGET) == (2802244911, 1293516399)
     assert key(2**64 - 1, 262_143, Stream.XTC) == (1961909840, 731759441)
 
 
 def test_no_two_noises_of_a_seed_share_a_key() -> None:
-    """Every position and stream has a key of its own, also between neighbouring seeds."""
+    """Every position and stream has its own key, also between neighbouring seeds."""
     keys = {
         key(seed, position, stream)
         for seed in (0, 1, 2)
@@ -143,8 +145,10 @@ def test_no_two_noises_of_a_seed_share_a_key() -> None:
 
 
 def test_streams_and_positions_are_uncorrelated() -> None:
-    """No correlation beyond 5 standard errors between the streams, neighbouring positions or neighbouring seeds;
-    20,000 draws each."""
+    """Streams, neighbouring positions and neighbouring seeds have no correlation beyond 5 standard errors.
+
+    Each comparison has 20,000 draws.
+    """
     count = 20_000
     draws = [np.array(uniform(1, range(count), stream)) for stream in Stream]
     draws.append(np.array(uniform(1, range(1, count + 1), Stream.TARGET)))
@@ -163,15 +167,19 @@ def test_gumbel_noise_has_gumbel_quantiles() -> None:
 
 
 def test_gumbel_noise_reaches_beyond_the_steps_of_fp32() -> None:
-    """Noise is not cut off at 16.6, where a uniform near 1 has its last step. The seed is one of which 20 million draws
-    go beyond; made of u near 1, none could."""
+    """Noise exceeds 16.6, where a uniform number near 1 has its last fp32 step.
+
+    With this seed 20 million draws exceed it. Noise made from u near 1 never could.
+    """
     largest = gumbel(0, range(400), 50_000, Stream.TARGET).max()
     assert np.array(largest) > 17
 
 
 def test_a_draw_follows_the_softmax() -> None:
-    """Chi-square with 7 degrees of freedom over 20,000 positions stays below 4 sigmas. A distribution 3 % away in
-    total variation would exceed them with probability > .99."""
+    """Draws follow the softmax: chi-square with 7 degrees of freedom over 20,000 positions stays below 4 sigmas.
+
+    A distribution 3 % away in total variation would exceed that with probability > .99.
+    """
     logits = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     tokens = drawn(mx.broadcast_to(logits, (20_000, 8)), seed=9, first_position=0)
     counts = Counter(ints(tokens))
@@ -180,7 +188,7 @@ def test_a_draw_follows_the_softmax() -> None:
 
 
 def test_another_seed_position_or_stream_gives_another_draw() -> None:
-    """Each alone changes about as many of 200 flat draws as chance says."""
+    """A change of seed, position or stream alone changes about as many of 200 flat draws as chance predicts."""
     flat = mx.zeros((200, 1000))
     reference = drawn(flat, seed=1, first_position=0)
     for other in (
@@ -196,7 +204,7 @@ def test_another_seed_position_or_stream_gives_another_draw() -> None:
 
 @pytest.fixture
 def eager() -> Iterator[None]:
-    """mlx-lm compiles its filters, which takes seconds on a CPU."""
+    """Replace mx.compile, because mlx-lm's compiled filters take seconds on a CPU."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -213,7 +221,7 @@ def survivors(scores: mx.array) -> list[set[int]]:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("top_k", [1, 2, 7, VOCAB - 1])
 def test_top_k_keeps_what_mlx_lm_keeps(top_k: int) -> None:
-    """The k most likely tokens of every row."""
+    """top_k leaves the k most likely tokens of every row, as in mlx-lm."""
     logits = some_logits(4)
     ours = filtered(logits, replace(PLAIN, top_k=top_k), 0)
     assert survivors(ours) == survivors(sample_utils.apply_top_k(log_softmax(logits), top_k))
@@ -222,7 +230,7 @@ def test_top_k_keeps_what_mlx_lm_keeps(top_k: int) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
 def test_top_p_keeps_what_mlx_lm_keeps(top_p: float) -> None:
-    """The fewest most likely tokens whose probability reaches p."""
+    """top_p leaves the fewest most likely tokens whose probability reaches p, as in mlx-lm."""
     logits = some_logits(4)
     ours = filtered(logits, replace(PLAIN, top_p=top_p), 0)
     assert survivors(ours) == survivors(sample_utils.apply_top_p(log_softmax(logits), top_p))
@@ -231,7 +239,7 @@ def test_top_p_keeps_what_mlx_lm_keeps(top_p: float) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("min_p", [0.001, 0.1, 1.0])
 def test_min_p_keeps_what_mlx_lm_keeps(min_p: float) -> None:
-    """The tokens at least min_p times as likely as the best."""
+    """min_p leaves the tokens at least min_p times as likely as the best, as in mlx-lm."""
     logits = some_logits(4)
     ours = filtered(logits, replace(PLAIN, min_p=min_p), 0)
     assert survivors(ours) == survivors(sample_utils.apply_min_p(log_softmax(logits), min_p))
@@ -239,7 +247,7 @@ def test_min_p_keeps_what_mlx_lm_keeps(min_p: float) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_xtc_removes_what_mlx_lm_removes() -> None:
-    """Of the tokens above the threshold all but the least likely, and never one that is spared."""
+    """XTC removes all tokens above the threshold but the least likely, and never an exempt token."""
     logits = mx.array([[3.0, 2.5, 2.0, 0.0, -1.0], [9.0, 0.0, 0.0, 0.0, 0.0]])
     params = replace(PLAIN, xtc_probability=1.0, xtc_threshold=0.1)
     for exempt, expected in ((), [{2, 3, 4}, set(range(5))]), ((0,), [{0, 2, 3, 4}, set(range(5))]):
@@ -252,8 +260,10 @@ def test_xtc_removes_what_mlx_lm_removes() -> None:
 
 
 def test_xtc_acts_at_its_share_of_positions() -> None:
-    """The coin belongs to the position: at xtc_probability .3, 3 of 10 positions, 5 standard errors of 5,000 allowed;
-    the same ones when asked again from elsewhere."""
+    """XTC with probability .3 acts at 3 of 10 positions, within 5 standard errors of 5,000.
+
+    Each position has a fixed decision, so another call gives the same positions.
+    """
     count = 5000
     logits = mx.broadcast_to(mx.array([3.0, 2.5, 2.0, 0.0]), (count, 4))
     params = replace(PLAIN, xtc_probability=0.3)
@@ -264,7 +274,7 @@ def test_xtc_acts_at_its_share_of_positions() -> None:
 
 
 def test_filters_follow_vllms_order() -> None:
-    """Temperature comes before the filters, min-p and top-k before top-p, which shares out what they left."""
+    """Temperature comes before the filters, and min-p and top-k before top-p, which renormalizes their result."""
     logits = mx.log(mx.array([[0.4, 0.3, 0.2, 0.1]]))
     # T = 0.5 squares the odds: .533, .3, .133, .033.
     assert survivors(filtered(logits, replace(PLAIN, temperature=0.5, top_p=0.8), 0)) == [{0, 1}]
@@ -276,7 +286,7 @@ def test_filters_follow_vllms_order() -> None:
 
 
 def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
-    """No sort's order decides between equals."""
+    """Tokens that tie with the last one left by a filter stay, so the order of a sort does not matter."""
     logits = mx.array([[2.0, 1.0, 1.0, 1.0, 0.0]])
     assert survivors(filtered(logits, replace(PLAIN, top_k=2), 0)) == [{0, 1, 2, 3}]
     assert survivors(filtered(logits, replace(PLAIN, top_p=0.5), 0)) == [{0, 1, 2, 3}]
@@ -294,7 +304,7 @@ def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
 def test_every_row_keeps_a_token(
     temperature: float, top_k: int, top_p: float, min_p: float, xtc: float, scale: float
 ) -> None:
-    """Whatever the filters, at least one token is left, no score is NaN or above 0, and the chosen one is left."""
+    """Every combination of filters leaves a token, without NaN or scores above 0, and the choice is one of them."""
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, xtc_probability=xtc
     )
@@ -308,7 +318,7 @@ def test_every_row_keeps_a_token(
 
 
 def test_a_temperature_next_to_zero_is_greedy() -> None:
-    """1/T overflows fp32 below 1e-38; the best token must come out, not the first."""
+    """A temperature so small that 1/T overflows fp32 (below 1e-38) gives the best token, not the first."""
     logits = some_logits(5)
     params = replace(PLAIN, temperature=1e-300)
     assert not np.isnan(np.array(filtered(logits, params, 0))).any()
@@ -316,14 +326,14 @@ def test_a_temperature_next_to_zero_is_greedy() -> None:
 
 
 def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
-    """XTC, which would remove it, is a way to draw; and of equals the first is taken, without a draw."""
+    """A greedy choice ignores all filters, XTC included, and takes the first of equal tokens."""
     logits = mx.array([[0.0, 3.0, 3.0, 2.0]])
     params = SamplingParams(xtc_probability=1.0, top_k=3, min_p=0.1, top_p=0.9)
     assert {choose(logits, params, position).item() for position in range(50)} == {1}
 
 
 def test_logit_bias_is_added() -> None:
-    """Also to a greedy choice, and -100 keeps a token out."""
+    """A logit bias is added before a greedy choice too, and -100 excludes a token."""
     logits = mx.array([[1.0, 2.0, 3.0]])
     biased = adjusted(logits, SamplingParams(logit_bias={0: 2.5, 2: -100.0}))
     assert row(biased) == [3.5, 2.0, -97.0]
@@ -331,7 +341,7 @@ def test_logit_bias_is_added() -> None:
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
-    """An index beyond the logits would write into other memory; the error names the field."""
+    """A bias outside the vocabulary is refused with the field's name. It would write into other memory."""
     for token in (3, -1):
         with pytest.raises(RequestError, match="logit_bias token") as caught:
             adjusted(mx.zeros((1, 3)), SamplingParams(logit_bias={token: 1.0}))
@@ -341,9 +351,11 @@ def test_a_bias_outside_the_vocabulary_is_refused() -> None:
 # ---- penalties
 
 
-def test_penalties_take_what_they_say() -> None:
-    """Repetition divides positive and multiplies negative logits of every token seen; frequency and presence take
-    their price for tokens of the output alone, by count and once."""
+def test_penalties_follow_their_definition() -> None:
+    """Repetition divides positive and multiplies negative logits of every token in prompt and output.
+
+    Frequency subtracts by count and presence once, for tokens of the output only.
+    """
     logits = mx.array([[4.0, -4.0, 4.0, 4.0]])
     history = told([0, 1, 2, 2], prompt=2, vocab=4)
     repeated = SamplingParams(repetition_penalty=2.0)
@@ -355,13 +367,16 @@ def test_penalties_take_what_they_say() -> None:
 
 
 def test_penalties_need_a_history() -> None:
-    """Forgetting it is a bug that must not pass as an unpenalized answer."""
+    """Penalties without a history raise an error, since an unpenalized answer would hide the bug."""
     with pytest.raises(ValueError, match="history"):
         choose(mx.zeros((1, 4)), SamplingParams(presence_penalty=1.0), 0)
 
 
 def test_history_counts_what_a_list_would() -> None:
-    """Through growth, rollback and rows of an open window, prompt and output apart: the counts of the plain lists."""
+    """The history has the counts of plain lists through growth, rollback and the rows of an open window.
+
+    Prompt and output are counted separately.
+    """
     vocab, prompt = 12, 6
     history, plain = History(vocab, prompt), [0] * 0
     rng = np.random.default_rng(0)
@@ -381,7 +396,7 @@ def test_history_counts_what_a_list_would() -> None:
 
 
 def test_history_refuses_tokens_it_cannot_count() -> None:
-    """A token beyond the vocabulary would count into other memory; nothing of the call is taken."""
+    """The history refuses a token beyond the vocabulary and changes nothing. It would count into other memory."""
     history = told([1, 2], vocab=4)
     for token in (4, -1):
         with pytest.raises(ProtocolError, match="vocabulary"):
@@ -397,7 +412,7 @@ def test_history_refuses_tokens_it_cannot_count() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Log-softmax of the raw logits, in fp32, best first."""
+    """Log-probabilities are the log-softmax of the raw logits, in fp32, best first."""
     logits = some_logits(3).astype(mx.bfloat16)
     expected = np.array(log_softmax(logits.astype(mx.float32)))
     found = logprobs(logits, [5, 6, 7], top=4)
@@ -410,7 +425,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("top", [0, 1, 3, 9])
 def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
-    """None for 0, and never more than the vocabulary has."""
+    """`top` 0 gives no alternatives, and a large `top` gives no more than the vocabulary has."""
     found = logprobs(mx.array([[0.0, 2.0, 1.0]]), [0], top)
     assert found.top_tokens.tolist() == [[1, 2, 0][:top]]
     assert found.top.shape == (1, min(top, 3))
@@ -429,8 +444,8 @@ def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
         ({"logit_bias": {7: -1e9}}, "logit_bias[7] -1e+09 is outside [-100, 100]"),
     ],
 )
-def test_what_is_out_of_range_is_shown(fields: dict[str, Any], told: str) -> None:
-    """By the field's own name, with its value, whole numbers in full."""
+def test_a_value_out_of_range_is_named(fields: dict[str, Any], told: str) -> None:
+    """An error about a value out of range has the field's name and the value, whole numbers in full."""
     with pytest.raises(RequestError) as raised:
         SamplingParams(**fields)
     assert str(raised.value) == told

@@ -1,4 +1,4 @@
-"""How long a frame may take is learned from those before it, of its size or of others."""
+"""The deadline of a frame is estimated from earlier frames of the same size or of other sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from worker.engine.deadline import FIRST_SECONDS, NEW_SIZE_SECONDS, SLACK, Deadl
 
 
 def frame(rows: int, position: int = 0) -> Frame:
-    """One sequence's rows, up to `position + rows`."""
+    """Return a frame with one sequence of `rows` rows, which ends at `position + rows`."""
     return Frame(1, 0, segments=(Segment(1, 0, position, tuple(range(rows))),))
 
 
-def test_the_first_of_all_may_take_long() -> None:
-    """Nobody knows yet how slow the machine is."""
+def test_the_first_frame_has_the_longest_deadline() -> None:
+    """The first frame has the longest deadline, because the machine's speed is not known yet."""
     assert DeadlineEstimate().seconds(frame(1)) == FIRST_SECONDS
 
 
-def test_what_a_size_takes_is_learned() -> None:
-    """Slower than any timeout, and so allowed; a hiccup moves it a little."""
+def test_the_deadline_follows_the_frames_of_that_size() -> None:
+    """A frame size that is slower than any timeout gets a longer deadline, and one outlier changes it a little."""
     allowance = DeadlineEstimate()
     allowance.observe(frame(512), 8.0)
     assert allowance.seconds(frame(512)) == SLACK * 8.0
@@ -28,9 +28,12 @@ def test_what_a_size_takes_is_learned() -> None:
     assert allowance.seconds(frame(512)) == pytest.approx(SLACK * 9.0)
 
 
-def test_a_new_size_is_judged_by_those_seen() -> None:
-    """One with more rows may take as much longer, a small one no longer than a large one; either may compile its
-    kernels; none is waited for without bound."""
+def test_a_new_size_is_estimated_from_known_sizes() -> None:
+    """A new frame size gets a bounded deadline from the sizes seen so far.
+
+    More rows allow proportionally more time, and fewer rows allow no more than a large frame had. Each includes time to
+    compile kernels.
+    """
     allowance = DeadlineEstimate()
     allowance.observe(frame(1, position=7), 0.01)
     assert allowance.seconds(frame(4, position=4)) >= NEW_SIZE_SECONDS + SLACK * 0.01 * 4
@@ -39,8 +42,8 @@ def test_a_new_size_is_judged_by_those_seen() -> None:
     assert allowance.seconds(frame(128)) == NEW_SIZE_SECONDS + SLACK * 0.5
 
 
-def test_any_frame_may_take_the_least() -> None:
-    """Where kernels are compiled on the way; one that is slower anyway may take longer."""
+def test_no_deadline_is_below_the_least() -> None:
+    """`least` is the shortest deadline of any frame, for backends that compile kernels. Slower frames may exceed it."""
     allowance = DeadlineEstimate(least=120.0)
     assert allowance.seconds(frame(1)) == 120.0
     allowance.observe(frame(1), 0.1)

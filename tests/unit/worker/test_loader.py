@@ -1,4 +1,4 @@
-"""Loading a stage: exactly the weights mlx-lm would compute with, of exactly the span asked for."""
+"""Loading a stage gives exactly mlx-lm's weights, for exactly the requested span."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _weights(module: nn.Module | None, prefix: str) -> Weights:
 
 
 def _backbone(stage: StageModules) -> Weights:
-    """Parameters under the names mlx-lm's own model gives them."""
+    """Return the parameters under the names of mlx-lm's own model."""
     weights = _weights(stage.lm_head, "language_model.lm_head.")
     model = "language_model.model."
     weights |= _weights(stage.embed_tokens, f"{model}embed_tokens.")
@@ -90,7 +90,7 @@ def test_a_loaded_stage_holds_what_mlx_lm_holds(
 
 
 def test_every_span_holds_its_part_of_the_whole(checkpoints: Checkpoints) -> None:
-    """A stage alone, also one with only GDN or only attention layers, equals its slice of the whole model."""
+    """A stage equals its slice of the whole model, also with only GDN or only attention layers."""
     for options in ({}, {"moe": True, "shards": 3}, {"layout": "mlx", "quantize": 4}):
         checkpoint = Checkpoint.open(checkpoints(**options))
         whole = _backbone(_whole(checkpoint.path))
@@ -102,16 +102,16 @@ def test_every_span_holds_its_part_of_the_whole(checkpoints: Checkpoints) -> Non
             _assert_same(weights, {name: whole[name] for name in weights})
 
 
-def test_experts_fused_or_not_load_alike(checkpoints: Checkpoints) -> None:
-    """Backbone and head have the same weights whichever way the experts are stored."""
+def test_fused_and_unfused_experts_load_equal(checkpoints: Checkpoints) -> None:
+    """Backbone and head have the same weights for fused and unfused experts."""
     fused = _whole(checkpoints(moe=True, fused_experts=True, fused_mtp_experts=True))
     unfused = _whole(checkpoints(moe=True, fused_experts=False, fused_mtp_experts=False))
     _assert_same(_backbone(unfused), _backbone(fused))
     _assert_same(_weights(unfused.head, ""), _weights(fused.head, ""))
 
 
-def test_text_only_names_load_alike(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """A checkpoint saved as text model alone (`model.layers…`) is the same model."""
+def test_text_only_names_load_equal(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A checkpoint saved as a text model alone (`model.layers…`) loads as the same model."""
     path = checkpoints(tie=False)
     renamed = {
         n.replace("model.language_model.", "model."): w for n, w in read_tensors(path).items()
@@ -127,7 +127,7 @@ def test_text_only_names_load_alike(tmp_path: Path, checkpoints: Checkpoints) ->
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_raw_and_converted_heads_are_equal(checkpoints: Checkpoints, moe: bool) -> None:
-    """Every norm of the head is stored + 1 when raw; the converted head, shifted already, is left alone."""
+    """A raw head's norms become stored + 1, and a converted head's norms stay unchanged."""
     raw, converted = checkpoints(moe=moe), checkpoints(moe=moe, layout="mlx")
     head = _weights(_whole(raw).head, "mtp.")
     _assert_same(head, _weights(_whole(converted).head, "mtp."))
@@ -140,7 +140,7 @@ def test_raw_and_converted_heads_are_equal(checkpoints: Checkpoints, moe: bool) 
 
 
 def test_a_quantized_head_is_quantized_as_stored(checkpoints: Checkpoints) -> None:
-    """Layer at the model's bits, router and shared gate at 8, `fc` not at all."""
+    """A quantized head has its layer at the model's bits, router and shared gate at 8, and `fc` unquantized."""
     head = _whole(checkpoints(layout="mlx", quantize=4, moe=True)).head
     assert head is not None
     layer = head.layers[0]
@@ -150,7 +150,7 @@ def test_a_quantized_head_is_quantized_as_stored(checkpoints: Checkpoints) -> No
 
 
 def test_without_its_tensors_the_head_is_none(checkpoints: Checkpoints) -> None:
-    """The stage loads all the same, and does not keep an embedding that only the head would need."""
+    """A stage without the head's tensors loads, and drops an embedding that only the head would use."""
     checkpoint = Checkpoint.open(checkpoints(mtp=False, tie=False))
     stage = load_stage(checkpoint, Span(4, 8), first=False, last=True, dtype=None)
     assert (stage.head, stage.embed_tokens) == (None, None)
@@ -160,8 +160,8 @@ def test_without_its_tensors_the_head_is_none(checkpoints: Checkpoints) -> None:
 # ---- dtypes
 
 
-def test_a_dtype_is_given_to_all_but_a_log(checkpoints: Checkpoints) -> None:
-    """Weights, norms, scales and biases take the dtype asked for; A_log keeps fp32, packed weights stay."""
+def test_dtype_applies_to_all_but_a_log(checkpoints: Checkpoints) -> None:
+    """Weights, norms, scales and biases get the requested dtype. A_log stays fp32, and packed weights stay packed."""
     stage = _whole(checkpoints(layout="mlx", quantize=4), mx.float16)
     weights = _backbone(stage) | _weights(stage.head, "mtp.")
     for name, weight in weights.items():
@@ -173,7 +173,7 @@ def test_a_dtype_is_given_to_all_but_a_log(checkpoints: Checkpoints) -> None:
 
 
 def test_norms_are_shifted_before_they_are_rounded(checkpoints: Checkpoints) -> None:
-    """A raw bf16 norm asked for in fp32 is 1 + w exactly: one rounding fewer than shifting in bf16."""
+    """A raw bf16 norm loaded as fp32 is exactly 1 + w, with one rounding fewer than a shift in bf16."""
     path = checkpoints(dtype=mx.bfloat16)
     stage = _whole(path, mx.float32)
     assert stage.norm is not None
@@ -183,7 +183,10 @@ def test_norms_are_shifted_before_they_are_rounded(checkpoints: Checkpoints) -> 
 
 
 def test_unquantized_experts_in_bf16_are_refused_on_the_cpu(checkpoints: Checkpoints) -> None:
-    """MLX would fail at the first token; the error comes before anything is read, and names the flag."""
+    """Unquantized bf16 experts on the CPU are refused before any read, and the error names the flag.
+
+    MLX itself would fail at the first token.
+    """
     with mx.stream(mx.cpu):
         for options, dtype in (
             ({"moe": True, "dtype": mx.bfloat16}, None),
@@ -199,7 +202,7 @@ def test_unquantized_experts_in_bf16_are_refused_on_the_cpu(checkpoints: Checkpo
 
 
 def test_progress_counts_the_stage_s_bytes(checkpoints: Checkpoints) -> None:
-    """From 0 to the bytes of the stage's parts, never backwards."""
+    """Progress rises from 0 to the bytes of the stage's parts."""
     checkpoint = Checkpoint.open(checkpoints(shards=3))
     calls: list[tuple[int, int]] = []
     load_stage(
@@ -218,7 +221,7 @@ def test_progress_counts_the_stage_s_bytes(checkpoints: Checkpoints) -> None:
 def test_only_files_of_the_span_are_opened(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards without a tensor of the span stay closed, so they need not be there to be read."""
+    """Files without a tensor of the span are never opened, so they need not exist."""
     checkpoint = Checkpoint.open(checkpoints(shards=6))
     opened: set[Path] = set()
     load = mx.load
@@ -267,10 +270,10 @@ for path, dtype in json.loads(sys.argv[1]):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes in /proc/self/io")
 def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
-    """2 of 8 layers: bytes read are the span's and headers; memory's peak is the span and one tensor in making.
+    """Loading 2 of 8 layers reads the bytes of the span and the headers, and peaks at the span and one tensor.
 
-    Raw, cast while loading, experts stacked while loading, quantized. A small checkpoint of each kind goes first: what
-    Python imports for a first load is read in the same process.
+    The cases are raw, cast, experts stacked while loading, and quantized. A small checkpoint of each kind loads first,
+    so that the first load's Python imports are not counted.
     """
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({}, None),
@@ -300,10 +303,12 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
 
 
 def test_loads_leave_nothing_behind_in_the_generator(checkpoints: Checkpoints) -> None:
-    """Modules are made with random weights nobody computes. The keys those would be drawn with are not kept, load
-    after load: a worker of many plans grew by them."""
+    """Loads leave no random keys in MLX's generator.
+
+    Modules are created with random weights that are never computed. A worker with many plans grew by their keys.
+    """
     _whole(checkpoints())
     state: Any = mx.random.state
     graph = io.StringIO()
     mx.export_to_dot(graph, state[0])
-    assert graph.getvalue().count("->") == 0, "the key hangs on splits that nobody computed"
+    assert graph.getvalue().count("->") == 0, "the key depends on splits that were never computed"

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's tensors is found before they are read, and named."""
+"""Errors in a checkpoint's tensors are found before the tensors are read, and name the tensor."""
 
 from __future__ import annotations
 
@@ -73,19 +73,22 @@ _LAYER = "model.language_model.layers.1."
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: Callable[[Weights], object], message: str
 ) -> None:
-    """Missing, extra or misshapen: the tensor is named, and the file where there is one."""
+    """A missing, extra or misshapen tensor is named, with its file if it has one."""
     load = _damaged(tmp_path, change, layers=4)
     with pytest.raises(CheckpointError, match=message):
         load()
 
 
 _INTEGERS = {"I8": mx.int8, "I64": mx.int64, "U32": mx.uint32, "F8_E4M3": mx.uint8, "F64": mx.int64}
-"""Types a float is not stored in, by an integer of as many bytes."""
+"""Types that floats are not stored in, each with an integer type of equal size."""
 
 
 @pytest.mark.parametrize("stored", _INTEGERS)
-def test_a_float_in_a_type_it_cannot_have_is_named(tmp_path: Path, stored: str) -> None:
-    """It would load, and the model print nonsense: file, tensor, type and what to do."""
+def test_a_float_of_an_impossible_type_is_named(tmp_path: Path, stored: str) -> None:
+    """A float tensor stored in an impossible type is refused with file, tensor, type and advice.
+
+    Without the check it would load and the model would print nonsense.
+    """
     name = f"{_LAYER}mlp.up_proj.weight"
     wrong = mx.zeros((128, 64), _INTEGERS[stored])
     load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
@@ -96,7 +99,7 @@ def test_a_float_in_a_type_it_cannot_have_is_named(tmp_path: Path, stored: str) 
 
 
 def _relabel(file: Path, tensor: str, dtype: str) -> None:
-    """Have the header call the tensor's bytes another type of as many bytes."""
+    """Replace a tensor's type in the file header by another type of equal size."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -106,7 +109,7 @@ def _relabel(file: Path, tensor: str, dtype: str) -> None:
 
 
 def test_a_packed_weight_is_in_words(tmp_path: Path) -> None:
-    """Quantized, a weight is packed in U32; floats in its place would be read as bits."""
+    """A packed weight that is not stored as U32 is refused. Its bits would be misread."""
     name = "language_model.model.layers.1.mlp.up_proj.weight"
     load = _damaged(
         tmp_path,
@@ -122,16 +125,16 @@ def test_a_packed_weight_is_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["scales", "biases"])
-def test_what_a_packed_weight_needs_is_named(tmp_path: Path, kind: str) -> None:
-    """Scales and biases are as indispensable as the weight itself."""
+def test_missing_scales_or_biases_are_named(tmp_path: Path, kind: str) -> None:
+    """Missing scales or biases of a packed weight are named."""
     name = f"language_model.model.layers.1.mlp.up_proj.{kind}"
     load = _damaged(tmp_path, lambda w: w.pop(name), layers=4, layout="mlx", quantize=4)
     with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is missing"):
         load()
 
 
-def test_a_type_mlx_cannot_read_beside_those_wanted(tmp_path: Path) -> None:
-    """MLX reads no tensor of a file with a type it does not know: the tensor is named, and what to do."""
+def test_a_tensor_type_mlx_cannot_read_is_named(tmp_path: Path) -> None:
+    """A type that MLX cannot read is named with its tensor and advice, since MLX then reads no tensor of the file."""
     name = "model.visual.patch_embed.proj.weight"
     wrong = mx.zeros((8, 3), mx.int64)
     load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
@@ -143,7 +146,7 @@ def test_a_type_mlx_cannot_read_beside_those_wanted(tmp_path: Path) -> None:
 
 
 def test_tensors_missing_from_an_index(tmp_path: Path) -> None:
-    """Of a sharded checkpoint the index is what lacks them: named like their neighbours, and counted."""
+    """Tensors missing from an index are named and counted, with the names of their neighbours."""
     write_checkpoint(tmp_path, layers=4, shards=3, moe=True)
     index = tmp_path / "model.safetensors.index.json"
     found = json.loads(index.read_text())
@@ -158,25 +161,25 @@ def test_tensors_missing_from_an_index(tmp_path: Path) -> None:
     words = rf"index\.json: tensors {_LAYER}mlp\.\S+, .* and \d more are missing; download the checkpoint"
     with pytest.raises(CheckpointError, match=words) as raised:
         load_stage(Checkpoint.open(tmp_path), Span(0, 4), first=True, last=True, dtype=None)
-    assert "switch_mlp" not in str(raised.value), "what mlx-lm calls them is not what is stored"
+    assert "switch_mlp" not in str(raised.value), "the error uses stored names, not mlx-lm's"
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    """One expert of a stack stored one by one is not there: its own name is given."""
+    """A missing expert of a stack that is stored one by one is named by its own name."""
     gone = f"{_LAYER}mlp.experts.3.down_proj.weight"
     load = _damaged(tmp_path, lambda w: w.pop(gone), layers=4, moe=True, fused_experts=False)
     with pytest.raises(CheckpointError, match=gone.replace(".", r"\.")):
         load()
 
 
-def test_a_wrong_tensor_outside_the_span_is_another_stage_s_business(tmp_path: Path) -> None:
-    """A stage asks nothing of layers it does not hold, so that a partial copy can serve it."""
+def test_errors_outside_the_span_are_ignored(tmp_path: Path) -> None:
+    """Errors in layers outside the span are ignored, so that a partial copy can serve the span."""
     _damaged(tmp_path, lambda w: w.pop(f"{_LAYER}mlp.up_proj.weight"), layers=4)
     checkpoint = Checkpoint.open(tmp_path)
     assert load_stage(checkpoint, Span(2, 4), first=False, last=False, dtype=None).layers
 
 
 def test_layers_that_do_not_exist_are_refused(checkpoints: Checkpoints) -> None:
-    """A span beyond the model names the layers there are."""
+    """A span beyond the model is refused, and the error names the existing layers."""
     with pytest.raises(SpanError, match="8 layers, 0-7"):
         load_stage(Checkpoint.open(checkpoints()), Span(4, 9), first=False, last=True, dtype=None)

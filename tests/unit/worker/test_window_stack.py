@@ -1,4 +1,4 @@
-"""The state machine of open windows: every stage is a replica of it, whatever news reaches it when."""
+"""The state machine of open windows. Every stage holds a replica, which signals and headers change in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = 3
 
 
 def _open(*widths: int) -> WindowStack:
-    """A prompt of 10 tokens as window 0, then windows 1, 2, … of `widths`."""
+    """Return a stack with a prompt of 10 tokens as window 0, then windows 1, 2, … of `widths`."""
     stack = WindowStack()
     stack.extend(0, 0, 10, stays_open=False)
     for number, width in enumerate(widths, start=1):
@@ -29,48 +29,48 @@ def _open(*widths: int) -> WindowStack:
 
 
 def test_a_prompt_chunk_is_permanent_and_a_window_is_not() -> None:
-    """`committed` counts what no rollback can take."""
+    """`committed` counts the tokens that no rollback can remove."""
     stack = _open(3, 2)
     assert (stack.length, stack.committed) == (15, 10)
     assert stack.windows == [OpenWindow(1, 10, 3), OpenWindow(2, 13, 2)]
 
 
 @pytest.mark.parametrize("in_header", [False, True])
-def test_keeping_a_window_whole_settles_those_before_it(in_header: bool) -> None:
-    """The commit of window 2 says that 1 was right too; nothing leaves the sequence's end."""
+def test_accepting_a_window_accepts_those_before_it(in_header: bool) -> None:
+    """The commit of window 2 also accepts window 1, and the sequence keeps its length."""
     stack = _open(3, 2, 4)
     assert stack.commit(2, 2, in_header=in_header) == Settled(whole=2)
     assert (stack.length, stack.committed, stack.stale) == (19, 15, False)
 
 
 def test_a_rejection_drops_the_rest_of_its_window_and_all_later_ones() -> None:
-    """Of window 2 one token stays; the others and window 3 are trimmed; by header, nothing is stale after it."""
+    """A rejection in window 2 trims its other tokens and window 3. After a header the sequence is not stale."""
     stack = _open(3, 2, 4)
     assert stack.commit(2, 1, in_header=True) == Settled(whole=1, cut=1, dropped=1, trim=5)
     assert (stack.length, stack.committed, stack.windows, stack.stale) == (14, 14, [], False)
 
 
-def test_a_window_built_on_a_vain_hope_keeps_nothing() -> None:
-    """kept = 0 ends the sequence where that window began."""
+def test_a_misspeculated_window_accepts_nothing() -> None:
+    """An accepted length of 0 ends the sequence where that window began."""
     stack = _open(3, 2)
     assert stack.commit(2, 0, in_header=True) == Settled(whole=1, cut=0, dropped=0, trim=2)
     assert stack.length == 13
 
 
-def test_after_a_signal_all_is_stale_until_the_header_says_the_same() -> None:
-    """Between the two pieces of news, what arrives builds on what is gone."""
+def test_segments_between_signal_and_header_are_stale() -> None:
+    """Segments that arrive between signal and header are stale."""
     stack = _open(3, 2)
     stack.commit(1, 1, in_header=False)
     assert stack.stale
     assert stack.commit(1, 1, in_header=True) is NOTHING
     assert not stack.stale
     stack.extend(3, 11, 2, stays_open=True)
-    assert stack.commit(1, 1, in_header=False) is NOTHING, "the signal may come once more, late"
+    assert stack.commit(1, 1, in_header=False) is NOTHING, "the signal may repeat, late"
     assert (stack.length, stack.stale) == (13, False)
 
 
-def test_a_signal_for_what_never_came_here_is_ignored() -> None:
-    """The header will say it again; a header itself may not name what never ran."""
+def test_a_signal_for_an_unknown_window_is_ignored() -> None:
+    """A signal for a window that never ran is ignored, because the header repeats it. A header for one is refused."""
     stack = _open(3)
     assert stack.commit(7, 1, in_header=False) is NOTHING
     assert (stack.length, stack.stale) == (13, False)
@@ -78,8 +78,8 @@ def test_a_signal_for_what_never_came_here_is_ignored() -> None:
         stack.commit(7, 1, in_header=True)
 
 
-def test_a_hope_of_which_nothing_is_kept_need_not_have_run() -> None:
-    """Where its client was gone a stage has skipped it; what is told of it then changes nothing."""
+def test_a_commit_of_zero_may_name_a_skipped_window() -> None:
+    """A commit of 0 for a window that the stage skipped changes nothing. Stages skip windows of a cancelled client."""
     stack = WindowStack()
     stack.extend(0, 0, 3, stays_open=False)
     stack.extend(1, 3, 2, stays_open=True)
@@ -88,7 +88,7 @@ def test_a_hope_of_which_nothing_is_kept_need_not_have_run() -> None:
 
 
 def test_a_cancelled_sequence_stays_stale() -> None:
-    """Neither signal nor header brings it back."""
+    """Neither signal nor header revives a cancelled sequence."""
     stack = _open(3)
     stack.end()
     stack.commit(1, 1, in_header=False)
@@ -115,7 +115,7 @@ def test_a_segment_follows_the_sequence_or_is_refused(
 
 
 def test_a_prompt_chunk_may_not_follow_an_open_window() -> None:
-    """It would be permanent, and what it builds on is not."""
+    """A prompt chunk may not follow an open window, because the chunk would be permanent and the window is not."""
     stack = _open(3)
     with pytest.raises(ProtocolError, match="prompt chunk 2 follows open window 1"):
         stack.extend(2, 13, 4, stays_open=False)
@@ -123,7 +123,7 @@ def test_a_prompt_chunk_may_not_follow_an_open_window() -> None:
 
 
 @pytest.mark.parametrize("in_header", [False, True])
-def test_a_commit_cannot_keep_more_than_there_is(in_header: bool) -> None:
+def test_a_commit_beyond_the_window_is_refused(in_header: bool) -> None:
     """A refused commit changes nothing."""
     stack = _open(3, 2)
     with pytest.raises(ProtocolError, match="keeps 4 of window 1's 3 tokens"):
@@ -136,7 +136,7 @@ def test_a_commit_cannot_keep_more_than_there_is(in_header: bool) -> None:
 
 @dataclass(frozen=True)
 class Message:
-    """A frame about one sequence: commits in its header, and perhaps a window."""
+    """A frame of one sequence: the commits of its header, and a window or None."""
 
     commits: tuple[tuple[int, int], ...]
     window: OpenWindow | None
@@ -145,10 +145,10 @@ class Message:
 
 
 class Replicas(RuleBasedStateMachine):
-    """Stages in a row, FIFO between them, and signals that reach any stage at any time, again, or never.
+    """Stages in a row with FIFO order between them, and signals that reach any stage late, twice or never.
 
-    The last stage judges each window when it arrives. The coordinator sends windows in hope until it hears of
-    a rejection, then waits for the rest to return and goes on from what was kept.
+    The last stage decides each window when it arrives. The coordinator sends speculative windows until it gets a
+    rejection. It then waits for the windows in flight and continues from the accepted tokens.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Replicas(RuleBasedStateMachine):
             stack.check()
 
     def teardown(self) -> None:
-        """Once all frames and the last header have passed, every stage holds what was kept, and nothing open."""
+        """After all frames and the last header every stage holds the accepted tokens and no open window."""
         for _ in range(2):
             for stage in range(STAGES):
                 while self.inboxes[stage]:
