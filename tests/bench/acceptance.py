@@ -54,7 +54,7 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
 
     Greedy decoding is the same under both rules.
     """
-    accepted_length: dict[str, list[float]] = {}
+    shares: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else RULES[:1]:
             params = SamplingParams(temperature=temperature, acceptance=rule)
@@ -66,10 +66,10 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
             label = f"T = {temperature}" if temperature else "greedy"
             mean = tokens_per_window(found)
             shown = rule if temperature else "both"
-            accepted_length[f"{name}, {label}, {shown}"] = by_position(found)
+            shares[f"{name}, {label}, {shown}"] = by_position(found)
             shares = " | ".join(f"{share:.1%}" for share in by_position(found))
             print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
-    return accepted_length
+    return shares
 
 
 def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
@@ -111,9 +111,9 @@ def main() -> None:
     positions = " | ".join(f"{i + 1}" for i in range(DEPTH))
     print(f"| text | temperature | rule | {positions} | tokens a window |")
     print("| --- " * (DEPTH + 4) + "|")
-    accepted_length = acceptance_rows(options.model, "held out", held_out, options.tokens)
+    shares = acceptance_rows(options.model, "held out", held_out, options.tokens)
     seen = seen_prompts(tokenizer, options.prompts)
-    accepted_length |= acceptance_rows(options.model, "seen", seen, options.tokens)
+    shares |= acceptance_rows(options.model, "seen", seen, options.tokens)
     print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
     print("| --- " * 5 + "|")
     coupled = {f"simulated at {d}": rates(*simulated(d)) for d in DISTANCES}
@@ -124,14 +124,10 @@ def main() -> None:
         "acceptance",
         {
             "options": {**vars(options), "model": options.model.name},
-            "kept by position": accepted_length,
+            "accepted by position": shares,
             "coupling": {name: asdict(rate) for name, rate in coupled.items()},
         },
-        {
-            "drafts kept": lines(
-                range(1, DEPTH + 1), accepted_length, "position", "share of windows"
-            )
-        },
+        {"drafts kept": lines(range(1, DEPTH + 1), shares, "position", "share of windows")},
     )
 
 

@@ -30,7 +30,7 @@ from proto.span import Span
 from proto.terminal.size import format_size
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
-from tests.support.checkpoints import converting
+from tests.support.checkpoints import conversion_process
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.hub import Hub
 from worker.node.identity import Identity
@@ -67,7 +67,7 @@ def conversions(checkpoint: Checkpoint, folder: Path) -> list[Row]:
     rows = []
     for what, bits in (("convert, peak memory", 0), ("convert -q, peak memory", 4)):
         start = time.perf_counter()
-        process = converting.start(checkpoint.path, folder / f"out {bits}", bits=bits)
+        process = conversion_process.start(checkpoint.path, folder / f"out {bits}", bits=bits)
         said, error = process.communicate()
         assert process.returncode == 0, error
         seconds = time.perf_counter() - start

@@ -165,10 +165,10 @@ def main() -> None:
         "coupling",
         {name: {"pairs": count, **asdict(rate)} for name, count, rate in rows},
         {
-            "shared noise": bars({name: rate.shared for name, _, rate in rows}, "accepted_length"),
-            "best coupling": bars({name: rate.best for name, _, rate in rows}, "accepted_length"),
+            "shared noise": bars({name: rate.shared for name, _, rate in rows}, "share accepted"),
+            "best coupling": bars({name: rate.best for name, _, rate in rows}, "share accepted"),
             "greedy draft": bars(
-                {name: rate.greedy_draft for name, _, rate in rows}, "accepted_length"
+                {name: rate.greedy_draft for name, _, rate in rows}, "share accepted"
             ),
         },
     )

@@ -67,8 +67,8 @@ def _say_only(tokens: dict[int, str], path: Path) -> None:
         weights = mx.load(str(file))
         assert isinstance(weights, dict)
         for name in [n for n in weights if n.endswith("lm_head.weight")]:
-            accepted_length = mx.zeros((VOCAB, 1), weights[name].dtype)
-            accepted_length[mx.array(sorted(tokens))] = 1
-            weights[name] = weights[name] * accepted_length
+            allowed = mx.zeros((VOCAB, 1), weights[name].dtype)
+            allowed[mx.array(sorted(tokens))] = 1
+            weights[name] = weights[name] * allowed
         mx.eval(weights)
         mx.save_safetensors(str(file), weights, {"format": "mlx"})

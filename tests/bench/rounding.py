@@ -31,7 +31,7 @@ from tests.support.stages.local_run import run
 
 DEPTHS = ("1", "2", "3")
 SETTINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95))
-TOGETHER = "off, in company"
+TOGETHER = "off, batched"
 """Concurrent requests. A batch changes the number of rows as drafts do."""
 
 Answers = list[tuple[int, ...]]
@@ -76,7 +76,7 @@ def differences(found: Answers, expected: Answers) -> list[int]:
     return sorted(place for place in places if place is not None)
 
 
-def told(places: Sequence[int], answers: int) -> str:
+def difference_text(places: Sequence[int], answers: int) -> str:
     """Return text such as `7 of 40, after 12 / 55`: how many differ, and the earliest and median position."""
     if not places:
         return f"0 of {answers}"
@@ -127,7 +127,7 @@ def main() -> None:
             others.append((plain, exact))
             places = [differences(*pair) for pair in others]
             found[precision.name] = dict(zip(columns, places, strict=True))
-            cells = [told(each, len(asked)) for each in places]
+            cells = [difference_text(each, len(asked)) for each in places]
             print(f"| {precision.name} | {' | '.join(cells)} |", flush=True)
     shares = {
         column: bars({name: len(each[column]) for name, each in found.items()}, "answers that part")

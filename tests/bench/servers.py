@@ -215,19 +215,19 @@ def main() -> None:
         rounds = against_stock(folder, model, prompts, options.rounds, options.tokens)
         print(table(rounds), flush=True)
         prefix = prefix_cache(folder, model, prompts, options.rounds)
-    accepted_length = prefix_ratios(prefix)
+    ratios_by_name = prefix_ratios(prefix)
     medians = ", ".join(
         f"{name} {statistics.median(values):.3f} s" for name, values in prefix.items()
     )
     print(f"\nprefix cache, first token of {LONG}: {medians}")
-    print(", ".join(f"{name}: {ratio:.3f}" for name, ratio in accepted_length.items()))
+    print(", ".join(f"{name}: {ratio:.3f}" for name, ratio in ratios_by_name.items()))
     ratios = speedups(rounds)
     publish(
         "servers",
         {"options": vars(options), "rounds": rounds, "speedups": ratios}
-        | {"prefix rounds": prefix, "prefix ratios": accepted_length},
+        | {"prefix rounds": prefix, "prefix ratios": ratios_by_name},
         {figure: bars(ratios[figure], "times as fast as") for figure in TARGETS}
-        | {"prefix cache": bars(accepted_length, "time ratio")},
+        | {"prefix cache": bars(ratios_by_name, "time ratio")},
     )
 
 

@@ -68,7 +68,7 @@ class Faults:
             "stop": lambda: self.team.pause(number),
             "cut": lambda: self.team.proxies[number].cut(self._opener(fault)),
             "freeze": lambda: self.team.proxies[number].freeze(self._opener(fault)),
-            "stuck": lambda: self.team.tell(number, "stuck"),
+            "stuck": lambda: self.team.set_fault(number, "stuck"),
             "restart": lambda: self.team.workers[number].popen.send_signal(signal.SIGTERM),
         }[fault.kind]()
 
@@ -79,13 +79,13 @@ class Faults:
             return self.coordinator
         return self.team.workers[fault.opener].pid
 
-    def mend(self, fault: Fault) -> None:
+    def repair(self, fault: Fault) -> None:
         """End `fault`. A worker whose process ended is started again."""
         if fault.kind in ("kill", "restart"):
             self.team.workers[fault.victim].wait()
             launched = self.team.launch_again(fault.victim, self.model)
             self.team.workers[fault.victim] = as_worker(launched)
-        self.team.heal()
+        self.team.end_faults()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -33,9 +33,9 @@ from tests.chaos.load import (
 )
 from tests.chaos.pauses import PARTS, REPLAN, Episode, Injected, episodes, spread
 from tests.support.processes.processes import Coordinator, as_coordinator, ending, launch
+from tests.support.processes.resource_use import ResourceUse, grown, resource_use
 from tests.support.processes.task_count import TASKS
 from tests.support.processes.team import Team, running_team
-from tests.support.processes.vitals import Vitals, grown, vitals
 
 FAILURE_TIMEOUT = 2.0
 WORKERS = 4
@@ -57,7 +57,7 @@ SAMPLES = 10
 
 @dataclass
 class Report:
-    """The result of a run. `vitals` samples the coordinator and the one worker that was never ended."""
+    """The result of a run. `resource_use` samples the coordinator and the one worker that was never ended."""
 
     seed: int
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class Report:
     """Faults that ended a plan."""
     replans: list[Episode] = field(default_factory=list)
     """Plan changes that the run requested."""
-    vitals: dict[str, list[Vitals]] = field(default_factory=dict)
+    resource_use: dict[str, list[ResourceUse]] = field(default_factory=dict)
 
     @property
     def over(self) -> int:
@@ -79,7 +79,9 @@ class Report:
     @property
     def grew(self) -> list[str]:
         """Return the resources of which a process holds more at the end than early in the run."""
-        return [f"{name}: {what}" for name, found in self.vitals.items() for what in grown(found)]
+        return [
+            f"{name}: {what}" for name, found in self.resource_use.items() for what in grown(found)
+        ]
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of the printed report: a name and a value each."""
@@ -104,7 +106,7 @@ class Report:
             yield f"{name} of a replan, s", "".join(f"{v:8.2f}" for v in spread(values))
         yield "pauses over detection + plan + load + prefill", str(self.over)
         yield "grew", "; ".join(self.grew) or "nothing"
-        for name, samples in self.vitals.items():
+        for name, samples in self.resource_use.items():
             for what in ("descriptors", "threads", "tasks", "memory"):
                 yield f"{name}: {what}", " ".join(f"{getattr(s, what):g}" for s in samples)
 
@@ -120,7 +122,9 @@ class Report:
             "outcome": outcome,
             "episodes": [asdict(episode) for episode in self.episodes],
             "replans": [asdict(episode) for episode in self.replans],
-            "vitals": {name: [asdict(v) for v in found] for name, found in self.vitals.items()},
+            "resource_use": {
+                name: [asdict(v) for v in found] for name, found in self.resource_use.items()
+            },
             "pauses": [answer.pause for answer in self.outcome.answers],
         }
 
@@ -131,7 +135,7 @@ def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += ["--model", model, "--dtype", "float32", "--port", "0", "--no-mdns"]
     flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
-    module = "tests.support.processes.forgiving_coordinator"
+    module = "tests.support.processes.no_back_off_coordinator"
     env = {TASKS: str(folder)}
     with ending(launch(folder, "coordinator", module, ["serve", *flags], env=env)) as process:
         yield as_coordinator(process)
@@ -151,7 +155,7 @@ class Run:
         found: dict[str, Any] = httpx.get(f"{self.coordinator.url}/status", timeout=60).json()
         return found
 
-    def all_well(self) -> bool:
+    def all_healthy(self) -> bool:
         """Return True if every worker can serve and a plan serves."""
         found = self.status()
         well = [n for n in found["nodes"] if n["address"] and n["health"] in ("ready", "idle")]
@@ -167,9 +171,11 @@ class Run:
         """Record the resource use of the coordinator and of the surviving worker."""
         survivor = self.team.workers[SURVIVOR]
         for name, process in (("coordinator", self.coordinator), ("worker", survivor)):
-            self.report.vitals.setdefault(name, []).append(vitals(process.pid, self.folder))
+            self.report.resource_use.setdefault(name, []).append(
+                resource_use(process.pid, self.folder)
+            )
 
-    def hurt(self, fault: Fault, pace: float) -> None:
+    def inject_and_repair(self, fault: Fault, pace: float) -> None:
         """Inject `fault`, repair it, and wait until every worker is part of the cluster again."""
         epoch = self.status()["epoch"]
         started = time.time()
@@ -177,8 +183,8 @@ class Run:
         time.sleep(fault.seconds)
         if fault.kind == "stuck":  # a frame of a new size has a longer deadline
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
-        self.faults.mend(fault)
-        if not wait_until(self.all_well, BACK_SECONDS):
+        self.faults.repair(fault)
+        if not wait_until(self.all_healthy, BACK_SECONDS):
             self.report.not_back.append(f"w{fault.victim} after {fault.kind}: {self.health()}")
         self.injected.append(Injected(fault.kind, started, time.time()))
         self.report.faults[fault.kind] += 1
@@ -190,7 +196,7 @@ class Run:
         headers = {"Content-Type": "application/json"}
         started = time.time()
         httpx.post(f"{self.coordinator.url}/replan", headers=headers, timeout=60)
-        wait_until(self.all_well, BACK_SECONDS)
+        wait_until(self.all_healthy, BACK_SECONDS)
         self.injected.append(Injected(REPLAN, started, time.time()))
 
     def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
@@ -200,7 +206,7 @@ class Run:
         for i, fault in enumerate(due):
             if i % max(1, faults // SAMPLES) == 0:
                 self.sample()
-            self.hurt(fault, pace)
+            self.inject_and_repair(fault, pace)
             if verbose:
                 outcome = asking.outcome
                 done = f"{i + 1}/{faults} {fault.kind}: {outcome.finished} finished"

@@ -10,7 +10,7 @@ from tests.chaos.faults import KINDS, SURVIVOR, schedule
 from tests.chaos.load import Answer
 from tests.chaos.pauses import Episode, Injected, episodes
 from tests.chaos.test_chaos import FAULTS, SEED
-from tests.support.processes.vitals import FEW, Vitals, grown
+from tests.support.processes.resource_use import FEW, ResourceUse, grown
 
 SECONDS = (2.0, 4.0)
 HURT, NOTICED, LOADING, SERVING, REBUILT = 100.0, 102.0, 102.5, 103.0, 105.0
@@ -35,7 +35,7 @@ def episode(answer: list[float], log: list[dict[str, Any]] = LOG) -> Episode:
     return found
 
 
-def test_the_seed_decides_who_is_hurt() -> None:
+def test_the_seed_determines_the_faults() -> None:
     """A seed gives the same faults again, each kind equally often, and the surviving worker is never ended."""
     long = schedule(3, 20 * len(KINDS), 4, SECONDS)
     assert long == schedule(3, 20 * len(KINDS), 4, SECONDS)
@@ -46,13 +46,13 @@ def test_the_seed_decides_who_is_hurt() -> None:
     assert all(f.opener != f.victim for f in long)
 
 
-def test_the_short_run_has_what_matters_most() -> None:
+def test_the_short_run_has_four_kinds_of_fault() -> None:
     """The short run contains kill -9, SIGSTOP, a severed connection and a restart."""
     kinds = {fault.kind for fault in schedule(SEED, FAULTS, 4, SECONDS)}
     assert kinds == {"kill", "stop", "cut", "restart"}
 
 
-def test_a_pause_is_taken_apart_by_the_log_alone() -> None:
+def test_the_log_alone_splits_a_pause() -> None:
     """The bound of a pause comes from the log alone, and a client that waited longer is over it."""
     found = episode([HURT - 1, REBUILT + 0.1, REBUILT + 0.2])
     assert (found.detection, found.plan, found.load, found.prefill) == (2.0, 0.5, 0.5, 2.0)
@@ -64,15 +64,15 @@ def test_a_pause_is_taken_apart_by_the_log_alone() -> None:
     assert episode([HURT - 1, REBUILT], LOG[:-1]).over, "the log said nothing of the rebuilt ones"
 
 
-def test_clients_that_nothing_happened_to_do_not_count() -> None:
+def test_unaffected_clients_are_not_counted() -> None:
     """A client that paused before the fault, or came after it, adds neither pause nor prefill."""
     found = episode([SERVING + 1, SERVING + 9])
     assert (found.prefill, found.pause) == (0.0, 0.0)
 
 
-def test_what_grows_is_named() -> None:
+def test_growing_resources_are_named() -> None:
     """Growth is counted from after the first tenth of a run, and differences up to FEW are ignored."""
-    start, early = Vitals(5, 3, 5, 50.0), Vitals(20, 12, 30, 90.0)
-    assert grown([start, early, Vitals(20 + FEW, 12, 20, 95.0)]) == []
-    assert grown([start, early, Vitals(20, 12, 30 + FEW + 1, 90.0)]) == ["tasks 30 to 37"]
+    start, early = ResourceUse(5, 3, 5, 50.0), ResourceUse(20, 12, 30, 90.0)
+    assert grown([start, early, ResourceUse(20 + FEW, 12, 20, 95.0)]) == []
+    assert grown([start, early, ResourceUse(20, 12, 30 + FEW + 1, 90.0)]) == ["tasks 30 to 37"]
     assert grown([start]) == []

@@ -61,7 +61,7 @@ def test_streams_go_on_alone(tmp_path: Path, how: str) -> None:
     with running_workers(tmp_path, "builtin", 2) as workers:
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         flags += ["--dtype", "float32", "--port", "0", "--no-mdns", "--wait", "3"]
-        module = "tests.support.processes.talkative_coordinator"
+        module = "tests.support.processes.fast_keep_alive_coordinator"
         with ending(launch(tmp_path, "coordinator", module, ["serve", *flags])) as process:
             coordinator = as_coordinator(process)
             undisturbed, touched = Client(), Client()

@@ -28,13 +28,13 @@ from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
 from tests.support.checkpoints.checkpoints import write_checkpoint
-from tests.support.processes.head_checkpoint import (
+from tests.support.processes.in_process_coordinator import (
     DEADLINE,
     TIMEOUT,
-    Head,
-    Told,
+    InProcessCoordinator,
+    ReceivedAnswer,
     requests,
-    running_head,
+    running_coordinator,
 )
 from tests.support.processes.processes import as_worker, serving
 from tests.support.processes.team import Team, running_team
@@ -72,7 +72,7 @@ def team(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Team]:
 def healthy(team: Team) -> Iterator[None]:
     """Every test finds the workers well."""
     yield
-    team.heal()
+    team.end_faults()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def again_if_slow(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitab
                 return await test(team=team, toy=toy, **fixtures)
             except SlowError as error:
                 print(error)
-            team.heal()
+            team.end_faults()
             for number, worker in enumerate(team.workers):
                 if not worker.running:
                     await asyncio.to_thread(team.restart, number, toy)
@@ -114,9 +114,9 @@ def again_if_slow(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitab
 class Load:
     """Clients that have had some tokens each and wait for more."""
 
-    head: Head
-    told: list[Told]
-    answers: asyncio.Future[list[Told]]
+    head: InProcessCoordinator
+    told: list[ReceivedAnswer]
+    answers: asyncio.Future[list[ReceivedAnswer]]
     wanted: list[list[int]]
 
     async def noticed(self, fault: Callable[[], None], limit: float) -> None:
@@ -136,13 +136,15 @@ class Load:
 
 
 @asynccontextmanager
-async def load(head: Head, wanted: Wanted, asked: list[GenerationRequest]) -> AsyncIterator[Load]:
+async def load(
+    head: InProcessCoordinator, wanted: Wanted, asked: list[GenerationRequest]
+) -> AsyncIterator[Load]:
     """Clients under way on a healthy cluster; inside, something happens to it."""
     for request in asked:
         if repr(request) not in wanted:
             wanted[repr(request)] = (await head.answer(request)).tokens
     await head.answers(asked)  # together: the engines have seen frames of such a size
-    told = [Told() for _ in asked]
+    told = [ReceivedAnswer() for _ in asked]
     answers = asyncio.gather(*(head.answer(r, t) for r, t in zip(asked, told, strict=True)))
     try:
         await head.until(lambda: all(len(t.tokens) >= LOADED for t in told), "tokens for all")
@@ -160,15 +162,15 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
     """It answers heartbeats and computes nothing: lost within the timeout, shown why, used again once it is well."""
     first, second = team.addresses
     async with (
-        running_head(toy, team.addresses, timeout=USUAL) as head,
+        running_coordinator(toy, team.addresses, timeout=USUAL) as head,
         load(head, wanted, requests()) as clients,
     ):
-        await clients.noticed(lambda: team.tell(1, "stuck"), USUAL + SLACK / 2)
+        await clients.noticed(lambda: team.set_fault(1, "stuck"), USUAL + SLACK / 2)
         await head.served_by(first)
         await clients.end_well()
         member = head.view.members[second]
         assert "stuck" in member.reason
-        team.tell(1)
+        team.set_fault(1)
         await head.until(lambda: head.state(second) is MemberState.READY, "back again")
         await head.check_nothing_left()
 
@@ -178,7 +180,7 @@ async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -
     """SIGSTOP: its connections stand and nobody speaks. Continued, it drops what it held and joins again."""
     first, second = team.addresses
     async with (
-        running_head(toy, team.addresses, timeout=USUAL) as head,
+        running_coordinator(toy, team.addresses, timeout=USUAL) as head,
         load(head, wanted, requests()) as clients,
     ):
         await clients.noticed(lambda: team.pause(0), USUAL + SLACK / 2)
@@ -209,7 +211,7 @@ async def test_a_connection(
     """Cut, it is noticed at once; gone silent, after the timeout. Between workers, too, where both are well:
     cut, they serve on with the weights they have."""
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
         before, after = (team.addresses.index(address) for address in head.view.serving)
@@ -222,7 +224,7 @@ async def test_a_connection(
         if (how, between) == ("cut", "workers"):
             assert head.view.epoch > 1
             assert (head.view.serving, stages_loaded(team)) == (serving, loads)
-        team.heal()
+        team.end_faults()
         await head.until(
             lambda: all(head.state(a) is MemberState.READY for a in team.addresses), "both back"
         )
@@ -237,7 +239,7 @@ def stages_loaded(team: Team) -> list[int]:
 async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wanted) -> None:
     """It did not listen for longer than the timeout: that is no reason to take its workers for lost."""
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
         asyncio.get_running_loop().call_soon(time.sleep, 1.5 * TIMEOUT)
@@ -253,11 +255,11 @@ async def test_frames_slower_than_the_timeout_are_no_fault(
     """A slow machine computes: what its frames take is learned from the first, and nobody is lost."""
     team.restart(1, toy)  # one that has learned nothing
     (request,) = requests(1, tokens=4)
-    async with running_head(toy, team.addresses, timeout=0.7) as head:
+    async with running_coordinator(toy, team.addresses, timeout=0.7) as head:
         wanted[repr(request)] = (await head.answer(request)).tokens
     team.restart(1, toy)
-    team.tell(1, "slow 1.0")
-    async with running_head(toy, team.addresses, timeout=0.7) as head:
+    team.set_fault(1, "slow 1.0")
+    async with running_coordinator(toy, team.addresses, timeout=0.7) as head:
         assert (await head.answer(request)).tokens == wanted[repr(request)]
         assert head.loop.recoveries == 0
         assert head.view.epoch == 1
@@ -267,8 +269,8 @@ async def test_frames_slower_than_the_timeout_are_no_fault(
 async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
     """The first plan's load makes no progress on one worker: it is lost, and the others serve."""
     first, second = team.addresses
-    team.tell(1, "hang")
-    async with running_head(toy, team.addresses, timeout=1.0) as head:
+    team.set_fault(1, "hang")
+    async with running_coordinator(toy, team.addresses, timeout=1.0) as head:
         assert head.view.serving == (first,)
         assert "stuck" in head.view.members[second].reason
         assert (await head.answer(requests(1)[0])).reason == "length"
@@ -290,11 +292,11 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
         return after
 
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests(2)) as clients,
     ):
         with patch.object(manager, "apply", noting):
-            team.tell(1, "raise")
+            team.set_fault(1, "raise")
             await head.until(lambda: 2 in holds, "blamed twice")
         assert holds[1] <= 0.0
         assert holds[2] == pytest.approx(2.0)
@@ -317,14 +319,14 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
     impatient = Settings(
         nodes=2, wait=3.0, recovery_wait=3.0, why_not_alone="it serves nothing alone here"
     )
-    async with running_head(toy, team.addresses, name="first") as head:
+    async with running_coordinator(toy, team.addresses, name="first") as head:
         answer = asyncio.create_task(head.answer(requests(1)[0]))
         with pytest.raises(NotReadyError, match="serves coordinator first"):
-            async with running_head(toy, team.addresses, name="second", settings=impatient):
+            async with running_coordinator(toy, team.addresses, name="second", settings=impatient):
                 pass
         assert (await answer).reason == "length"
         assert head.view.epoch == 1
-    async with running_head(toy, team.addresses, name="second") as head:
+    async with running_coordinator(toy, team.addresses, name="second") as head:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 
@@ -336,7 +338,7 @@ async def test_a_worker_back_with_another_checkpoint(
     first, second = team.addresses
     other = write_checkpoint(tmp_path / "other", seed=9)
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
         await clients.noticed(team.workers[1].kill, AT_ONCE)
@@ -363,7 +365,7 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
         nodes=1, wait=40.0, recovery_wait=20.0, why_not_alone="it serves nothing alone here"
     )
     async with (
-        running_head(toy, team.addresses, settings=alone) as head,
+        running_coordinator(toy, team.addresses, settings=alone) as head,
         load(head, wanted, requests()) as clients,
     ):
         assert head.view.serving == (first,)
@@ -379,7 +381,7 @@ async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> 
     """SIGTERM under load: the plan changes, then it goes, with status 0; no request fails, and it is forgotten."""
     first, second = team.addresses
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
         leaving = team.workers[1]
@@ -398,7 +400,7 @@ async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> 
 async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -> None:
     """All workers are out of reach for a while: what was running goes on, what came meanwhile is answered."""
     async with (
-        running_head(toy, team.addresses) as head,
+        running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
     ):
 
@@ -412,7 +414,7 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
         await asyncio.sleep(1.0)
         assert head.view.phase is Phase.GATHERING
         assert not late.done()
-        team.heal()
+        team.end_faults()
         await clients.end_well()
         assert (await late).tokens == wanted[FIRST]
 
@@ -424,7 +426,7 @@ async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wan
         nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here"
     )
     async with (
-        running_head(toy, team.addresses, settings=settings) as head,
+        running_coordinator(toy, team.addresses, settings=settings) as head,
         load(head, wanted, requests()) as clients,
     ):
         for proxy in team.proxies:
@@ -437,7 +439,7 @@ async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wan
             assert told.reason == "error"
             assert "no plan can serve" in (told.end.error or "")
             assert told.tokens == tokens[: len(told.tokens)]
-        team.heal()
+        team.end_faults()
         assert (await head.answer(requests(1)[0])).tokens == wanted[FIRST]
 
 
@@ -454,7 +456,7 @@ def stream(url: str, model: str) -> Iterator[str]:
 
 def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> None:
     """SIGTERM under load: open streams go on for a while, then end with an error event; status 0, workers freed."""
-    team.tell(0, "slow 0.1")
+    team.set_fault(0, "slow 0.1")
     lapsed = len(team.workers[0].records("claim lapsed"))
     with serving(tmp_path, toy, team.addresses, "--dtype", "float32") as coordinator:
         lines = stream(coordinator.url, toy.name)
@@ -487,7 +489,7 @@ async def let_go(team: Team, seconds: float) -> None:
 @again_if_slow
 async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wanted: Wanted) -> None:
     """Its streams are cut, but its workers drop what they held and serve the next one, without being started anew."""
-    team.tell(0, "slow 0.1")
+    team.set_fault(0, "slow 0.1")
 
     def killed() -> None:
         flags = ("--dtype", "float32")
@@ -500,8 +502,11 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
                 list(lines)
 
     await asyncio.to_thread(killed)
-    team.heal()
-    async with running_head(toy, team.addresses) as head, load(head, wanted, requests()) as clients:
+    team.end_faults()
+    async with (
+        running_coordinator(toy, team.addresses) as head,
+        load(head, wanted, requests()) as clients,
+    ):
         await clients.end_well()
         assert head.view.epoch == 1
         await head.check_nothing_left()
@@ -514,7 +519,7 @@ async def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> N
 
 
 def stop_a_coordinator(team: Team, toy: Path, tmp_path: Path) -> None:
-    team.tell(0, "slow 0.1")
+    team.set_fault(0, "slow 0.1")
     before = [len(worker.records("claim lapsed")) for worker in team.workers]
     flags = ("--dtype", "float32", "--failure-timeout", "1")
     with serving(tmp_path, toy, team.addresses, *flags, name="stopped") as coordinator:

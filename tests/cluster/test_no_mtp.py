@@ -14,7 +14,7 @@ from coordinator.generation.request import GenerationRequest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
 from tests.conftest import Checkpoints
-from tests.support.processes.head_checkpoint import running_head
+from tests.support.processes.in_process_coordinator import running_coordinator
 from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
 from worker.node.node import WorkerNode
@@ -54,7 +54,10 @@ async def test_a_head_that_is_not_there_is_told_once(
     model = checkpoints(mtp=head, announce_mtp=announced)
     assert Checkpoint.open(model).mtp.complete is head
     with caplog.at_level(logging.INFO):
-        async with worker(model) as address, running_head(model, [address], mtp="off") as over:
+        async with (
+            worker(model) as address,
+            running_coordinator(model, [address], mtp="off") as over,
+        ):
             answer = await over.answer(GenerationRequest((1, 2, 3), 4))
             assert len(answer.tokens) == 4
             epoch = over.view.epoch

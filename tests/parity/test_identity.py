@@ -109,7 +109,7 @@ def test_drafts_stages_and_concurrency_change_nothing(
         assert accepted(found) > 0, "no draft was accepted, so the test compared nothing"
 
 
-class AnyDepth(Controller):
+class RandomDepth(Controller):
     """A controller that draws a random depth for every micro-batch and records it."""
 
     def __init__(self, mode: MtpMode) -> None:
@@ -144,7 +144,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
-    monkeypatch.setattr("coordinator.local_engine.generator.Controller", AnyDepth)
+    monkeypatch.setattr("coordinator.local_engine.generator.Controller", RandomDepth)
     DEPTHS.clear()
     found = answers(asked, "4", stages=2)
     check_same(found, expected)

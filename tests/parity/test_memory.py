@@ -61,7 +61,7 @@ class MiddleStage:
         self.engine.process(frame.with_tensor("float32", (width, HIDDEN), ROW * width))
         self.frames, self.end, self.ops = self.frames + 1, self.end + width, []
 
-    def a_round(self) -> None:
+    def run_twenty_windows(self) -> None:
         """Run twenty windows, with two open before either has an outcome."""
         for width, accepted_length in PATTERN:
             number, start = self.frames, self.end
@@ -75,7 +75,7 @@ class MiddleStage:
                 self.ops = [Commit(0, number, accepted_length), Commit(0, number + 1, 0)]
                 self.end = start + width
 
-    def beside_its_state(self) -> int:
+    def bytes_besides_state(self) -> int:
         """Return the live bytes besides the sequence's present K/V and GDN state, with all windows closed."""
         self.engine.process(Frame(EPOCH, self.frames, tuple(self.ops)))
         self.frames, self.ops = self.frames + 1, []
@@ -95,11 +95,11 @@ def test_snapshots_end_with_their_window(checkpoints: Checkpoints, windows: int)
     The windows are accepted, shortened and invalidated.
     """
     stage = MiddleStage(checkpoints(layers=4))
-    stage.a_round()
-    after_one = stage.beside_its_state()
+    stage.run_twenty_windows()
+    after_one = stage.bytes_besides_state()
     for _ in range(windows // (2 * len(PATTERN)) - 1):
-        stage.a_round()
-    assert abs(stage.beside_its_state() - after_one) < CONV_STATE
+        stage.run_twenty_windows()
+    assert abs(stage.bytes_besides_state() - after_one) < CONV_STATE
 
 
 def test_a_drafting_chain_holds_constant_memory(checkpoints: Checkpoints) -> None:
@@ -146,8 +146,8 @@ def test_an_open_window_holds_its_own_rows_only(checkpoints: Checkpoints) -> Non
     assert held[1] <= held[0] + SHARED
 
 
-@pytest.mark.parametrize("company", [0, 7])
-def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, company: int) -> None:
+@pytest.mark.parametrize("others", [0, 7])
+def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, others: int) -> None:
     """A prefix entry holds exactly `nbytes` once its sequence and the others of its last frame are gone.
 
     Nothing remains after the entry is dropped.
@@ -155,7 +155,7 @@ def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, company: int)
     chain = Chain(checkpoints(layers=4), (2,))
     for turn in (0, 1):
         start = _live()
-        scripts = [Script(100 * turn + i, random_tokens(40)) for i in range(1 + company)]
+        scripts = [Script(100 * turn + i, random_tokens(40)) for i in range(1 + others)]
         segments = [script.chunk(40) for script in scripts]
         chain.send(*segments, ops=[op for script in scripts for op in script.due()])
         chain.send(ops=[SavePrefix(scripts[0].seq_id, 7), *(Evict(s.seq_id) for s in scripts)])

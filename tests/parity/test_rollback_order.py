@@ -17,7 +17,7 @@ from tests.support.stages.plain_text import Truth, truth
 PROMPT = 3
 
 
-class Weather:
+class RandomOrder:
     """One sequence with random windows, stages that process frames at random times, and unreliable signals.
 
     Signals come late, twice or not at all. The result must be the plain text.
@@ -30,7 +30,7 @@ class Weather:
         self.script = Script(0, text.tokens[: text.prompt], text.params)
         self.signals: list[Commit] = []
         self.sent: deque[Segment] = deque()
-        self.hoping = True
+        self.expects_acceptance = True
         """True while the coordinator expects every window in flight to be accepted."""
         self.skipped = 0
 
@@ -44,7 +44,11 @@ class Weather:
         self.chain.send(ops=self.script.due())
 
     def send(self) -> None:
-        if not self.hoping or len(self.sent) > 4 or self.script.fed + 10 > len(self.text.tokens):
+        if (
+            not self.expects_acceptance
+            or len(self.sent) > 4
+            or self.script.fed + 10 > len(self.text.tokens)
+        ):
             return
         width = self.random.randint(1, 4)
         right = self.random.choice([width, width, width, self.random.randint(0, width)])
@@ -75,25 +79,25 @@ class Weather:
         self.skipped += outcome.cancelled
         if outcome.cancelled:
             # The window was sent before the rejection was known. After the last of these, none is in flight.
-            self.hoping = self.hoping or not self.sent
+            self.expects_acceptance = self.expects_acceptance or not self.sent
             return
         self.script.settle(segment, outcome)
         self.signals.append(Commit(0, segment.window, outcome.accepted_length))
         if outcome.accepted_length < segment.width:
-            self.hoping = not self.sent
+            self.expects_acceptance = not self.sent
 
 
-def _weather(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
+def _check_random_orders(path: Path, text: Truth, cuts: tuple[int, ...]) -> None:
     skipped, most = 0, 0
     for seed in range(10):
-        weather = Weather(path, text, seed, cuts)
-        weather.run(turns=100)
-        length = weather.script.fed
-        assert weather.script.known == text.tokens[: len(weather.script.known)]
-        assert {e.sequences[0].stack.length for e in weather.chain.engines} == {length}
-        assert same(weather.chain.state(0), text.states[length]), seed
-        assert same(weather.chain.head_state(0), text.head_states[length]), seed
-        skipped += weather.skipped
+        order = RandomOrder(path, text, seed, cuts)
+        order.run(turns=100)
+        length = order.script.fed
+        assert order.script.known == text.tokens[: len(order.script.known)]
+        assert {e.sequences[0].stack.length for e in order.chain.engines} == {length}
+        assert same(order.chain.state(0), text.states[length]), seed
+        assert same(order.chain.head_state(0), text.head_states[length]), seed
+        skipped += order.skipped
         most = max(most, length)
     assert most > 20 and (skipped > 10 or not cuts)
 
@@ -105,7 +109,7 @@ def test_any_order_of_frames_and_signals(checkpoints: Checkpoints, cuts: tuple[i
     Frames pass in every possible order. Signals come in any order, twice or not at all.
     """
     path = checkpoints(layers=4)
-    _weather(path, truth(path, PROMPT, 60), cuts)
+    _check_random_orders(path, truth(path, PROMPT, 60), cuts)
 
 
 def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoints) -> None:
@@ -114,4 +118,4 @@ def test_any_order_of_frames_and_signals_under_penalties(checkpoints: Checkpoint
     params = SamplingParams(
         temperature=0.8, seed=4, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.6
     )
-    _weather(path, Truth(path, PROMPT, 60, params=params), (1, 3))
+    _check_random_orders(path, Truth(path, PROMPT, 60, params=params), (1, 3))

@@ -160,9 +160,9 @@ def read_tensors(path: Path) -> Weights:
 def without(path: Path, *names: str) -> Path:
     """Remove the tensors `names` from the only file of the raw checkpoint in `path`. Return `path`."""
     weights = read_tensors(path)
-    accepted_length = {name: weight for name, weight in weights.items() if name not in names}
-    assert len(accepted_length) == len(weights) - len(names), "there were no such tensors"
-    mx.save_safetensors(str(path / "model.safetensors"), accepted_length, {"format": "pt"})
+    remaining = {name: weight for name, weight in weights.items() if name not in names}
+    assert len(remaining) == len(weights) - len(names), "there were no such tensors"
+    mx.save_safetensors(str(path / "model.safetensors"), remaining, {"format": "pt"})
     return path
 
 

@@ -29,7 +29,7 @@ def small_disk(path: Path, size: str = "1m") -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-class Plenty(NamedTuple):
+class ClaimedFreeSpace(NamedTuple):
     """A disk usage that claims free space. It simulates a disk that others fill after the check."""
 
     free: int = 2**40

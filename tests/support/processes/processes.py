@@ -116,8 +116,8 @@ def launch(
 ) -> Process:
     """Start `main` of `module` with these arguments. The caller stops the process.
 
-    `env` is added to this process's environment. `cores` pins the process to these CPUs where the system can. `prefix` is
-    a command that executes the one after it, such as the result of `without_folder`.
+    `env` is added to this process's environment. `cores` pins the process to these CPUs where the system can. `prefix`
+    is a command that executes the one after it, such as the result of `without_folder`.
     """
     log = folder / f"{name}.log"
     start = f"{WITHOUT_TORCH}; from {module} import main; main()"

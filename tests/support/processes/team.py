@@ -50,7 +50,7 @@ class Team:
         """Addresses of the proxies."""
         return [proxy.address for proxy in self.proxies]
 
-    def tell(self, number: int, fault: str = "") -> None:
+    def set_fault(self, number: int, fault: str = "") -> None:
         """Set the fault of a worker's engine. An empty string ends the fault."""
         file = self._file(number)
         new = file.with_suffix(".new")
@@ -74,10 +74,10 @@ class Team:
         self.workers[number].kill()
         self.workers[number] = as_worker(self.launch_again(number, model))
 
-    def heal(self) -> None:
+    def end_faults(self) -> None:
         """End all faults. Workers that ended stay ended."""
         for number, proxy in enumerate(self.proxies):
-            self.tell(number)
+            self.set_fault(number)
             proxy.thaw()
             proxy.refuse(False)
             if self.workers[number].running:

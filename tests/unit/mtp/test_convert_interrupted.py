@@ -17,9 +17,9 @@ from mtp.checkpoint.convert.settings import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError, UsageError
 from tests.conftest import Checkpoints
-from tests.support.checkpoints import converting
+from tests.support.checkpoints import conversion_process
 from tests.support.checkpoints.checkpoints import write_checkpoint
-from tests.support.checkpoints.small_disk import Plenty, small_disk
+from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 
 SHARD_BYTES = 200_000
 
@@ -32,7 +32,7 @@ def content(path: Path) -> dict[str, bytes]:
 def killed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a conversion leaves that was killed as soon as three of its files were whole."""
     source, out = checkpoints(), tmp_path_factory.mktemp("killed") / "out"
-    process = converting.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, files=3)
+    process = conversion_process.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, files=3)
     end = time.monotonic() + 90
     while len(list(out.glob("*.safetensors"))) < 3:
         assert time.monotonic() < end and process.poll() is None
@@ -102,7 +102,7 @@ def test_a_broken_shard_is_written_again(
 def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """One line, exit status 2, no checkpoint; with room it goes on."""
     source, out = checkpoints(), tmp_path / "out"
-    process = converting.start(
+    process = conversion_process.start(
         source,
         out,
         shard_bytes=SHARD_BYTES,
@@ -126,7 +126,7 @@ def test_a_disk_that_cannot_hold_the_output(
     with small_disk(tmp_path / "disk") as disk:
         with pytest.raises(CheckpointError, match=r"are to be written, and the disk has .* left"):
             convert(Checkpoint.open(source), disk / "out", Settings())
-        monkeypatch.setattr("shutil.disk_usage", lambda path: Plenty())
+        monkeypatch.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
         with pytest.raises(CheckpointError, match="the disk is full"):
             convert(Checkpoint.open(source), disk / "out", Settings())
         assert not (disk / "out" / "config.json").exists()
@@ -148,7 +148,7 @@ def test_peak_memory_is_that_of_the_largest_stack(tmp_path: Path, fused: bool, b
         stacks[key] = stacks.get(key, 0) + info.nbytes
     stack = max(stacks.values())
     assert sum(info.nbytes for info in tensors.values()) >= 8 * stack
-    process = converting.start(source, tmp_path / "out", bits=bits)
+    process = conversion_process.start(source, tmp_path / "out", bits=bits)
     said, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
     assert json.loads(said)["peak"] <= 3 * stack

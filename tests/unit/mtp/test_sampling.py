@@ -59,7 +59,7 @@ def some_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> mx.array:
     return mx.random.normal((rows, vocab), key=mx.random.key(seed)) * 3
 
 
-def told(tokens: list[int], prompt: int = 0, vocab: int = VOCAB) -> History:
+def history_of(tokens: list[int], prompt: int = 0, vocab: int = VOCAB) -> History:
     history = History(vocab, prompt)
     history.extend(tokens)
     return history
@@ -86,10 +86,10 @@ def test_a_window_of_five_chooses_what_five_windows_of_one_choose(params: Sampli
     """
     logits = some_logits(5)
     past, window = [7, 7, 9, 200], [9, 1, 1, 250, 3]
-    history = told(past, prompt=2)
+    history = history_of(past, prompt=2)
     together = choose(logits, params, 4, history, window)
     for i in range(5):
-        settled = told(past + window[: i + 1], prompt=2)
+        settled = history_of(past + window[: i + 1], prompt=2)
         alone = logits[i : i + 1]
         assert choose(alone, params, 4 + i, settled).item() == together[i].item()
         assert choose(alone, params, 4 + i, history, mx.array(window[: i + 1])).item() == (
@@ -105,7 +105,7 @@ def test_narrow_logits_are_widened_before_anything_else(params: SamplingParams) 
     """bf16 logits give the choice of their fp32 copies, because nothing rounds before they are widened."""
     logits = some_logits(4).astype(mx.bfloat16)
     wide = logits.astype(mx.float32)
-    pasts = [told([1, 2, 3, 3]) for _ in range(2)]
+    pasts = [history_of([1, 2, 3, 3]) for _ in range(2)]
     window = [5, 6, 7, 8]
     assert choose(logits, params, 0, pasts[0], window).tolist() == (
         choose(wide, params, 0, pasts[1], window).tolist()
@@ -115,7 +115,7 @@ def test_narrow_logits_are_widened_before_anything_else(params: SamplingParams) 
 def test_choosing_takes_drafts_that_are_not_evaluated_yet() -> None:
     """A chain of drafts is penalized for its own tokens while they are still lazy arrays."""
     params = SETTINGS["penalties"]
-    history = told([1, 2, 3])
+    history = history_of([1, 2, 3])
     logits = some_logits(3)
     chain = mx.array([4], mx.int32)
     for i in range(3):
@@ -357,7 +357,7 @@ def test_penalties_follow_their_definition() -> None:
     Frequency subtracts by count and presence once, for tokens of the output only.
     """
     logits = mx.array([[4.0, -4.0, 4.0, 4.0]])
-    history = told([0, 1, 2, 2], prompt=2, vocab=4)
+    history = history_of([0, 1, 2, 2], prompt=2, vocab=4)
     repeated = SamplingParams(repetition_penalty=2.0)
     assert row(adjusted(logits, repeated, history)) == [2.0, -8.0, 2.0, 4.0]
     frequent = SamplingParams(frequency_penalty=0.5)
@@ -397,7 +397,7 @@ def test_history_counts_what_a_list_would() -> None:
 
 def test_history_refuses_tokens_it_cannot_count() -> None:
     """The history refuses a token beyond the vocabulary and changes nothing. It would count into other memory."""
-    history = told([1, 2], vocab=4)
+    history = history_of([1, 2], vocab=4)
     for token in (4, -1):
         with pytest.raises(ProtocolError, match="vocabulary"):
             history.extend([3, token])
@@ -432,7 +432,7 @@ def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"temperature": 101}, "temperature 101 is outside [0, 100]"),
         ({"temperature": math.inf}, "temperature inf is outside [0, 100]"),
@@ -444,9 +444,9 @@ def test_logprobs_give_as_many_alternatives_as_there_are(top: int) -> None:
         ({"logit_bias": {7: -1e9}}, "logit_bias[7] -1e+09 is outside [-100, 100]"),
     ],
 )
-def test_a_value_out_of_range_is_named(fields: dict[str, Any], told: str) -> None:
+def test_a_value_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
     """An error about a value out of range has the field's name and the value, whole numbers in full."""
     with pytest.raises(RequestError) as raised:
         SamplingParams(**fields)
-    assert str(raised.value) == told
+    assert str(raised.value) == message
     assert raised.value.param == next(iter(fields))

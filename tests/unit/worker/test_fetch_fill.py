@@ -26,7 +26,7 @@ from proto.errors import CheckpointError, ClusterError, ProtocolError
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.hub import TOKEN, Hub
-from tests.support.checkpoints.small_disk import Plenty, small_disk
+from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.fetch.fill import StoppedError, fill
 from worker.fetch.span_copy import SpanCopy, copies_dir
 from worker.model.loader import load_stage
@@ -362,7 +362,7 @@ def test_a_full_disk(
         with pytest.raises(CheckpointError, match="are to be fetched, and the disk has"):
             coordinator.give(Span(0, 8))
         with monkeypatch.context() as patched:
-            patched.setattr("shutil.disk_usage", lambda path: Plenty())
+            patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
             with pytest.raises(CheckpointError, match="the disk is full"):
                 coordinator.give(Span(0, 8))
         copy = SpanCopy.find(coordinator.fingerprint)

@@ -160,10 +160,10 @@ class Replicas(RuleBasedStateMachine):
         self.due: list[tuple[int, int]] = []
         self.end = 0
         self.number = 0
-        self.hoping = True
+        self.expects_acceptance = True
 
     @rule(width=st.integers(1, 5), right=st.integers(0, 5))
-    @precondition(lambda self: self.hoping and len(self.out) < 5)
+    @precondition(lambda self: self.expects_acceptance and len(self.out) < 5)
     def send(self, width: int, right: int) -> None:
         window = OpenWindow(self.number, self.end, width)
         if not self.out:
@@ -203,8 +203,8 @@ class Replicas(RuleBasedStateMachine):
             self.due.append((window.number, message.right))
             if message.right < window.width:
                 self.end = window.position + message.right
-                self.hoping = False
-        self.hoping = self.hoping or not self.out
+                self.expects_acceptance = False
+        self.expects_acceptance = self.expects_acceptance or not self.out
 
     @rule(stage=st.integers(0, STAGES - 1), data=st.data())
     @precondition(lambda self: bool(self.news))

@@ -24,7 +24,7 @@ from proto.terminal.size import format_size
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
 from tests.support.checkpoints.hub import Hub
-from tests.support.checkpoints.small_disk import Plenty, small_disk
+from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.model.loader import load_stage
 
 REPO = "someone/some-model"
@@ -367,7 +367,7 @@ def test_a_full_disk(
             add(target, REPO)
         assert hub.weights_sent < size
         with monkeypatch.context() as patched:
-            patched.setattr("shutil.disk_usage", lambda path: Plenty())
+            patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
             with pytest.raises(CheckpointError, match=r"the disk is full.*it goes on from here"):
                 add(target, REPO)
         assert not Checkpoint.open(target).mtp.present

@@ -37,7 +37,7 @@ DEADLINE = 60.0
 
 
 @dataclass
-class Told:
+class ReceivedAnswer:
     """The tokens that one client received, with the time of each chunk."""
 
     tokens: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Told:
         return max((after - before for before, after in pairs), default=0.0)
 
 
-class Head:
+class InProcessCoordinator:
     """A coordinator. `answer` and `answers` act as its clients."""
 
     def __init__(self, manager: ClusterManager, loop: GenerationLoop) -> None:
@@ -70,9 +70,11 @@ class Head:
         """Return the manager's current view of the cluster."""
         return self.manager.view
 
-    async def answer(self, request: GenerationRequest, told: Told | None = None) -> Told:
+    async def answer(
+        self, request: GenerationRequest, told: ReceivedAnswer | None = None
+    ) -> ReceivedAnswer:
         """Run `request` to its end. Return `told`, or a new record, with everything the client received."""
-        told = Told() if told is None else told
+        told = ReceivedAnswer() if told is None else told
         async with asyncio.timeout(DEADLINE):
             async for event in self.loop.generate(request):
                 self.loop.scheduler.check()
@@ -83,7 +85,7 @@ class Head:
                     told.end = event
         return told
 
-    async def answers(self, requests: Sequence[GenerationRequest]) -> list[Told]:
+    async def answers(self, requests: Sequence[GenerationRequest]) -> list[ReceivedAnswer]:
         """Run all requests concurrently. Return their records in order."""
         return list(await asyncio.gather(*map(self.answer, requests)))
 
@@ -129,7 +131,7 @@ async def _cannot(epoch: int) -> Pipeline:
 
 
 @asynccontextmanager
-async def running_head(
+async def running_coordinator(
     model: Path,
     addresses: Sequence[str],
     *,
@@ -137,7 +139,7 @@ async def running_head(
     settings: Settings | None = None,
     timeout: float = TIMEOUT,
     mtp: str = "1",
-) -> AsyncIterator[Head]:
+) -> AsyncIterator[InProcessCoordinator]:
     """Run a coordinator over the workers at these addresses. It never serves alone."""
     checkpoint = Checkpoint.open(model)
     reference = pb.ModelRef(
@@ -165,7 +167,7 @@ async def running_head(
     try:
         async with asyncio.timeout(DEADLINE):
             await loop.start()
-        yield Head(manager, loop)
+        yield InProcessCoordinator(manager, loop)
     finally:
         await loop.close()
         await manager.close()

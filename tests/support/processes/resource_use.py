@@ -15,7 +15,7 @@ FEW = 6
 
 
 @dataclass(frozen=True)
-class Vitals:
+class ResourceUse:
     """One sample. Memory in MB."""
 
     descriptors: int
@@ -24,10 +24,10 @@ class Vitals:
     memory: float
 
 
-def vitals(pid: int, folder: Path) -> Vitals:
+def resource_use(pid: int, folder: Path) -> ResourceUse:
     """Return a sample of a process that writes its task count to `folder`."""
     process = psutil.Process(pid)
-    return Vitals(
+    return ResourceUse(
         process.num_fds(),
         process.num_threads(),
         ask_for_tasks(folder, pid),
@@ -35,7 +35,7 @@ def vitals(pid: int, folder: Path) -> Vitals:
     )
 
 
-def grown(samples: Sequence[Vitals]) -> list[str]:
+def grown(samples: Sequence[ResourceUse]) -> list[str]:
     """Return the resources of which the last sample has more than the second. The first tenth of a run is not counted.
 
     Memory is not compared: allocators keep freed memory, and a trend shows only over many samples.

@@ -1,8 +1,8 @@
 """A conversion in its own process, which a test can kill, limit or measure.
 
-`python -m tests.support.checkpoints.converting SOURCE OUT BITS SHARD_BYTES FILES` prints one JSON object: `peak`,
-the maximum growth of memory in bytes. If FILES is not 0, the process stops after it has written FILES whole files,
-and waits to be killed.
+`python -m tests.support.checkpoints.conversion_process SOURCE OUT BITS SHARD_BYTES FILES` prints one JSON object:
+`peak`, the maximum growth of memory in bytes. If FILES is not 0, the process stops after it has written FILES whole
+files, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def start(
     """Start a conversion. `bits` 0 leaves the weights unquantized. `limit` runs in the child before the conversion."""
     arguments = [str(source), str(out), str(bits), str(shard_bytes), str(files)]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.checkpoints.converting", *arguments],
+        [sys.executable, "-m", "tests.support.checkpoints.conversion_process", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
