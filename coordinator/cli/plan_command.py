@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
-from coordinator.planning.capacity import Capacity, Room, capacity, reserve_bytes
+from coordinator.planning.capacity import plan_capacity, reserve_bytes
 from coordinator.planning.model_costs import model_costs
 from coordinator.planning.partition import Objective
-from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
+from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.remote_checkpoint import open_model
@@ -167,24 +167,16 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question
     found = make_plan(
         costs, specs, workload=workload, objective=question.objective, spare=question.spare
     )
-    room = _capacity(costs, found, checkpoint.config.max_positions, question.sequences)
+    capacity = plan_capacity(costs, found, checkpoint.config.max_positions, question.sequences)
     return {
         "objective": question.objective,
         "drafts": question.drafts,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
-        "capacity": asdict(room),
+        "capacity": asdict(capacity),
         "unused": list(found.unused),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
-
-
-def _capacity(costs: ModelCosts, found: Plan, positions: int, sequences: int) -> Capacity:
-    reserve = reserve_bytes(costs)
-    rooms = [
-        Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve) for s in found.stages
-    ]
-    return capacity(costs, rooms, positions, sequences)
 
 
 def _stage_facts(stage: StagePlan) -> dict[str, Any]:

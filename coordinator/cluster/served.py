@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from coordinator.cluster.member import Member
-from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, plan_capacity, reserve_bytes
 from coordinator.planning.model_costs import model_costs
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from coordinator.workers.weight_provider import WeightProvider
@@ -69,12 +69,8 @@ class ServedModel:
 
     def capacity(self, plan: Plan) -> Capacity:
         """What the plan's stages have room for. Raises MemoryLimitError when that is not one sequence."""
-        rooms = [
-            Room(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve_bytes(self.costs))
-            for s in plan.stages
-        ]
         context = self.checkpoint.config.max_positions
-        return capacity(self.costs, rooms, context, self.max_sequences, self.prefix_cache)
+        return plan_capacity(self.costs, plan, context, self.max_sequences, self.prefix_cache)
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from functools import partial
 import mlx.core as mx
 
 from coordinator.pipeline.base import Pipeline
-from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, Room, capacity, reserve_bytes
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, whole_model_capacity
 from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -64,13 +64,14 @@ class LocalModel:
         costs = model_costs(
             self.checkpoint, dtype=name, kv_bits=self.kv_format.bits, with_head=self.with_head
         )
-        whole = Span(0, len(costs.layers))
-        weights = sum(layer.weight_bytes for layer in costs.layers)
-        weights += costs.embed_bytes + costs.last_stage_bytes
-        limit = default_memory_limit()
-        room = Room("this machine", whole, True, limit, weights, reserve_bytes(costs))
-        context = self.checkpoint.config.max_positions
-        return capacity(costs, [room], context, self.max_sequences, self.prefix_cache)
+        return whole_model_capacity(
+            costs,
+            "this machine",
+            default_memory_limit(),
+            self.checkpoint.config.max_positions,
+            self.max_sequences,
+            self.prefix_cache,
+        )
 
     def load(
         self, expect: Callable[[float], None], on_progress: OnProgress | None = None

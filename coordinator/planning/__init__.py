@@ -1,1 +1,1 @@
-"""The split of layers over machines, from costs and memory. Pure functions."""
+"""The assignment of layers to machines, from costs and memory limits. Pure functions."""

@@ -1,48 +1,55 @@
-"""How much a plan can serve at once: what the stages' memory leaves for K/V, states and prefix entries. Pure."""
+"""The capacity of a plan: the sequences, tokens and prefix entries that the memory of its stages can hold.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.planning.plan import ModelCosts
+from coordinator.planning.plan import ModelCosts, Plan
 from proto.errors import MemoryLimitError
 from proto.span import Span
 from proto.terminal.size import format_size
 
-STATES_A_SEQUENCE = 3
-"""Of a GDN state: the present one, the snapshot of an open window, and the one a step is computing."""
+STATES_PER_SEQUENCE = 3
+"""GDN states of a sequence at once: the present one, the snapshot of an open window, and the one a step computes."""
 
 PREFIX_SHARE = 0.25
-"""Of what is left beside weights, for prefix entries, unless the user wants none."""
+"""Fraction of a stage's free memory that the prefix cache may use, unless the user disables it."""
 
 ROOMY_TOKENS = 4096
-"""K/V each sequence should find; where there is less, fewer are served at once."""
+"""Tokens of K/V that each sequence should have. With less per sequence, a plan serves fewer sequences."""
 
 FEWEST_TOKENS = 256
-"""A plan with less K/V in all serves nobody."""
+"""Tokens of K/V below which a plan is refused: no useful request would fit."""
 
 DEFAULT_SEQUENCES = 16
-"""Served at once when nobody says otherwise; more wait in the queue."""
+"""Sequences served at once by default; further requests wait in the queue."""
 
-QUEUED_A_SEQUENCE = 16
+QUEUED_PER_SEQUENCE = 16
+"""Requests that may wait for each sequence served at once, unless the user sets the queue length."""
+
 FEWEST_QUEUED, MOST_QUEUED = 16, 256
-"""Requests that may wait for each one that is served, and in all, unless the user says how many."""
+"""Requests. Bounds of the queue length: a client would give up before a longer queue reached it."""
 
 MOST_RESERVED = 256 * 2**20
+"""Bytes. Upper bound of the memory kept free for activations: a 512-token chunk of a 27B model needs about 100 MB."""
+
 LEAST_RESERVED = 16 * 2**20
-"""Kept free on every stage for activations: a 512-token chunk of a 27B model needs about 100 MB."""
+"""Bytes. Lower bound of the memory kept free for activations, for small models."""
 
 
 def reserve_bytes(model: ModelCosts) -> int:
-    """Bytes every stage keeps free, by the size of the model."""
+    """Return the bytes that every stage keeps free for activations; they grow with the size of the model."""
     weights = sum(layer.weight_bytes for layer in model.layers)
     return min(MOST_RESERVED, LEAST_RESERVED + weights // 4)
 
 
 @dataclass(frozen=True)
-class Room:
-    """A stage's memory, in bytes: `limit` in all, of which `weights` and a reserve are taken."""
+class StageMemory:
+    """The memory of one stage in bytes: `limit` in total, of which `weights` and `reserve` are not available."""
 
     name: str
     span: Span
@@ -53,15 +60,16 @@ class Room:
 
     @property
     def free(self) -> int:
+        """Bytes left for K/V, states and prefix entries; negative when the weights alone exceed the limit."""
         return self.limit - self.weights - self.reserve
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """`kv_tokens` over at most `sequences` sequences, and `prefix_bytes` a stage: what every stage has room for.
+    """The load that every stage can hold: `kv_tokens` over at most `sequences` sequences.
 
-    `token_bytes` of K/V, and `state_bytes` of GDN states and of what waits for the head, are those of a prefix entry on
-    the stage where they are most.
+    `prefix_bytes` is the size of each stage's prefix cache. `token_bytes` (K/V of a token) and `state_bytes` (GDN
+    states and the hidden states that wait for the head) describe a prefix entry; each is the maximum over the stages.
     """
 
     sequences: int
@@ -72,63 +80,87 @@ class Capacity:
 
     @property
     def queue(self) -> int:
-        """Requests that may wait: more would wait longer than clients do."""
-        return min(MOST_QUEUED, max(FEWEST_QUEUED, QUEUED_A_SEQUENCE * self.sequences))
+        """Requests that may wait; in a longer queue requests would wait longer than clients do."""
+        return min(MOST_QUEUED, max(FEWEST_QUEUED, QUEUED_PER_SEQUENCE * self.sequences))
 
     def entry_bytes(self, tokens: int) -> int:
-        """Of a prefix entry of so many tokens, on the stage where it is largest; no less than it will be."""
+        """Return an upper bound of the bytes that a prefix entry of `tokens` tokens takes on any stage."""
         return tokens * self.token_bytes + self.state_bytes
 
 
-def capacity(
+def plan_capacity(
+    costs: ModelCosts, plan: Plan, context: int, wanted: int, prefix_cache: bool = True
+) -> Capacity:
+    """Return the capacity of `plan`; the arguments and the error are those of `stages_capacity`."""
+    reserve = reserve_bytes(costs)
+    stages = [
+        StageMemory(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve)
+        for s in plan.stages
+    ]
+    return stages_capacity(costs, stages, context, wanted, prefix_cache)
+
+
+def whole_model_capacity(
+    costs: ModelCosts, name: str, limit: int, context: int, wanted: int, prefix_cache: bool = True
+) -> Capacity:
+    """Return the capacity of a machine `name` that holds the whole model in `limit` bytes of memory."""
+    weights = sum(layer.weight_bytes for layer in costs.layers)
+    weights += costs.embed_bytes + costs.last_stage_bytes
+    whole = Span(0, len(costs.layers))
+    stage = StageMemory(name, whole, True, limit, weights, reserve_bytes(costs))
+    return stages_capacity(costs, [stage], context, wanted, prefix_cache)
+
+
+def stages_capacity(
     costs: ModelCosts,
-    rooms: Sequence[Room],
+    stages: Sequence[StageMemory],
     context: int,
     wanted: int,
     prefix_cache: bool = True,
 ) -> Capacity:
-    """The most that fits on every stage, for up to `wanted` sequences of up to `context` tokens.
+    """Return the largest capacity that fits every stage, for up to `wanted` sequences of up to `context` tokens.
 
-    Without `prefix_cache` what its entries would take is for K/V. Sequences are given up before a single one's
-    context is. Raises MemoryLimitError when not one short sequence fits.
+    Without `prefix_cache` the memory of prefix entries is used for K/V. When memory is short, the number of
+    sequences shrinks before the context of a single sequence does. Raises MemoryLimitError when not one short
+    sequence fits.
     """
     prefix_share = PREFIX_SHARE if prefix_cache else 0.0
     tokens_of = {
-        n: min(_kv_tokens(costs, r, n, 1 - prefix_share) for r in rooms)
-        for n in range(1, wanted + 1)
+        count: min(_kv_tokens(costs, stage, count, 1 - prefix_share) for stage in stages)
+        for count in range(1, wanted + 1)
     }
-    fitting = [n for n, t in tokens_of.items() if t >= min(context, ROOMY_TOKENS * n)]
+    fitting = [n for n, tokens in tokens_of.items() if tokens >= min(context, ROOMY_TOKENS * n)]
     sequences = max(fitting, default=1)
     if tokens_of[sequences] < FEWEST_TOKENS:
-        tight = min(rooms, key=lambda room: room.free)
+        tight = min(stages, key=lambda stage: stage.free)
         raise MemoryLimitError(
             f"{tight.name} has {format_size(max(0, tight.free))} left beside its weights, too little for one "
-            "sequence: give it fewer layers or more --memory-limit"
+            "sequence. Give it fewer layers or a larger --memory-limit."
         )
     return Capacity(
         sequences,
         min(tokens_of[sequences], context * sequences),
-        prefix_bytes=max(0, min(int(room.free * prefix_share) for room in rooms)),
-        token_bytes=max(_token_bytes(costs, room) for room in rooms),
-        state_bytes=max(_state_bytes(costs, room) for room in rooms),
+        prefix_bytes=max(0, min(int(stage.free * prefix_share) for stage in stages)),
+        token_bytes=max(_token_bytes(costs, stage) for stage in stages),
+        state_bytes=max(_state_bytes(costs, stage) for stage in stages),
     )
 
 
-def _kv_tokens(costs: ModelCosts, room: Room, sequences: int, share: float) -> int:
-    """Tokens of K/V that fit into `share` of a stage's free memory beside the states of so many sequences."""
-    states = _state_bytes(costs, room) * sequences * STATES_A_SEQUENCE
-    left = int(room.free * share) - states
-    a_token = _token_bytes(costs, room)
+def _kv_tokens(costs: ModelCosts, stage: StageMemory, sequences: int, share: float) -> int:
+    """Return the tokens of K/V that fit into `share` of the free memory beside the states of `sequences`."""
+    states = _state_bytes(costs, stage) * sequences * STATES_PER_SEQUENCE
+    left = int(stage.free * share) - states
+    per_token = _token_bytes(costs, stage)
     if left <= 0:
         return 0
-    return left // a_token if a_token else 2**62
+    return left // per_token if per_token else 2**62
 
 
-def _token_bytes(costs: ModelCosts, room: Room) -> int:
-    own = sum(costs.layers[layer].kv_bytes for layer in room.span)
-    return own + (costs.head_kv_bytes if room.last else 0)
+def _token_bytes(costs: ModelCosts, stage: StageMemory) -> int:
+    own = sum(costs.layers[layer].kv_bytes for layer in stage.span)
+    return own + (costs.head_kv_bytes if stage.last else 0)
 
 
-def _state_bytes(costs: ModelCosts, room: Room) -> int:
-    own = sum(costs.layers[layer].state_bytes for layer in room.span)
-    return own + (costs.head_state_bytes if room.last else 0)
+def _state_bytes(costs: ModelCosts, stage: StageMemory) -> int:
+    own = sum(costs.layers[layer].state_bytes for layer in stage.span)
+    return own + (costs.head_state_bytes if stage.last else 0)

@@ -1,7 +1,8 @@
 """The costs of a checkpoint, computed from its headers: the planner's input before any measurement.
 
 Decoding one token reads every active weight once and little else. So the time of a part is its active bytes
-over the memory bandwidth (the memory side of the roofline model). In a mixture of experts, top-k of the experts are active.
+over the memory bandwidth (the memory side of the roofline model). In a
+mixture of experts, top-k of the experts are active.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""The exact search: which node takes which layers, and in what order.
+"""The exact search for the order of the nodes and the layers of each.
 
 A *state* is a set of free nodes already placed. For each state and each count i of layers, the search
-holds the best value of covering the first i layers with exactly those nodes and with every pinned node
-whose span lies there. One step adds a node v with the layers [a, i):
+stores the best value for the first i layers. It uses exactly these nodes, and the pinned nodes in this range.
+One step adds a node v with the layers [a, i):
 
     value[state + v][i] = min over a of combine(value[state][a], cost[v][a, i])
 
-with combine = max for the slowest stage and + for the sum. Both are monotone, so the best whole is made of
-best parts and nothing is missed. A pinned node has one possible step, in every state.
+where combine is max for the slowest stage and + for the sum. Both are monotone, so the best solution consists of
+best parts and the search misses none. A pinned node has one possible step, in every state.
 
-Nodes that cost the same on every run of layers are alike: placing them in the order given loses nothing.
-So n equal nodes make n + 1 states, and n unlike ones 2^n. Above MAX_STATES the order given is kept; the
-states are then (how many are placed, which came last).
+Nodes with the same cost on every run of layers are interchangeable: the search places them in the order given.
+So n equal nodes make n + 1 states, and n different ones 2^n. Above MAX_STATES the search keeps the order given;
+a state is then the pair (number of nodes placed, index of the last one).
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from proto.span import Span
 Objective = Literal["throughput", "latency"]
 Array = npt.NDArray[np.float64]
 Run = tuple[int, int, int]
-"""Node, first layer, layer after the last."""
+"""A run of layers: index of the node, first layer, and end (exclusive)."""
 
 MAX_STATES = 1024
-"""A step takes some 20 µs at 64 layers: ten unlike nodes in any order take 0.1 s."""
+"""States. A step takes about 20 µs at 64 layers, so ten different nodes in any order take 0.1 s."""
 
 
 @dataclass(frozen=True)
 class States:
-    """`steps[s]` are the pairs (state before, node added) that lead to state s; state 0 has none placed.
+    """The states of the search. A state comes after every state that leads to it.
 
-    `sizes[s]` counts its nodes. A state comes after every state that leads to it.
+    `steps[s]` are the pairs (state before, node added) that lead to state s. `sizes[s]` counts the nodes of state s.
+    State 0 has none.
     """
 
     steps: tuple[tuple[tuple[int, int], ...], ...]
@@ -47,7 +48,7 @@ class States:
 
 @dataclass(frozen=True)
 class Table:
-    """Of each state: the best values `[states, layers + 1]`, and the step each one came from."""
+    """The best values of each state, `[states, layers + 1]`, and the step that each value came from."""
 
     values: Array
     before: npt.NDArray[np.int64]
@@ -58,14 +59,13 @@ class Table:
 def best_runs(
     costs: Array, pinned: Mapping[int, Span], objective: Objective, *, spare: bool
 ) -> list[Run] | None:
-    """The runs of layers, in order, that cover the model at the least cost; None when none can.
+    """Return the runs of layers, in order, that cover the model at the least cost; None when no runs can.
 
-    `costs[v, a, b]` is what node v takes for layers [a, b), inf where it cannot hold them. Nodes of
-    `pinned` take their span and are always used. As many of the others as can be are used; with
-    `spare`, as many as serve the objective best. Values that are equal stay comparable as floats only
-    when they are whole numbers.
+    `costs[v, a, b]` is the cost of layers [a, b) on node v, inf where the node cannot hold them. Nodes in `pinned` take
+    their span and are always used. The search uses as many other nodes as possible; with `spare`, as many as the
+    objective is best with. The costs must be whole numbers, so that equal sums compare as equal floats.
 
-    Ties go to the more balanced cut: least sum of squares for throughput, least slowest stage for latency.
+    Ties go to the more balanced cut: the least sum of squares for throughput, the least slowest stage for latency.
     """
     free = [v for v in range(len(costs)) if v not in pinned]
     costs = _around(costs, pinned, free)
@@ -88,7 +88,7 @@ def best_runs(
 
 
 def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Array:
-    """Costs with inf for every run of a free node that touches a pinned layer."""
+    """Return `costs` with inf for every run of a free node that contains a pinned layer."""
     costs = costs.copy()
     starts, ends = np.indices(costs.shape[1:])
     for span in pinned.values():
@@ -99,21 +99,21 @@ def _around(costs: Array, pinned: Mapping[int, Span], free: Sequence[int]) -> Ar
 
 
 def list_states(costs: Array, free: Sequence[int]) -> States:
-    """Sets of free nodes, or the order given where those are too many."""
-    alike: dict[bytes, list[int]] = {}
+    """Return the sets of free nodes as states, or the prefixes of the order given when the sets are too many."""
+    equal: dict[bytes, list[int]] = {}
     for v in free:
-        alike.setdefault(costs[v].tobytes(), []).append(v)
+        equal.setdefault(costs[v].tobytes(), []).append(v)
     count = 1
-    for nodes in alike.values():
+    for nodes in equal.values():
         count *= len(nodes) + 1
     if count > MAX_STATES:
         return _ordered_states(free)
-    earlier = {v: nodes[:i] for nodes in alike.values() for i, v in enumerate(nodes)}
+    earlier = {v: nodes[:i] for nodes in equal.values() for i, v in enumerate(nodes)}
     return _set_states(free, earlier)
 
 
 def _set_states(free: Sequence[int], earlier: Mapping[int, Sequence[int]]) -> States:
-    """Every set of nodes that holds, with a node, those like it that come `earlier`."""
+    """Return every set of nodes that contains, with a node, the equal nodes `earlier` in the order."""
     number: dict[frozenset[int], int] = {frozenset(): 0}
     steps: list[list[tuple[int, int]]] = [[]]
     queue = list(number)
@@ -131,7 +131,7 @@ def _set_states(free: Sequence[int], earlier: Mapping[int, Sequence[int]]) -> St
 
 
 def _ordered_states(free: Sequence[int]) -> States:
-    """(how many nodes are placed, index of the last): later ones only follow."""
+    """Return the states of the order given: pairs (number of nodes placed, index of the last)."""
     number: dict[tuple[int, int], int] = {(0, -1): 0}
     steps: list[list[tuple[int, int]]] = [[]]
     for size in range(1, len(free) + 1):
@@ -154,7 +154,7 @@ def _search(
     combine: np.ufunc,
     tight: Array | None = None,
 ) -> Table:
-    """Fill the table, state by state. With `tight`, only steps that are best for those sums count."""
+    """Fill the table, state by state. With `tight`, allow only the steps that are optimal for these sums."""
     shape = (len(states.steps), costs.shape[1])
     table = Table(np.full(shape, np.inf), *(np.full(shape, -1, np.int64) for _ in range(3)))
     for state, steps in enumerate(states.steps):
@@ -178,7 +178,7 @@ def _search(
 
 
 def _final_states(states: States, values: Array, spare: bool) -> list[int]:
-    """The states to choose from: all of one size, all of the same best value."""
+    """Return the states to choose from, all of the same size and the same best value."""
     possible = [s for s, value in enumerate(values) if value < np.inf]
     if not possible:
         return []
@@ -192,7 +192,7 @@ def _final_states(states: States, values: Array, spare: bool) -> list[int]:
 
 
 def _trace(table: Table, pinned: Mapping[int, Span], state: int) -> list[Run]:
-    """The runs that led to a state, first to last."""
+    """Return the runs that led to `state`, first to last."""
     ends = {span.end: (v, span.start) for v, span in pinned.items()}
     runs: list[Run] = []
     end = table.values.shape[1] - 1

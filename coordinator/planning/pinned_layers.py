@@ -1,4 +1,4 @@
-"""Layers that workers insist on (`--layers`): whether a plan is possible around them."""
+"""The layers that workers are pinned to with `--layers`, and the check that a plan around them is possible."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from proto.errors import SpanError
 from proto.span import Span
 
 
-def check_pins(nodes: Sequence[tuple[str, Span | None]], num_layers: int) -> dict[int, Span]:
-    """The pinned spans by the index of their node in `nodes`, pairs of name and span.
+class LayerGapError(SpanError):
+    """The pinned layers leave more gaps than there are unpinned nodes. Another worker could fill one."""
 
-    Raises SpanError, naming layers and nodes, when a span lies outside the model, two overlap, or they
-    leave more gaps than there are other nodes to fill them.
+
+def check_pinned_layers(
+    nodes: Sequence[tuple[str, Span | None]], num_layers: int
+) -> dict[int, Span]:
+    """Return the pinned spans by the index of their node in `nodes`, which are pairs of name and span.
+
+    Raises SpanError, naming layers and nodes, when a span exceeds the model, when two spans overlap, or when they
+    leave more gaps than there are unpinned nodes.
     """
     pinned = {v: span for v, (_, span) in enumerate(nodes) if span is not None}
     for v, span in pinned.items():
@@ -35,7 +41,7 @@ def check_pins(nodes: Sequence[tuple[str, Span | None]], num_layers: int) -> dic
     if len(gaps) > free:
         held = ", ".join(f"{nodes[v][0]} {pinned[v]}" for v in in_order)
         others = f"{free} without --layers cannot fill {len(gaps)} gaps"
-        raise SpanError(
+        raise LayerGapError(
             f"no worker holds {' and '.join(map(_layers, gaps))} (pinned: {held})"
             f"{'; ' + others if free else ''}: change --layers, or add a worker without it"
         )
@@ -43,7 +49,7 @@ def check_pins(nodes: Sequence[tuple[str, Span | None]], num_layers: int) -> dic
 
 
 def _gaps(spans: Sequence[Span], num_layers: int) -> list[Span]:
-    """What spans in order, none overlapping, leave of the model."""
+    """Return the layers that `spans`, sorted and disjoint, do not cover."""
     ends = [0, *(span.end for span in spans)]
     starts = [*(span.start for span in spans), num_layers]
     return [Span(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

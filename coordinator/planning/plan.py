@@ -1,12 +1,12 @@
-"""The plan: which node holds which layers. Pure: costs and nodes in, stages or a reasoned refusal out.
+"""The plan: the assignment of layers to nodes. Pure functions from costs and nodes to stages or a reasoned error.
 
     stage seconds = (its layers + on the last stage lm_head + depth x draft step) / the node's speed
     stage bytes   = weights + K/V and states for the workload + what the node keeps free
 
-"throughput" makes the slowest stage as fast as it can be: with a window in flight for every stage, that
-stage sets the pace. "latency" makes the sum as small as it can be: one stream, one window in flight.
-Every node that can hold a layer gets one, unless `spare` says that a node may stay idle where the
-objective is better for it. The search is exact (coordinator/planning/partition.py).
+The objective "throughput" minimizes the time of the slowest stage, which sets the pace when every stage has a
+window in flight. The objective "latency" minimizes the sum of the times, for one stream with one window in flight.
+Every node that can hold a layer gets one. With `spare`, a node stays idle where that improves the objective.
+The search is exact (coordinator/planning/partition.py).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.planning.partition import Array, Objective, best_runs
-from coordinator.planning.pinned_layers import check_pins
+from coordinator.planning.pinned_layers import check_pinned_layers
 from proto.errors import MemoryLimitError, SpanError, UsageError
 from proto.span import Span
 from proto.terminal.size import format_size
 
 _TICKS = 1e12
-"""Times are counted in whole picoseconds, so that sums of equal layers are equal."""
+"""Ticks per second. Times are whole picoseconds, so that sums over equal layers are equal."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: weights in bytes, seconds of a one-token pass on a node of speed 1, K/V bytes a token
-    (attention) and state bytes a sequence (GDN)."""
+    """The costs of one layer: weights in bytes, and seconds of a one-token pass on a node of speed 1.
+
+    `kv_bytes` are per token (attention layers), `state_bytes` per sequence (GDN layers).
+    """
 
     weight_bytes: int
     seconds: float
@@ -39,11 +41,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A model as a planner sees it. `last_stage_bytes`: final norm, lm_head and MTP head, without an embedding.
+    """The costs of a model, in bytes and in seconds on a node of speed 1.
 
-    `draft_seconds` is one step of the MTP head, lm_head included; `head_kv_bytes` its K/V bytes a token, and
-    `head_state_bytes` the hidden states of a sequence that may wait for it.
-    `last_stage_needs_embed`: the last stage holds a copy of the embedding (tied lm_head, or MTP head).
+    `last_stage_bytes` counts final norm, lm_head and MTP head, without an embedding. `draft_seconds` is one step of
+    the MTP head, lm_head included. `head_kv_bytes` is the head's K/V per token, `head_state_bytes` the hidden states
+    of a sequence that may wait for the head. With `last_stage_needs_embed` the last stage holds a copy of the
+    embedding, for a tied lm_head or for the MTP head.
     """
 
     layers: tuple[LayerCost, ...]
@@ -58,9 +61,11 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan must have room and time for: `sequences` at once, `kv_tokens` over all of them,
-    `open_windows` each, `draft_depth` drafts a window. `reserve_bytes` stay free on every node, for
-    activations and prefix entries."""
+    """The load that a plan must support.
+
+    There are `sequences` at once with `kv_tokens` tokens in total. Each sequence has `open_windows` windows of
+    `draft_depth` drafts. `reserve_bytes` stay free on every node, for activations and prefix entries.
+    """
 
     sequences: int = 1
     kv_tokens: int = 0
@@ -71,7 +76,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A machine: bytes it may use, its speed relative to others, the layers it insists on."""
+    """A machine: the bytes it may use, its speed relative to the others, and the layers it is pinned to."""
 
     name: str
     memory_limit: int
@@ -81,14 +86,14 @@ class NodeSpec:
     def __post_init__(self) -> None:
         if self.memory_limit <= 0 or not 1e-6 <= self.speed <= 1e6:
             raise UsageError(
-                f"node {self.name}: memory {self.memory_limit} and speed {self.speed:g} "
-                "have to be above zero, and speed within a million"
+                f"node {self.name}: memory {self.memory_limit} or speed {self.speed:g} is invalid. "
+                "Give a memory above 0 and a speed from 1e-6 to 1e6."
             )
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One node's part. `cache_bytes` holds K/V, states and the reserve."""
+    """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve."""
 
     node: str
     span: Span
@@ -101,12 +106,13 @@ class StagePlan:
 
     @property
     def bytes(self) -> int:
+        """Memory of the stage: weights and caches."""
         return self.weight_bytes + self.cache_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in order; `unused` names the nodes that got none."""
+    """The stages in order. `unused` names the nodes without a stage."""
 
     epoch: int
     stages: tuple[StagePlan, ...]
@@ -120,12 +126,12 @@ class Plan:
 
     @property
     def slowest_seconds(self) -> float:
-        """The longest stage: with enough windows in flight, the time between two steps."""
+        """Time of the slowest stage: with enough windows in flight, the time between two steps."""
         return max(stage.predicted_seconds for stage in self.stages)
 
     @property
     def pass_seconds(self) -> float:
-        """One window through all stages and hops, the way from and to the coordinator among them."""
+        """Time of one window through all stages and hops, those from and to the coordinator included."""
         hops = (len(self.stages) + 1) * self.link_seconds
         return sum(stage.predicted_seconds for stage in self.stages) + hops
 
@@ -140,17 +146,17 @@ def make_plan(
     epoch: int = 1,
     spare: bool = False,
 ) -> Plan:
-    """The best plan there is.
+    """Return the best plan of `model` over `nodes`.
 
-    Raises SpanError for pinned layers that overlap, lie outside the model or leave a gap nobody can fill,
-    MemoryLimitError when no cut fits, saying where how much is missing, UsageError for nodes that are
-    none or share a name.
+    Raises SpanError for pinned layers that overlap, exceed the model or leave a gap that no node can fill. Raises
+    MemoryLimitError when no cut fits, with the bytes missing on each node. Raises UsageError when there is no node or
+    two nodes share a name.
     """
     check_nodes(nodes)
-    pinned = check_pins([(n.name, n.pinned) for n in nodes], len(model.layers))
+    pinned = check_pinned_layers([(n.name, n.pinned) for n in nodes], len(model.layers))
     costs = _Costs(model, workload or Workload())
     seconds = np.stack([costs.seconds(node) for node in nodes])
-    # Idle nodes save a hop each, which only the sum of one stream feels.
+    # An idle node saves a hop. Only the latency of one stream depends on the number of hops.
     link = link_seconds * _TICKS if objective == "latency" else 0.0
     runs = best_runs(seconds + np.rint(link), pinned, objective, spare=spare)
     if runs is None:
@@ -165,16 +171,16 @@ def make_plan(
 
 
 def check_nodes(nodes: Sequence[NodeSpec]) -> None:
-    """Raise UsageError unless there are nodes, each of its own name."""
+    """Raise UsageError unless there is a node and the names of all nodes differ."""
     names = [node.name for node in nodes]
     if not names:
-        raise UsageError("no node to plan for: start a worker, or name one")
+        raise UsageError("no node to plan for. Start a worker, or name one with --node.")
     if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"two nodes are named {sorted(twice)[0]}: give each its own --name")
+        raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
 
 
 class _Costs:
-    """What each run of layers `[a, b)` takes, as matrices `[layers + 1, layers + 1]` indexed so."""
+    """The costs of every run of layers `[a, b)`, as matrices `[layers + 1, layers + 1]` indexed by a and b."""
 
     def __init__(self, model: ModelCosts, workload: Workload) -> None:
         self.model = model
@@ -194,17 +200,18 @@ class _Costs:
         self.cache_bytes[:, -1] += model.head_kv_bytes * workload.kv_tokens
 
     def seconds(self, node: NodeSpec) -> Array:
-        """Picoseconds on `node`, whole; inf for no layers and for more than its memory holds."""
+        """Return whole picoseconds on `node`; inf for empty runs and for runs that exceed its memory."""
         ticks = self._ticks(node)
         ticks[self.weight_bytes + self.cache_bytes > node.memory_limit] = np.inf
         return ticks
 
     def overflow(self, node: NodeSpec) -> Array:
-        """Bytes by which `node` is too small; inf for no layers."""
+        """Return the bytes by which each run exceeds the memory of `node`; inf for empty runs."""
         missing = self.weight_bytes + self.cache_bytes - node.memory_limit
         return np.maximum(missing, 0.0) + self._nothing()
 
     def stage(self, node: NodeSpec, span: Span) -> StagePlan:
+        """Return the stage that holds `span` on `node`."""
         at = span.start, span.end
         return StagePlan(
             node=node.name,
@@ -219,9 +226,9 @@ class _Costs:
 
     def _ticks(self, node: NodeSpec) -> Array:
         scale = _TICKS / node.speed
-        tail = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
+        ends = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
         ticks = self._sums([np.rint(layer.seconds * scale) for layer in self.model.layers])
-        ticks[:, -1] += np.rint(tail * scale)
+        ticks[:, -1] += np.rint(ends * scale)
         return ticks + self._nothing()
 
     def _sums(self, values: Sequence[float]) -> Array:
@@ -230,17 +237,17 @@ class _Costs:
         return sums
 
     def _nothing(self) -> Array:
-        """inf where a run has no layers, else 0."""
+        """Return inf for empty runs and 0 for all others."""
         starts, ends = np.indices((self.count + 1, self.count + 1))
         nothing: Array = np.where(starts < ends, 0.0, np.inf)
         return nothing
 
 
 def _shortage(costs: _Costs, nodes: Sequence[NodeSpec], pinned: Mapping[int, Span]) -> str:
-    """Why no cut fits, told of the cut that comes nearest: the one whose worst node lacks least."""
+    """Return the reason why no cut fits, for the closest cut: the one whose worst node lacks the fewest bytes."""
     overflow = np.stack([costs.overflow(node) for node in nodes])
     runs = best_runs(overflow, pinned, "throughput", spare=True)
-    assert runs is not None, "check_pins leaves a cut when memory does not matter"
+    assert runs is not None, "check_pinned_layers leaves a cut when memory does not matter"
     lacking = [
         f"{nodes[v].name} (limit {format_size(nodes[v].memory_limit)}) lacks "
         f"{format_size(int(overflow[v, start, end]))} for layers {Span(start, end)}"
@@ -252,6 +259,6 @@ def _shortage(costs: _Costs, nodes: Sequence[NodeSpec], pinned: Mapping[int, Spa
     limits = format_size(sum(node.memory_limit for node in nodes))
     return (
         f"the model does not fit: weights of {weights} and {caches} for requests, {limits} on "
-        f"{len(nodes)} node{'s' * (len(nodes) > 1)}. In the cut that comes nearest, "
-        f"{'; '.join(lacking)}. Add a node, use a smaller quantization, or serve fewer tokens at once"
+        f"{len(nodes)} node{'s' * (len(nodes) > 1)}. In the closest cut, {'; '.join(lacking)}. "
+        "Add a node, use a smaller quantization, or serve fewer tokens at once."
     )

@@ -13,7 +13,7 @@ from tests.support.checkpoints.checkpoints import write_checkpoint
 
 
 def test_dense_costs_add_up_to_the_files(tmp_path: Path) -> None:
-    """Every byte of every part is counted once; a cast doubles what it doubles."""
+    """Every byte of every part is counted once; a cast to float32 doubles the floats."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", tie=False, dtype=mx.bfloat16))
     costs = model_costs(checkpoint)
     sizes = checkpoint.part_bytes()
@@ -35,7 +35,7 @@ def test_dense_costs_add_up_to_the_files(tmp_path: Path) -> None:
 
 
 def test_without_a_head_nothing_is_charged_for_one(tmp_path: Path) -> None:
-    """A tied checkpoint without MTP: its last stage needs the embedding, and no draft costs time."""
+    """A tied checkpoint without MTP needs the embedding on its last stage, and its drafts cost no time."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", tie=True, mtp=False))
     costs = model_costs(checkpoint)
     assert costs.draft_seconds == 0
@@ -59,7 +59,7 @@ def test_only_active_experts_cost_time(tmp_path: Path, fused: bool) -> None:
 
 
 def test_quantized_kv_costs_its_bits_and_scales(tmp_path: Path) -> None:
-    """8 bits an element, and a scale and a bias for every group: of 32 elements where heads are no wider."""
+    """Quantized K/V takes 8 bits per element, and a scale and a bias per group of 32 elements."""
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "m", dtype=mx.float16))
     elements = checkpoint.config.kv_bytes_per_token(1)
     layer = model_costs(checkpoint, kv_bits=8).layers[3]
