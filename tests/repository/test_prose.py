@@ -15,13 +15,18 @@ from tests.support.prose.rules import find_fragment, find_long_sentences, find_w
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
-CHECKED = ("tests/support/prose", "tests/repository/test_prose.py")
+CHECKED = (
+    "coordinator/planning",
+    "tests/unit/coordinator/planning",
+    "tests/support/prose",
+    "tests/repository/test_prose.py",
+)
 """The folders and files whose texts are checked."""
 
 CHECKED_PAGES: tuple[str, ...] = ()
 """The pages that are checked."""
 
-DOCUMENTED: tuple[str, ...] = ()
+DOCUMENTED: tuple[str, ...] = ("coordinator/planning",)
 """The folders whose public definitions all have a docstring."""
 
 
