@@ -1,1 +1,1 @@
-"""The wire format: frames, operations, control messages, errors. The modules of this folder do no I/O."""
+"""The wire format: frames, operations, control messages and errors. The modules of this folder do no I/O."""

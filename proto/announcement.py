@@ -1,4 +1,4 @@
-"""What a worker says of itself by mDNS. A hint for whom to ask, never believed before Describe."""
+"""The mDNS record of a worker. It is untrusted until a Describe call confirms it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from proto.span import Span
 SERVICE_TYPE = "_mtp-worker._tcp.local."
 
 FINGERPRINT_DIGITS = 16
-"""Of the checkpoint's fingerprint: enough to tell two apart in a list."""
+"""Digits of the checkpoint's fingerprint in the record: enough to tell two checkpoints apart in a list."""
 
 _MAX_LABEL = 63
-"""Bytes of an instance name, by RFC 6763."""
+"""Maximum bytes of an instance name (RFC 6763)."""
 
 _MAX_TEXT = 128
 _ID_DIGITS = 8
-"""Of the worker id, in the instance name: two workers of one name stay apart."""
+"""Digits of the worker id in the instance name, so that two workers with one name remain distinct."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """The TXT record, and the port of the SRV record. `fingerprint` is empty for a worker without a model."""
+    """The TXT record and the port of the SRV record. `fingerprint` is empty for a worker without a model."""
 
     worker_id: str
     name: str
@@ -35,13 +35,14 @@ class Announcement:
 
     @property
     def instance(self) -> str:
-        """The full name of this service instance: readable, and of this process alone."""
+        """The full name of this service instance. It is readable, and unique to this process."""
         end = f"-{self.worker_id[:_ID_DIGITS]}"
         printable = "".join(c for c in self.name if c.isprintable()).encode(errors="ignore")
         start = printable[: _MAX_LABEL - len(end)].decode(errors="ignore")
         return f"{start}{end}.{SERVICE_TYPE}"
 
     def to_txt(self) -> dict[str, str]:
+        """Return the TXT record."""
         txt = {"v": str(self.version), "id": self.worker_id, "name": self.name[: _MAX_TEXT // 4]}
         if self.pinned is not None:
             txt["layers"] = str(self.pinned)
@@ -51,9 +52,9 @@ class Announcement:
 
     @classmethod
     def from_txt(cls, txt: Mapping[bytes, bytes | None], port: int | None) -> Announcement:
-        """Inverse of `to_txt`; keys this release does not know are let pass.
+        """Invert `to_txt`. Keys that this release does not know are ignored.
 
-        Raises ProtocolError when what is needed is missing or malformed: anyone may send anything.
+        Raises ProtocolError for a missing or malformed value, because any machine may send a record.
         """
         version, worker_id = _text(txt, b"v"), _text(txt, b"id")
         if not (version.isascii() and version.isdigit() and len(version) < 10) or not worker_id:
@@ -76,6 +77,6 @@ class Announcement:
 
 
 def _text(txt: Mapping[bytes, bytes | None], key: bytes) -> str:
-    """A value as printable text; empty when there is none."""
+    """Return a value as printable text, or an empty string when the record has none."""
     value = (txt.get(key) or b"").decode(errors="replace")[:_MAX_TEXT]
     return "".join(c for c in value if c.isprintable())

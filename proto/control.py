@@ -1,7 +1,7 @@
-"""Signals from the coordinator to a worker, as plain data, their ranges checked, and as protobuf.
+"""Signals from the coordinator to a worker, as range-checked plain data and as protobuf messages.
 
-A signal saves time and never changes an outcome (DESIGN §3): applied before or after the frame that
-says the same, once or often, the state ends the same.
+A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it before or after the
+frame that carries the same information, and any number of times, and ends in the same state.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from proto.errors import ProtocolError, VersionError
 from proto.frame import MAX_FRAME_TOKENS, MAX_INT, VERSION
 
 MAX_STATUS_INTERVAL_MS = 60_000
-"""A worker that speaks less than once a minute cannot be told from a dead one."""
+"""Milliseconds. Bounds the interval of status messages: a worker that is silent for a minute counts as dead."""
 
 MAX_SIGNAL_BYTES = 128
-"""Of a rollback on the wire, gRPC's framing included: promise 2 of DESIGN §1."""
+"""Maximum bytes of a rollback on the wire, gRPC's framing included (promise 2 of DESIGN §1)."""
 
 _MAX_NAME = 128
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Opens the stream: who signals, and how often it wants a pulse."""
+    """The first signal of a stream: the coordinator, and the interval at which it expects a worker status."""
 
     coordinator_id: str
     coordinator_name: str
@@ -37,7 +37,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The coordinator lives. `number` comes back in the next pulse."""
+    """A sign that the coordinator is alive."""
 
     number: int
 
@@ -47,9 +47,9 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Of `window`, `accepted_length` tokens were right; its last `trim` go, with every window after it.
+    """The rejection of the last `trim` tokens of `window` and of every later window.
 
-    None were right of a window that was sent on a vain hope.
+    `accepted_length` tokens of the window remain. It is 0 for an invalidated window.
     """
 
     seq_id: int
@@ -65,13 +65,13 @@ class Rollback:
 
     @property
     def width(self) -> int:
-        """Tokens of the window before the rollback."""
+        """Number of tokens of the window before the rollback."""
         return self.accepted_length + self.trim
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits for this sequence any more: skip what is queued of it."""
+    """The cancellation of a sequence. The worker skips its queued segments."""
 
     seq_id: int
 
@@ -84,7 +84,7 @@ Body = Hello | Heartbeat | Rollback | Cancel
 
 @dataclass(frozen=True)
 class Signal:
-    """One body, and its epoch. Epoch 0, before any plan, is for hello and heartbeat."""
+    """A body and its epoch. A hello and a heartbeat belong to no plan and have epoch 0."""
 
     epoch: int
     body: Body
@@ -96,6 +96,7 @@ class Signal:
 
 
 def to_message(signal: Signal) -> pb.Signal:
+    """Return `signal` as its protobuf message."""
     match signal.body:
         case Hello(coordinator_id, name, status_interval_ms):
             hello = pb.Hello(
@@ -116,7 +117,7 @@ def to_message(signal: Signal) -> pb.Signal:
 
 
 def from_message(message: pb.Signal) -> Signal:
-    """Inverse of `to_message`.
+    """Invert `to_message`.
 
     Raises ProtocolError for a value out of range or an unknown kind, and VersionError for a hello of
     another protocol version.
@@ -135,7 +136,7 @@ def from_message(message: pb.Signal) -> Signal:
         case "cancel":
             body = Cancel(message.cancel.seq_id)
         case _:
-            raise ProtocolError("signal of an unknown kind: install the same release on both sides")
+            raise ProtocolError("signal of an unknown kind. Install the same release on both sides")
     return Signal(message.epoch, body)
 
 
@@ -143,8 +144,8 @@ def check_version(peer: int) -> None:
     """Raise VersionError unless the peer speaks this protocol version."""
     if peer != VERSION:
         raise VersionError(
-            f"peer speaks protocol version {peer}, this one {VERSION}: "
-            "install the same release of mtp-cluster on both"
+            f"the peer uses protocol version {peer}, this process uses {VERSION}. "
+            "Install the same release of mtp-cluster on both"
         )
 
 

@@ -181,8 +181,8 @@ def _header_bytes(data: bytes) -> int:
         raise ProtocolError("not a frame: wrong magic")
     if version != VERSION:
         raise VersionError(
-            f"peer speaks frame version {version}, this one {VERSION}: "
-            "install the same release of mtp-cluster on both"
+            f"the peer uses frame version {version}, this process uses {VERSION}. "
+            "Install the same release of mtp-cluster on both"
         )
     fits = 0 < header_bytes <= min(MAX_HEADER_BYTES, len(data) - _PREFIX.size)
     if zero or not fits:

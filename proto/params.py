@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen. Travels to the last stage once, when a sequence is admitted."""
+"""The sampling parameters of one request. They reach the last stage once, in the Admit of the sequence."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from proto.errors import ProtocolError, RequestError
 Acceptance = Literal["coupled", "ratio"]
 
 MAX_LOGPROBS = 20
-"""Most alternatives reported a token; the limit OpenAI's API documents."""
+"""Maximum alternatives reported for each token: the limit that OpenAI's API documents."""
 
 MAX_LOGIT_BIAS = 1024
-"""Most entries in one request's logit_bias: each is looked at for every token."""
+"""Maximum entries in the logit_bias of a request. The last stage applies every entry to every token."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Everything but the logits that decides the token at a position (DESIGN §6).
+    """The values that, with the logits, decide the token at a position (DESIGN §6).
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off, as does
-    `xtc_probability` 0; `xtc_exempt` are tokens that XTC never removes, besides end of text. Repetition
-    penalty covers prompt and output; presence and frequency penalties cover output only (vLLM's reading of
-    OpenAI's API). `logprobs` is how many alternatives are reported with each token; None reports none, 0 the
-    chosen token alone.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `xtc_probability` 0 each disable a
+    filter. XTC never removes the end of text nor the tokens in `xtc_exempt`. The repetition penalty covers
+    prompt and output. The presence and frequency penalties cover the output only, as in vLLM's reading of
+    OpenAI's API. `logprobs` is the number of alternatives reported with each token: 0 reports only the
+    chosen token, None reports nothing.
 
-    Raises RequestError, naming the field, for a value out of range.
+    Raises RequestError that names the field for a value out of range.
     """
 
     temperature: float = 0.0
@@ -52,7 +52,7 @@ class SamplingParams:
         _within("xtc_probability", self.xtc_probability, 0.0, 1.0)
         _within("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
         for token in self.xtc_exempt:
-            _within("xtc_spared token", token, 0, 2**32 - 1, whole=True, param="xtc_exempt")
+            _within("xtc_exempt token", token, 0, 2**32 - 1, whole=True, param="xtc_exempt")
         _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -65,7 +65,7 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
+                f"logit_bias has {len(self.logit_bias)} entries, which exceeds the limit of {MAX_LOGIT_BIAS}",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
@@ -74,11 +74,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def ratio(self) -> bool:
-        """Whether the ratio rule decides, under which the tokens depend on the drafts."""
+        """Whether the ratio rule applies. Under it the tokens depend on the drafts."""
         return self.acceptance == "ratio" and not self.greedy
 
     @property
@@ -91,7 +92,7 @@ class SamplingParams:
         )
 
     def to_wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as msgpack takes them."""
+        """Return the fields that differ from their defaults, as msgpack encodes them."""
         default = SamplingParams()
         return {
             name: value for name, value in asdict(self).items() if value != getattr(default, name)
@@ -99,7 +100,7 @@ class SamplingParams:
 
     @classmethod
     def from_wire(cls, wire: object) -> SamplingParams:
-        """Inverse of `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
+        """Invert `to_wire`. Raises ProtocolError for unknown fields or wrong types."""
         if not isinstance(wire, dict):
             raise ProtocolError(f"sampling parameters are a map, got {type(wire).__name__}")
         known = {f.name for f in fields(cls)}
@@ -133,5 +134,5 @@ def _within(
 
 
 def _shown(number: int | float) -> str:
-    """Whole numbers in full, but for ones nobody would read to their end."""
+    """Return the number as text, cut after 60 characters."""
     return f"{number:g}" if isinstance(number, float) else f"{number!r:.60}"

@@ -1,4 +1,4 @@
-"""A span: the half-open range of layers `[start, end)` one worker holds."""
+"""The span: the half-open range of layers `[start, end)` that one worker holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proto.errors import SpanError
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Layers `start` up to, not including, `end`. Never empty."""
+    """The layers from `start` to `end`, excluding `end`. A span is never empty."""
 
     start: int
     end: int
@@ -30,14 +30,14 @@ class Span:
         return isinstance(layer, int) and self.start <= layer < self.end
 
     def __str__(self) -> str:
-        """As people count: inclusive, the way `--layers` takes it."""
+        """Return the span in `--layers` notation, in which both ends are included."""
         return f"{self.start}-{self.end - 1}"
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Read `--layers` notation: `0-31` is inclusive, `7` is one layer.
+        """Parse `--layers` notation: `0-31` includes both ends, `7` is one layer.
 
-        Raises SpanError when the text is neither.
+        Raises SpanError for any other text.
         """
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
         if match is None:

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
+from proto.address import parse_address
 from proto.span import Span
 from proto.terminal import console
-from proto.terminal.listen import check_exposure, parse_address
+from proto.terminal.listen import check_exposure
 from proto.terminal.logs import LogFormat, LogLevel, configure
 from proto.terminal.size import parse_size
 from worker.node.options import DEFAULT_PORT, WorkerOptions

@@ -6,14 +6,15 @@ What `mtp-coord generate`, the single-node server and the tests share. Requests 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
 import mlx.core as mx
 
+from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.local_engine.repair_hint import head_remedy, what_head_lacks
 from coordinator.pipeline.local import LocalModel, LocalPipelines, LocalSource
 from coordinator.planning.model_costs import model_costs
@@ -22,6 +23,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller, MtpMode
 from mtp.head.attention import KVFormat
 from proto.errors import SpanError, UsageError
+from proto.progress import OnProgress
 from proto.span import Span
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ async def local_generator(
     kv_bits: int | None = None,
     prefix_cache: bool = True,
     limits: Limits | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint`, cut evenly into `stages`, and serve requests until the block is left.
 

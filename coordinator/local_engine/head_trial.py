@@ -7,7 +7,6 @@ again as if its norms were stored the other way: if that helps, it is known what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -22,6 +21,7 @@ from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.depth.controller import MtpMode
 from proto.errors import ClusterError
 from proto.params import SamplingParams
+from proto.progress import OnProgress
 from proto.terminal.size import format_size
 
 DEPTH = 3
@@ -56,8 +56,6 @@ def variance(values):
     \"\"\"Return the mean squared distance from the mean.\"\"\"
 """
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -87,7 +85,7 @@ class Checkup:
     trial: Trial | None = None
 
 
-def check(checkpoint: Checkpoint, *, trial: bool, on_progress: Progress) -> Checkup:
+def check(checkpoint: Checkpoint, *, trial: bool, on_progress: OnProgress) -> Checkup:
     """Look at the head and, if asked to and this machine can hold the model, try it. `on_progress` hears of loading."""
     if missing := missing_from_backbone(checkpoint):
         return Checkup(False, f"nothing of this checkpoint will run: {checkpoint.lacks(missing)}")
@@ -125,7 +123,7 @@ def _why_not(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _tried(checkpoint: Checkpoint, norms: Norms, on_progress: Progress) -> Checkup:
+def _tried(checkpoint: Checkpoint, norms: Norms, on_progress: OnProgress) -> Checkup:
     trial = asyncio.run(_run(checkpoint, on_progress))
     works = trial.first >= GOOD
     told = ", ".join(f"{100 * share:.0f} %" for share in trial.acceptance)
@@ -145,7 +143,7 @@ def _tried(checkpoint: Checkpoint, norms: Norms, on_progress: Progress) -> Check
     return Checkup(False, verdict, norms, trial)
 
 
-async def _run(checkpoint: Checkpoint, on_progress: Progress) -> Trial:
+async def _run(checkpoint: Checkpoint, on_progress: OnProgress) -> Trial:
     prompt = Tokenizer.load(checkpoint.path).encode(TEXT)
     request = GenerationRequest(prompt, TOKENS, SamplingParams())
     async with local_generator(

@@ -18,6 +18,7 @@ from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Heartbeat, Hello, Signal, check_version, to_message
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
+from proto.progress import OnProgress
 from proto.rpc.data_plane import CHANNEL_OPTIONS
 from proto.rpc.status_codes import from_status
 
@@ -69,9 +70,7 @@ class WorkerClient:
         check_version(info.protocol_version)
         return info
 
-    async def load(
-        self, request: pb.LoadRequest, on_progress: Callable[[int, int], None]
-    ) -> pb.LoadResult:
+    async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Have the worker load a stage; `on_progress(done, total)` in bytes."""
         stream = self._stub.Load(request)
         try:
@@ -96,7 +95,7 @@ class WorkerClient:
         self,
         offer: pb.WeightsOffer,
         answer: Callable[[pb.WantedTensors], AsyncIterator[pb.Weights]],
-        on_progress: Callable[[int, int], None],
+        on_progress: OnProgress,
     ) -> None:
         """Have the worker get what it lacks of `offer`; `answer` gives the messages for what it wants."""
         call = self._stub.Provide()
@@ -127,7 +126,7 @@ class WorkerClient:
         self,
         call: Any,
         on_wanted: Callable[[pb.WantedTensors], None],
-        on_progress: Callable[[int, int], None],
+        on_progress: OnProgress,
     ) -> None:
         """Read a worker's replies until it has all; raises what it refuses for, and DeadlineError when it is silent."""
         while True:

@@ -16,7 +16,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from coordinator.workers.address import join_address, parse_address
+from proto.address import join_address, parse_address
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import ProtocolError
 
@@ -61,7 +61,9 @@ class Discovery:
     """
 
     def __init__(self, static: Sequence[str] = (), *, mdns: bool = True) -> None:
-        self._static = tuple(dict.fromkeys(parse_address(text) for text in static))
+        self._static = tuple(
+            dict.fromkeys(join_address(*parse_address("--worker", text)) for text in static)
+        )
         self._mdns = mdns
         self._known: dict[str, Candidate] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}

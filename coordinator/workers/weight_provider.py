@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO
@@ -18,6 +18,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.header import TensorInfo
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ProtocolError
+from proto.progress import OnProgress
 from proto.span import Span
 
 PIECE_BYTES = 1024 * 1024
@@ -42,7 +43,7 @@ class WeightProvider:
         self,
         worker: WorkerClient,
         request: pb.LoadRequest,
-        on_progress: Callable[[int, int], None],
+        on_progress: OnProgress,
     ) -> None:
         """Have `worker` get what it lacks for a Load to come. Raises what the call raises, naming the worker."""
         offer = self.offer(request)

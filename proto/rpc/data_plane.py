@@ -1,14 +1,14 @@
 """The raw byte streams that carry frames: their gRPC methods and the metadata that opens them.
 
-Served with generic handlers and identity serializers: one message is one frame, as
+Generic handlers with identity serializers serve both: one message is one frame, as
 `proto.frame.encode` wrote it.
 
 `FRAMES`, stream to stream: the sender of a hop opens it and sends every frame of the epoch in order.
-The receiver sends its initial metadata once it has checked who opens the stream, and no message;
-its status says why it ends the hop.
+The receiver checks the sender, then sends its initial metadata. It sends no message, and its status
+says why the hop ended.
 
 `RESULTS`, one empty message to a stream: the coordinator opens it at the last stage and receives the
-frames that have been through all stages, their outcomes filled, without tensors.
+frames that passed all stages. They have outcomes and no tensors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
-"""For every channel and server: gRPC's own limit of 4 MB is less than the frame of a prompt chunk."""
+"""The options of every channel and server. gRPC's default limit of 4 MB is below the frame of a prompt chunk."""
 
 TOKEN_BYTES = 16
-"""Of a plan token: enough that it cannot be guessed while an epoch lasts."""
+"""Bytes of a plan token: enough that nothing can guess it during an epoch."""
 
 _EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-token-bin"
 
 
 @dataclass(frozen=True)
 class StreamBinding:
-    """What binds one stream to a plan.
+    """The values that bind one stream to a plan.
 
-    `stage` is the one that serves the stream, `sender` the worker or coordinator id of the one that
-    opens it, `token` the plan token that Connect gave to every stage.
+    `stage` is the number of the stage that serves the stream. `sender` is the worker id or coordinator id
+    of the process that opens it. `token` is the plan token that Connect gave to every stage.
     """
 
     epoch: int
@@ -49,6 +49,7 @@ class StreamBinding:
     token: bytes
 
     def to_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Return the gRPC metadata that opens the stream."""
         return (
             (_EPOCH, str(self.epoch)),
             (_STAGE, str(self.stage)),
@@ -58,9 +59,9 @@ class StreamBinding:
 
     @classmethod
     def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
-        """Inverse of `to_metadata`, whatever other entries there are.
+        """Invert `to_metadata`, and ignore all other entries.
 
-        Raises ProtocolError when one of ours is missing or malformed.
+        Raises ProtocolError when an entry is missing or malformed.
         """
         found = dict(metadata)
         sender, token = found.get(_SENDER), found.get(_TOKEN)

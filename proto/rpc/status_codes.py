@@ -1,8 +1,8 @@
-"""Our errors as gRPC statuses, and back: the one place that maps them. No I/O, and no grpc import.
+"""The mapping between the errors of this project and gRPC statuses. The module does not import grpc.
 
-A status code is too coarse (a busy worker and one of another version share FAILED_PRECONDITION), so
-the class travels by name in the trailing metadata. A status without that entry came from gRPC itself:
-a dead peer, a lapsed deadline, another program on that port.
+A status code is too coarse: a busy worker and a worker of another release share FAILED_PRECONDITION. The
+name of the error's class therefore travels in the trailing metadata. A status without that entry comes
+from gRPC itself, for example for a dead peer, an expired deadline or another program on that port.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from proto.errors import CapacityError, ClusterError, RequestError
 _CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
 
 _MAX_TEXT = 1000
-"""Bytes of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
+"""Maximum bytes of a message. gRPC refuses headers above 8 KB, and percent-encoding triples a byte."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What ends a call: a grpc.StatusCode by name, the message, and trailing metadata."""
+    """The status that ends a call: the name of a grpc.StatusCode, the message, and the trailing metadata."""
 
     code: str
     details: str
@@ -30,13 +30,13 @@ class Status:
 
 
 def to_status(error: Exception) -> Status:
-    """The status to end a call with.
+    """Return the status that ends a call with `error`.
 
-    An exception that is not ours is INTERNAL and only its class is named: its text may hold what the
-    peer has no business to know.
+    An exception of another library becomes INTERNAL and only its class is named, because its text may
+    contain facts that the peer must not learn.
     """
     if not isinstance(error, ClusterError):
-        return Status("INTERNAL", f"{type(error).__name__}: the log of that process says more")
+        return Status("INTERNAL", f"{type(error).__name__}. See the log of that process")
     metadata: list[tuple[str, str | bytes]] = [(_CLASS, type(error).__name__)]
     if error.public != str(error):
         metadata.append((_PUBLIC, _cut(error.public)))
@@ -53,10 +53,9 @@ def from_status(
     metadata: Iterable[tuple[str, str | bytes]] | None,
     peer: str,
 ) -> ClusterError:
-    """The error that a failed call stands for; made from whatever the other side sent, never raised.
+    """Return the error that a failed call stands for. Never raises, whatever the peer sent.
 
-    `code` is the grpc.StatusCode's name. `peer` names the other side in the message, not in its
-    public form.
+    `code` is the name of the grpc.StatusCode. The message names `peer`; its public form does not.
     """
     found = dict(metadata or ())
     text = details or f"call ended with {code}"
@@ -89,7 +88,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _seconds(value: str | bytes | None) -> float:
-    """Of a retry-after; within an hour, and one second when it makes no sense."""
+    """Return a retry-after between 0 and 3600 s, or 1 s for an invalid value."""
     try:
         seconds = float(value or 1.0)
     except ValueError:
@@ -103,10 +102,10 @@ _FROM_GRPC: dict[str, tuple[type[ClusterError], str]] = {
     "UNAVAILABLE": _LOST,
     "CANCELLED": _LOST,
     "UNKNOWN": _LOST,
-    "DEADLINE_EXCEEDED": (errors.DeadlineError, "{peer} did not answer in time"),
+    "DEADLINE_EXCEEDED": (errors.DeadlineError, "{peer} timed out"),
     "UNIMPLEMENTED": (
         errors.VersionError,
-        "{peer} is no mtp-worker of this release ({text}): install the same one on both",
+        "{peer} does not answer as an mtp-worker of this release ({text}). Install the same release on both",
     ),
     "UNAUTHENTICATED": _REFUSED,
     "PERMISSION_DENIED": _REFUSED,

@@ -1,1 +1,1 @@
-"""Terminal input and output that both programs share: logs, progress bars, sizes, addresses, exit codes."""
+"""Terminal input and output that both programs share: logs, progress bars, sizes and exit codes."""

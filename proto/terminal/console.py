@@ -1,12 +1,9 @@
-"""How both programs end and name themselves: what the person or script that starts them may rely on.
+"""The exit status, the error line and the version line of both programs.
 
-`mtp-worker` and `mtp-coord` agree on this as they agree on frames, so it lies in proto, where both may import
-it. It owns the process's edge and nothing else: exit status, the one line on stderr, the version line.
-
-    0    done
-    1    a ClusterError: the cluster could not do it
-    2    a UsageError, or flags that do not parse: change what was typed
-    130  interrupted (Ctrl-C)
+0    success
+1    a ClusterError
+2    a UsageError, or flags that do not parse: change the command line
+130  interrupted (Ctrl-C)
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from proto.frame import VERSION
 
 
 def run(program: str, app: Callable[[], object]) -> None:
-    """Call `app` and leave the process with the exit status its outcome deserves.
+    """Call `app` and exit the process with the status for its result.
 
-    A ClusterError is told in one line on stderr, without a traceback. Anything else that `app` raises is a
-    bug and keeps its traceback.
+    A ClusterError prints one line on stderr, without a traceback. Any other exception is a bug and keeps its
+    traceback.
     """
     try:
         app()
@@ -36,7 +33,7 @@ def run(program: str, app: Callable[[], object]) -> None:
 
 
 def version_line(program: str) -> str:
-    """`mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`: what a bug report needs first."""
+    """Return the versions that a bug report needs: `mtp-worker 0.1.0, wire protocol 1, Python 3.11.7`."""
     return (
         f"{program} {version('mtp-cluster')}, wire protocol {VERSION}, "
         f"Python {platform.python_version()}"

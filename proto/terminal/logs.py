@@ -1,6 +1,6 @@
-"""The log both programs write: one line a record on stderr, as text for people or JSON for machines.
+"""The log of both programs: one line per record on stderr, as text for people or as JSON for machines.
 
-Facts go into fields, not into the sentence, so that both forms carry them and a search finds them:
+Values are fields of the record and not part of its message, so that both formats carry them:
 
     log.info("worker lost", extra={"worker": name, "epoch": epoch})
 
@@ -8,9 +8,9 @@ Facts go into fields, not into the sentence, so that both forms carry them and a
     json   {"time": "2026-01-31T12:30:05.120+00:00", "level": "warning", "logger": "coordinator.membership",
             "message": "worker lost", "worker": "mac-2", "epoch": 3}
 
-Names are DESIGN's words: worker, stage, span, epoch, seq_id, window, kept, lane. Prompts, generated text, tokens
-to join and keys are never logged, at any level. Libraries are heard from `warning` on, whatever the level: at
-debug gRPC alone would drown a trace.
+Field names are DESIGN's terms: worker, stage, span, epoch, seq_id, window, accepted_length. Prompts, generated
+text, join tokens and keys are never logged, at any level. Records of libraries appear from `warning` on at every
+level, because the debug records of gRPC would hide all others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 
 class LogLevel(StrEnum):
-    """What `--log-level` takes."""
+    """The values of `--log-level`."""
 
     debug = "debug"
     info = "info"
@@ -34,45 +34,47 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """What `--log-format` takes."""
+    """The values of `--log-format`."""
 
     text = "text"
     json = "json"
 
 
 OURS = ("proto", "mtp", "worker", "coordinator")
-"""The loggers that `--log-level` is for: modules log under their own names."""
+"""The loggers that `--log-level` controls. Modules log under their own names."""
 
 _NOT_EXTRA = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
-"""What every LogRecord has, and the copy with colours that uvicorn adds; the rest came through `extra`."""
+"""The attributes of every LogRecord, and the coloured copy that uvicorn adds. Others come from `extra`."""
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields the caller gave through `extra`, in the order given."""
+    """Return the fields that the caller passed in `extra`, in that order."""
     return {name: value for name, value in vars(record).items() if name not in _NOT_EXTRA}
 
 
 def _quoted(value: object) -> str:
-    """As it is when it is one word, else as a JSON string, so that fields can be told apart."""
+    """Return one word unchanged and any other text as a JSON string, so that fields remain separable."""
     text = str(value)
     return text if re.fullmatch(r'[^\s"=]+', text) else json.dumps(text, ensure_ascii=False)
 
 
 class TextFormatter(logging.Formatter):
-    """`time LEVEL logger: message field=value …`, local time, a traceback after it where there is one."""
+    """The text format: `time LEVEL logger: message field=value …` in local time, then the traceback if any."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of `record`."""
         line = super().formatMessage(record)
         return " ".join([line, *(f"{k}={_quoted(v)}" for k, v in extra_fields(record).items())])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time (UTC, ISO 8601), level, logger, message, the fields, exception."""
+    """The JSON format, one object per record: time (UTC, ISO 8601), level, logger, message, fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON object of `record`."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -86,7 +88,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Stderr:
-    """Whatever stderr is when a record comes: a progress bar puts itself in its place, to keep lines above it."""
+    """The current stderr. A progress bar replaces `sys.stderr` to keep log lines above it."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -100,10 +102,10 @@ def configure(
     form: LogFormat = LogFormat.text,
     stream: TextIO | None = None,
 ) -> None:
-    """Send our records of `level` and above, and libraries' warnings, to `stream` (default stderr).
+    """Send this project's records from `level` on, and libraries' warnings, to `stream` (default stderr).
 
-    Replaces what was configured before. Python's warnings go there too: a service has one log. Call it
-    once, before the first thread.
+    Replaces any earlier configuration. Python's warnings go to the same log. Call this function once, before
+    the first thread starts.
     """
     handler = logging.StreamHandler(_Stderr() if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogFormat.json else TextFormatter())

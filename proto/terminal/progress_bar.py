@@ -1,10 +1,10 @@
-"""A progress bar over bytes, on stderr; where that is no terminal, now and then a line in the log."""
+"""A progress bar over bytes on stderr. When stderr is not a terminal, occasional log lines replace it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -17,20 +17,18 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from proto.progress import OnProgress
 from proto.terminal.size import format_size
 
 LOG_SECONDS = 5.0
-"""Between lines in the log. What takes less has none."""
-
-OnProgress = Callable[[int, int], None]
-"""`on_progress(done, total)`, in bytes."""
+"""Seconds between two log lines. Shorter work logs nothing."""
 
 
 @contextmanager
 def byte_bar(what: str, log: logging.Logger | None = None) -> Iterator[OnProgress]:
-    """Yields `on_progress(done, total)`, in bytes; callable from any thread.
+    """Yield `on_progress(done, total)`, in bytes, which any thread may call.
 
-    Without a terminal `log` hears of it, where one is given. The bar is gone once the block is left.
+    Without a terminal the progress goes to `log`, if given. The bar disappears at the end of the block.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them, on both programs' command lines and in their messages."""
+"""Sizes in bytes as people write them, for both programs' command lines and messages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """`64GB` (powers of 1,000, as macOS counts), `64GiB` (of 1,024) or plain bytes, as bytes.
+    """Return the bytes of `64GB` (powers of 1,000, as on macOS), `64GiB` (of 1,024) or plain bytes.
 
-    Raises UsageError when the text is none of these, or is nothing.
+    Raises UsageError for any other text, and for a size of zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     if match is None or match[2].upper() not in _UNITS or len(match[1]) > 20:
-        raise UsageError(f"{text!r:.60} is no size: write it as in 64GB, 512MiB or 1.5TB")
+        raise UsageError(f"invalid size {text!r:.60}. Write it as in 64GB, 512MiB or 1.5TB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size == 0:
-        raise UsageError(f"{text!r:.60}: a size above zero is needed")
+        raise UsageError(f"invalid size {text!r:.60}. Give a size above zero")
     return size
 
 
 def format_size(count: int) -> str:
-    """`17.4 GB`: three digits, powers of 1,000."""
+    """Return `count` with three digits in powers of 1,000, as in `17.4 GB`."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +20,8 @@ from mtp.checkpoint.format.parts import check_types, missing_tensors, part_modul
 from mtp.head.mtp_head import MTPHead
 from proto.dtype import DTYPE_BYTES
 from proto.errors import CheckpointError, UsageError
+from proto.progress import OnProgress
 from proto.span import Span
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, as they lie on disk."""
 
 DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
 """What `--dtype` takes."""
@@ -55,7 +52,7 @@ def load_stage(
     last: bool,
     dtype: mx.Dtype | None,
     with_head: bool = True,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> StageModules:
     """Load the layers of `span` and the ends this stage owns; `dtype` None keeps what is stored.
 
@@ -89,7 +86,7 @@ def load_stage(
     )
 
 
-def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: Progress | None) -> None:
+def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgress | None) -> None:
     """Evaluate the modules' lazy weights, one after another."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)

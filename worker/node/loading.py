@@ -12,6 +12,7 @@ import mlx.core as mx
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
+from proto.progress import OnProgress
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.node.identity import Identity
@@ -44,7 +45,7 @@ def read_stage(
     key: StageKey,
     *,
     expect: Callable[[float], None],
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
 ) -> LoadedStage:
     """Read the weights of `key`. Runs on the engine thread, whose watchdog `expect(seconds)` tells what the next part
     may take. `on_progress(done, total)` counts bytes.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ import mlx.core as mx
 from proto import cluster_pb2 as pb
 from proto.control import Signal
 from proto.errors import NotReadyError, StaleEpochError
+from proto.progress import OnProgress
 from proto.rpc.data_plane import StreamBinding
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.stage_engine import Budget, StageEngine
@@ -92,9 +92,7 @@ class WorkerNode:
         if epoch < self.epoch:
             raise StaleEpochError(f"epoch {epoch} is over, this worker is in {self.epoch}")
 
-    async def load(
-        self, request: pb.LoadRequest, on_progress: Callable[[int, int], None]
-    ) -> pb.LoadResult:
+    async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Become a stage. `on_progress(done, total)` is called on the event loop.
 
         Raises what the claim, the checkpoint, the span or the memory make impossible; an earlier stage is gone then.
@@ -122,7 +120,7 @@ class WorkerNode:
             self.state = state
 
     async def _load_weights(
-        self, key: StageKey, model: pb.ModelRef, on_progress: Callable[[int, int], None]
+        self, key: StageKey, model: pb.ModelRef, on_progress: OnProgress
     ) -> LoadedStage:
         self._become(pb.WORKER_STATE_LOADING)
         self.loaded = None  # its memory is needed for the other

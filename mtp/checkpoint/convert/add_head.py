@@ -20,7 +20,6 @@ from mlx_lm.utils import infer_quant_config
 from mtp.checkpoint.convert.converted_weights import PREFIX, SAFETENSORS, Choice, Group, grouped
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
-    Progress,
     check_room,
     save_config,
     save_index,
@@ -33,6 +32,7 @@ from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import Source, is_head
 from mtp.head.mtp_head import MTPHead
 from proto.errors import CheckpointError, UsageError
+from proto.progress import OnProgress
 
 _COMPARED = (
     "hidden_size",
@@ -78,7 +78,7 @@ class Graft:
         """Bytes to be written."""
         return sum(group.nbytes for group in self._groups(None))
 
-    def write(self, source: Checkpoint, on_progress: Progress = lambda done, total: None) -> None:
+    def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
         """Add the head. `source` has the same tensors as the one planned with, and they lie on this machine.
 
         Raises CheckpointError when a shape is not what config.json asks for, or the disk cannot take it.

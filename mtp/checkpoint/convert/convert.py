@@ -16,7 +16,6 @@ from mtp.checkpoint.convert.converted_weights import Converted, convert_weights
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
     SHARD_BYTES,
-    Progress,
     check_room,
     copy_beside,
     cut_shards,
@@ -30,6 +29,7 @@ from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.shard import replace_text
 from proto.errors import CheckpointError, UsageError
+from proto.progress import OnProgress
 
 JOURNAL = "conversion.json"
 
@@ -49,7 +49,7 @@ def convert(
     source: Checkpoint,
     path: Path,
     settings: Settings,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Outcome:
     """Write `source` into the directory `path` as `settings` ask.
@@ -91,7 +91,7 @@ def _open(path: Path, journal: dict[str, Any]) -> None:
 
 
 def _write(
-    path: Path, weights: Converted, on_progress: Progress, shard_bytes: int
+    path: Path, weights: Converted, on_progress: OnProgress, shard_bytes: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """Write the files that are not there yet, and the index. Returns bytes that were there, bytes in all, and types."""
     shards = cut_shards(weights.backbone, shard_bytes)

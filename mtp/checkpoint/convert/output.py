@@ -29,9 +29,6 @@ _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_BESIDE = ("config.json", INDEX, "*preprocessor_config.json")
 """What a tokenizer is made of is copied; what describes weights is written anew, and images are not read."""
 
-Progress = Callable[[int, int], None]
-"""Called with bytes written and bytes in all."""
-
 
 def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
     """Files of about `limit` bytes, each a run of whole groups."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from mtp.checkpoint.hub.ranges import read_tensors
 from mtp.checkpoint.hub.remote_checkpoint import open_remote
 from mtp.checkpoint.hub.repo import HubRepo
 from proto.errors import CheckpointError
+from proto.progress import OnProgress
 
 
 class RemoteHead:
@@ -53,7 +54,7 @@ class RemoteHead:
         self,
         names: Sequence[str],
         directory: Path,
-        on_progress: Callable[[int, int], None],
+        on_progress: OnProgress,
         beside: int = 0,
     ) -> Checkpoint:
         """The same checkpoint with tensors `names` in a file in `directory`, where a broken call is gone on with.

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.workers.address import parse_address
 from coordinator.workers.discovery import order_hosts
 from proto.announcement import SERVICE_TYPE, Announcement
+from proto.address import join_address, parse_address
 from proto.errors import ProtocolError, UsageError
 from proto.span import Span
 from worker.node.announce import reachable_addresses
@@ -97,13 +97,30 @@ def test_own_networks_come_first_and_loopback_last() -> None:
 )
 def test_addresses_are_read(text: str, address: str) -> None:
     """Host names, IPv4, and IPv6 in brackets."""
-    assert parse_address(text) == address
+    assert join_address(*parse_address("--worker", text)) == address
 
 
 @pytest.mark.parametrize(
     "text", ["", "mac-2", ":50505", "mac-2:", "mac-2:0", "mac-2:99999", "mac-2:x", "a b:1", "a,b:1"]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
-    """A UsageError shows how to write one."""
+def test_a_malformed_address_is_refused(text: str) -> None:
+    """A UsageError names the flag and shows how to write an address."""
     with pytest.raises(UsageError, match="HOST:PORT"):
-        parse_address(text)
+        parse_address("--worker", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("0.0.0.0", "0.0.0.0", 50505), (":8000", "127.0.0.1", 8000), ("[fd00::2]", "fd00::2", 50505)]
+    + [("mac-2:0", "mac-2", 0), ("[::1]:7", "::1", 7)],
+)
+def test_a_listen_address_may_omit_host_or_port(text: str, host: str, port: int) -> None:
+    """With a default port, the port may be absent or 0, and the host may be absent."""
+    assert parse_address("--listen", text, 50505) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["a b:1", "host:65536", "host:-1", "a,b", "user@host:1"])
+def test_a_malformed_listen_address_is_refused(text: str) -> None:
+    """The listen flag follows the same rules as the worker flag."""
+    with pytest.raises(UsageError, match="--listen"):
+        parse_address("--listen", text, 50505)
