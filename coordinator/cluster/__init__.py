@@ -1,1 +1,1 @@
-"""Membership, health and the choice of a plan: pure state and decisions, with effects in the manager."""
+"""Membership, health and the choice of a plan: pure state and decisions, executed by the manager."""

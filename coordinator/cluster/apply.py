@@ -1,62 +1,78 @@
-"""How events change the view of the cluster. Pure: no clock, no sockets."""
+"""The effect of each event on the view of the cluster. Pure: no clock, no sockets."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from coordinator.cluster.events import (
-    WorkerDraining,
-    GatheringFailed,
     Event,
+    GatheringFailed,
     GatheringRestarted,
-    PlanKept,
-    WorkerLeft,
-    WorkerLost,
     PlanFailed,
-    WorkerRefused,
-    ReplanRequested,
-    WorkerJoined,
+    PlanKept,
+    PlanPostponed,
     PlanServing,
     PlanStarting,
+    ReplanRequested,
     TimePassed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRefused,
 )
 from coordinator.cluster.member import FIRST_BACKOFF, MemberState
 from coordinator.cluster.view import Phase, View
 
 RETRY_SECONDS = 0.5
-"""Pause after a plan that could not start, and nobody knows whose fault it is."""
+"""Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""
+
+MemberEvent = WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft
 
 
 def apply(view: View, event: Event, now: float) -> View:
-    """The view after `event`, which happened at `now`."""
+    """Return the view after `event`, which happened at `now`."""
     view = replace(view, now=now)
     match event:
-        case TimePassed():
+        case TimePassed(open_requests):
             members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
-            return replace(view, members=members)
+            return replace(view, members=members, open_requests=open_requests)
         case WorkerJoined() | WorkerRefused() | WorkerLost() | WorkerDraining() | WorkerLeft():
             return _end_plan_without_its_workers(view, _with_member_event(view, event))
         case PlanStarting(epoch, addresses):
-            started = replace(view, epoch=epoch, serving=addresses, replan=False)
+            started = replace(
+                view,
+                epoch=epoch,
+                serving=addresses,
+                replan=False,
+                considered=frozenset(),
+                postponed=frozenset(),
+            )
             return _enter(started, Phase.STARTING)
         case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)
-        case PlanFailed(epoch, reason, address) if epoch == view.epoch and _planned(view):
-            return _plan_failed(view, reason, address)
+        case PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
+            return _with_failed_plan(view, reason, address)
         case ReplanRequested():
-            return replace(view, replan=_planned(view))
+            return replace(view, replan=_has_plan(view))
         case PlanKept():
-            return replace(view, replan=False)
+            return replace(view, replan=False, considered=_usable_ids(view))
+        case PlanPostponed():
+            return replace(view, postponed=_usable_ids(view))
         case GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
         case GatheringRestarted():
             return _enter(replace(view, gathered=0.0, alone_problem=""), Phase.GATHERING)
         case _:
-            return view  # news of a plan that has been replaced
+            return view  # an event of a plan that has been replaced
 
 
-def _planned(view: View) -> bool:
+def _usable_ids(view: View) -> frozenset[str]:
+    return frozenset(m.worker_id for m in view.usable())
+
+
+def _has_plan(view: View) -> bool:
     return view.phase in (Phase.STARTING, Phase.SERVING)
 
 
@@ -69,9 +85,10 @@ def _enter(view: View, phase: Phase) -> View:
 # ---- members
 
 
-def _with_member_event(view: View, event: WorkerJoined | WorkerRefused | WorkerLost | WorkerDraining | WorkerLeft) -> View:
-    """The view with what is known of one worker brought up to date."""
-    address = event.address if isinstance(event, WorkerLost | WorkerDraining | WorkerLeft) else event.member.address
+def _with_member_event(view: View, event: MemberEvent) -> View:
+    """Return the view with one worker updated by `event`."""
+    joined = isinstance(event, WorkerJoined | WorkerRefused)
+    address = event.member.address if joined else event.address
     before = view.members.get(address)
     members = {a: m for a, m in view.members.items() if a != address}
     match event:
@@ -94,22 +111,23 @@ def _with_member_event(view: View, event: WorkerJoined | WorkerRefused | WorkerL
 
 
 def _end_plan_without_its_workers(before: View, view: View) -> View:
-    """Give the plan up when one of its workers is gone, or is not the process it was."""
+    """Return `view`, with the plan ended if one of its workers is gone or was restarted since `before`."""
     for address in view.serving:
         was, member = before.members.get(address), view.members.get(address)
         if member is None or was is None or member.worker_id != was.worker_id:
-            return _end_plan(view, f"the worker at {address} is another now")
+            return _end_plan(view, f"the worker at {address} was replaced by another process")
         if member.state in (MemberState.LOST, MemberState.REFUSED):
             return _end_plan(view, f"{member.name}: {member.reason}")
     return view
 
 
-def _plan_failed(view: View, reason: str, address: str | None) -> View:
+def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
     member = view.members.get(address) if address is not None else None
     if member is not None:
-        starting = view.phase is Phase.STARTING  # a second try with it would fail as the first did
-        faulty = member.with_failure_recorded(view.now, FIRST_BACKOFF if starting else FIRST_BACKOFF / 2)
-        view = replace(view, members={**view.members, member.address: faulty})
+        # A plan that failed to start would fail again at once, so the worker backs off after its first failure.
+        backoff = FIRST_BACKOFF if view.phase is Phase.STARTING else FIRST_BACKOFF / 2
+        failed = member.with_failure_recorded(view.now, backoff)
+        view = replace(view, members={**view.members, member.address: failed})
     elif not view.serving:
         view = replace(view, alone_problem=reason)
     elif view.phase is Phase.STARTING:

@@ -1,4 +1,4 @@
-"""What to do about the cluster as it is: serve over these workers, serve alone, give up, or wait. Pure."""
+"""The next action for a view of the cluster: start a plan, serve alone, keep the plan, or give up. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from dataclasses import dataclass
 
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase, View
+from coordinator.planning.pinned_layers import LayerGapError
 from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]
-"""Members and an epoch → their plan; its stages name members by address. Raises ClusterError when there is none."""
+"""Function from members and an epoch to a plan whose stages name members by address. Raises ClusterError."""
+
+SETTLE_SECONDS = 2.0
+"""Seconds between the last join and an automatic change of plan. Workers started together cause one change."""
+
+PAYING_SHARE = 0.7
+"""Slowest stage of the new plan over that of the present one, below which open answers are paused for it.
+A change of plan computes every open answer again, so a small gain does not pay."""
 
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Load and connect this plan."""
+    """Load and connect `plan`. `reason` is set when a plan that serves is replaced."""
 
     plan: Plan
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,23 +39,30 @@ class StartAlone:
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """A new plan was asked for; the one in force stays, and `reason` says why."""
+    """Keep the plan in force. `reason` says why no other plan is better."""
 
     reason: str
 
 
 @dataclass(frozen=True)
+class PostponePlan:
+    """Keep the plan in force until no answer is open, then use `workers`, which joined since."""
+
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class GiveUp:
-    """Nothing can serve, and the wait is over."""
+    """Stop waiting: no plan is possible."""
 
     reason: str
 
 
-Action = StartPlan | StartAlone | KeepPlan | GiveUp
+Action = StartPlan | StartAlone | KeepPlan | PostponePlan | GiveUp
 
 
 def decide(view: View, planner: Planner) -> Action | None:
-    """The next action, or None to go on as it is."""
+    """Return the next action, or None to continue unchanged."""
     match view.phase:
         case Phase.GATHERING:
             return _plan_while_gathering(view, planner)
@@ -56,34 +72,51 @@ def decide(view: View, planner: Planner) -> Action | None:
             return None
 
 
+# ---- without a plan
+
+
 def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
-    """A plan as soon as there is one and no reason to wait for more; then this process; then the end."""
+    """Start a plan once one is possible and no further worker is expected. Serve alone, or give up, at the deadline."""
     settings = view.settings
     usable = view.usable()
     enough = settings.nodes is not None and len(usable) >= settings.nodes
-    problem, curable = view.problem, True
-    if usable and (view.recovering or enough or view.waited >= settings.wait):
+    missing = settings.nodes_required and not view.recovering and not enough
+    wait = settings.first_wait if missing else settings.wait
+    problem, may_serve_alone = view.problem, not settings.nodes_required
+    if usable and not missing and (view.recovering or enough or view.waited >= wait):
         try:
             plan = planner(usable, view.epoch + 1)
         except ClusterError as error:
             problem = str(error)
-            curable = isinstance(error, MemoryLimitError)
+            # At the start, pinned layers that do not fit together are reported to the user as a mistake.
+            may_serve_alone = may_serve_alone and isinstance(error, MemoryLimitError)
+            if isinstance(error, LayerGapError):
+                wait = settings.first_wait
         else:
             if view.now >= view.retry_at:
                 return StartPlan(plan)
-    # At the start, workers whose pinned layers do not fit together are a mistake to be told, not served around.
-    if view.waited >= settings.wait and (curable or view.recovering) and _may_serve_alone(view):
+    if (
+        view.waited >= settings.wait
+        and (may_serve_alone or view.recovering)
+        and _can_serve_alone(view)
+    ):
         return StartAlone(view.epoch + 1)
-    over = view.waited >= (settings.recovery_wait if view.recovering else settings.wait)
+    over = view.waited >= (settings.recovery_wait if view.recovering else wait)
     return GiveUp(_failure_reason(view, problem)) if over else None
 
 
+def _can_serve_alone(view: View) -> bool:
+    return not (view.settings.why_not_alone or view.alone_problem)
+
+
+# ---- with a plan
+
+
 def _plan_while_serving(view: View, planner: Planner) -> Action | None:
-    """A new plan when a worker of this one wants to leave, or when someone asked for it."""
-    members = [view.members[address] for address in view.serving]
-    leaving = any(member.state is MemberState.DRAINING for member in members)
+    """Change the plan when one of its workers is leaving, when a user asked for it, or when workers joined."""
+    leaving = [m for a in view.serving if (m := view.members[a]).state is MemberState.DRAINING]
     if not leaving and not view.replan:
-        return None
+        return _plan_with_joined(view, planner)
     reason = "no worker is ready"
     if usable := view.usable():
         try:
@@ -91,23 +124,71 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         except ClusterError as error:
             reason = str(error)
         else:
-            if tuple(stage.node for stage in plan.stages) != view.serving:
-                return StartPlan(plan)
-            reason = "it is the best for the workers there are"
-    if leaving and _may_serve_alone(view):
+            if _addresses(plan) != view.serving:
+                why = f"{leaving[0].name} is leaving" if leaving else "a user asked for it"
+                return StartPlan(plan, why)
+            reason = "it is the best one for the workers that are ready"
+    if leaving and _can_serve_alone(view):
         return StartAlone(view.epoch + 1)
-    # Who leaves serves until it is gone: nobody else can.
+    # Without a replacement, the leaving worker serves until its process ends.
     return KeepPlan(reason) if view.replan else None
 
 
-def _may_serve_alone(view: View) -> bool:
-    return not (view.settings.why_not_alone or view.alone_problem)
+def _plan_with_joined(view: View, planner: Planner) -> Action | None:
+    """Use workers that joined since the plan started, when no answer is open or the gain is large."""
+    usable = [m for m in view.usable() if m.has_files or m.address in view.serving]
+    joined = [m for m in usable if m.address not in view.serving]
+    if not view.settings.auto_replan or not joined:
+        return None
+    ids = frozenset(m.worker_id for m in view.usable())
+    if ids == view.considered or (view.open_requests and ids == view.postponed):
+        return None
+    if view.now - max(view.since, *(m.ready_since for m in joined)) < SETTLE_SECONDS:
+        return None
+    names = tuple(m.name for m in joined)
+    try:
+        plan = planner(usable, view.epoch + 1)
+        if _addresses(plan) == view.serving:
+            return KeepPlan(f"it is the best one with {_listed(names)}")
+        if not view.open_requests or _pays(view, plan, planner):
+            return StartPlan(plan, f"{_listed(names)} joined")
+    except ClusterError as error:
+        return KeepPlan(f"no plan with {_listed(names)}: {error}")
+    return PostponePlan(names)
+
+
+def _pays(view: View, plan: Plan, planner: Planner) -> bool:
+    """Return whether `plan` is so much faster than the one in force that open answers are paused for it."""
+    if not view.serving:
+        return False  # the planner has no figure for this process
+    present = planner([view.members[address] for address in view.serving], view.epoch)
+    return plan.slowest_seconds <= PAYING_SHARE * present.slowest_seconds
+
+
+def _addresses(plan: Plan) -> tuple[str, ...]:
+    return tuple(stage.node for stage in plan.stages)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+# ---- reasons
 
 
 def _failure_reason(view: View, problem: str) -> str:
-    """Why there is no plan, for the person who waits for one: the last problem, and each worker's own."""
+    """Return why no plan is possible: the last problem, and the problem of each worker."""
+    settings = view.settings
+    missing = ""
+    if settings.nodes_required and settings.nodes and not view.recovering:
+        usable = len(view.usable())
+        if usable < settings.nodes:
+            missing = (
+                f"{usable} of {settings.nodes} workers are ready. Start more mtp-worker processes, or pass "
+                f"--nodes {usable or 1}, a longer --wait, or --alone-ok"
+            )
     workers = [_member_problem(m, view.now) for _, m in sorted(view.members.items())]
-    found = [problem, view.settings.why_not_alone, view.alone_problem, *workers]
+    found = [missing, problem, settings.why_not_alone, view.alone_problem, *workers]
     reasons = "; ".join(dict.fromkeys(filter(None, found))) or "no worker was found"
     return f"no plan can serve after {view.waited:.0f} s: {reasons}"
 
@@ -116,5 +197,5 @@ def _member_problem(member: Member, now: float) -> str:
     if member.state in (MemberState.LOST, MemberState.REFUSED):
         return f"{member.name} at {member.address}: {member.reason}"
     if member.backoff_until > now:
-        return f"{member.name} is held back after {member.failure_count} losses"
+        return f"{member.name} is not used yet after {member.failure_count} failures"
     return ""

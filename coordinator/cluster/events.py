@@ -1,4 +1,4 @@
-"""What can happen to a cluster: the only things that change what the coordinator knows of it."""
+"""Events of a cluster: the only values that change the coordinator's view of it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from coordinator.cluster.member import Member
 
 @dataclass(frozen=True)
 class TimePassed:
-    """Time passed."""
+    """The clock moved on. `open_requests` answers are running or queued now."""
+
+    open_requests: int = 0
 
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A worker was described, and its signal stream is open."""
+    """A worker was described and its signal stream is open."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class WorkerRefused:
-    """A worker answers but cannot serve; `reason` is for people."""
+    """A worker answers but cannot serve. `reason` is shown to people."""
 
     member: Member
     reason: str
@@ -29,7 +31,7 @@ class WorkerRefused:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A worker fell silent, died, stalled, or its stage failed."""
+    """A worker fell silent, died or stalled, or its stage failed."""
 
     address: str
     reason: str
@@ -37,21 +39,21 @@ class WorkerLost:
 
 @dataclass(frozen=True)
 class WorkerDraining:
-    """A worker wants to leave."""
+    """A worker asked to leave."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class WorkerLeft:
-    """A worker said goodbye, unused: forget it."""
+    """An unused worker left. It is removed from the view."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class PlanStarting:
-    """A plan of `epoch` is being loaded; no addresses means this process alone."""
+    """The plan of `epoch` is being loaded. Empty `addresses` mean that this process serves alone."""
 
     epoch: int
     addresses: tuple[str, ...]
@@ -59,14 +61,14 @@ class PlanStarting:
 
 @dataclass(frozen=True)
 class PlanServing:
-    """The plan being loaded serves."""
+    """The plan that was being loaded serves."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class PlanFailed:
-    """The plan in force, or being loaded, cannot serve. `address` is the worker to leave out, if one is known."""
+    """The plan in force, or the one being loaded, cannot serve. `address` is the worker to leave out, if known."""
 
     epoch: int
     reason: str
@@ -75,24 +77,29 @@ class PlanFailed:
 
 @dataclass(frozen=True)
 class ReplanRequested:
-    """Someone wants the workers there are to be used as well as can be."""
+    """A user asked for the best plan over all workers that are there now."""
 
 
 @dataclass(frozen=True)
 class PlanKept:
-    """A new plan was asked for, and the one in force stays."""
+    """A new plan was considered, and the plan in force stays."""
+
+
+@dataclass(frozen=True)
+class PlanPostponed:
+    """A better plan exists. It starts once no answer is open."""
 
 
 @dataclass(frozen=True)
 class GatheringFailed:
-    """No plan could be had in the time there was."""
+    """No plan was possible before the deadline."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GatheringRestarted:
-    """Someone waits for a plan again."""
+    """The generation loop waits for a plan again."""
 
 
 Event = (
@@ -107,6 +114,7 @@ Event = (
     | PlanFailed
     | ReplanRequested
     | PlanKept
+    | PlanPostponed
     | GatheringFailed
     | GatheringRestarted
 )

@@ -1,7 +1,7 @@
-"""The edge of the cluster: tells the view what happens, and carries out what is decided.
+"""Executor of the cluster's decisions: feeds events into the view and carries out the resulting actions.
 
-All decisions are `decide.decide`'s and all state is the view; `membership` watches the workers, `start` makes a plan
-serve, and here is the task that is under way and the pipeline in force.
+`decide` makes all decisions, and the view holds all state. `Membership` watches the workers. `PlanStart` makes a plan
+serve. This module owns the running start of a plan and the pipeline in force.
 """
 
 from __future__ import annotations
@@ -13,44 +13,54 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from coordinator.cluster.apply import apply
-from coordinator.cluster.background import Background
-from coordinator.cluster.decide import Action, GiveUp, KeepPlan, StartPlan, StartAlone, decide
+from coordinator.cluster.decide import (
+    Action,
+    GiveUp,
+    KeepPlan,
+    PostponePlan,
+    StartAlone,
+    StartPlan,
+    decide,
+)
 from coordinator.cluster.events import (
-    GatheringFailed,
     Event,
+    GatheringFailed,
     GatheringRestarted,
-    PlanKept,
     PlanFailed,
-    ReplanRequested,
+    PlanKept,
+    PlanPostponed,
     PlanServing,
     PlanStarting,
+    ReplanRequested,
     TimePassed,
 )
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
+from coordinator.cluster.replan_log import ReplanLog
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, View
 from coordinator.pipeline.base import Pipeline
-from coordinator.pipeline.remote import RemotePipeline
 from coordinator.planning.plan import Plan
 from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
+from proto.rpc.background_tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
 LINK_SECONDS = 1e-4
-"""A hop, for the planner, until measured: what a gRPC stream on a local network was seen to take."""
+"""Seconds a hop takes, for the planner: a gRPC stream on a local network was measured at this figure."""
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for workers to be let go."""
+"""Seconds. Bound on unloading all workers when the coordinator ends."""
 
 
 class ClusterManager:
-    """Implements `coordinator.pipeline.base.PipelineSource` over workers, with this process as a last resort.
+    """`coordinator.pipeline.base.PipelineSource` over workers, or over this process when no worker can serve.
 
-    `alone(epoch)` makes the pipeline of this process.
+    `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
+    queued; an automatic change of plan waits until there are none.
     """
 
     def __init__(
@@ -64,18 +74,20 @@ class ClusterManager:
         self.options = options
         self.alone = alone
         self.clock = clock
+        self.count_open_requests: Callable[[], int] = lambda: 0
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
-            model, options, lambda: self.view, self._apply_event, self._worker_status, clock
+            model, options, lambda: self.view, self._apply_event, self._receive_status, clock
         )
         self.plan: Plan | None = None
-        """The plan that serves or starts; None while there is none or this process serves alone."""
+        """The plan that serves or starts. None without a plan and while this process serves alone."""
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
+        self.replans = ReplanLog()
         self._planner = model.planner(LINK_SECONDS)
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
-        self._background = Background()
+        self._background = BackgroundTasks()
         self._is_closing = False
         self._reported_no_mtp = False
 
@@ -83,31 +95,35 @@ class ClusterManager:
 
     def start(self) -> None:
         """Begin to look for workers."""
-        self.membership.start()
+        self.membership.start(lambda: TimePassed(self.count_open_requests()))
 
     def replan(self) -> None:
-        """Use the workers there are as well as can be, though the present plan works."""
+        """Look for a better plan over the workers that are ready now. `replans` has the result."""
+        self.replans.request()
+        if self.view.phase not in (Phase.STARTING, Phase.SERVING):
+            self.replans.record("no plan serves yet: the next one uses every worker that is ready")
         self._apply_event(ReplanRequested())
 
     async def close(self) -> None:
-        """Let the workers go; a process that must end does not wait for one that does not answer."""
-        # Who is let go ends its stream while others are still asked: that is no news to plan by.
+        """Unload the workers, within CLOSE_SECONDS even if one of them does not answer."""
+        # An unloaded worker ends its stream while others are still asked. That must not start another plan.
         self._is_closing = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._background.close()
                 await self.membership.close()
         except TimeoutError:
-            log.warning("not all workers could be let go")
+            log.warning("not all workers were unloaded", extra={"seconds": CLOSE_SECONDS})
 
     @property
     def clients(self) -> dict[str, WorkerClient]:
-        """Workers that are watched, by address."""
+        """Watched workers, by address."""
         return self.membership.clients
 
     # ---- PipelineSource
 
     async def acquire(self) -> Pipeline:
+        """See PipelineSource."""
         if self.view.phase is Phase.SERVING and self.pipeline is not None:
             return self.pipeline
         self._waiter = asyncio.get_running_loop().create_future()
@@ -115,26 +131,26 @@ class ClusterManager:
             self._apply_event(GatheringRestarted())
         return await self._waiter
 
-    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """See PipelineSource."""
         if pipeline is self.pipeline:
-            suspect = pipeline.suspect if isinstance(pipeline, RemotePipeline) else None
-            self._fail_pipeline(pipeline, str(error), suspect)
+            self._fail_pipeline(pipeline, str(error), pipeline.suspect)
 
     def _fail_pipeline(self, pipeline: Pipeline, reason: str, suspect: str | None) -> None:
-        """The pipeline in force has failed; `suspect` is the worker to leave out next time, if all are alive."""
+        """End the pipeline in force. `suspect` is the worker to leave out next time, if all workers are alive."""
         self._drop_pipeline(WorkerLostError(reason))
         if self.view.phase is Phase.SERVING and self.view.epoch == pipeline.epoch:
             self._background.spawn(self._probe_failed_plan(pipeline.epoch, reason, suspect))
 
     def _drop_pipeline(self, error: ClusterError) -> None:
-        """Whoever waits on the pipeline in force hears why it is void; nobody need have taken it to begin with."""
+        """Fail the pipeline in force with `error`, which its `receive` raises, and close it."""
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.fail(error)
             self._background.spawn(pipeline.close())
 
     async def _probe_failed_plan(self, epoch: int, reason: str, suspect: str | None) -> None:
-        """Ask every worker of a failed plan whether it lives, so that the next plan leaves out those that do not."""
+        """Probe every worker of a failed plan, so that the next plan leaves out those that do not answer."""
         await asyncio.gather(*(self.membership.probe(address) for address in self.view.serving))
         self._apply_event(PlanFailed(epoch, reason, suspect))
 
@@ -160,7 +176,7 @@ class ClusterManager:
             self._execute(action)
 
     def _stop_plan(self, error: ClusterError) -> None:
-        """The plan in force is void, whether it serves or starts."""
+        """Cancel the plan in force, whether it serves or starts."""
         if self._start is not None:
             self._start.cancel()
         self.plan = None
@@ -168,15 +184,25 @@ class ClusterManager:
 
     def _execute(self, action: Action) -> None:
         match action:
-            case StartPlan(plan):
+            case StartPlan(plan, reason):
+                if reason:
+                    log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
                 addresses = tuple(stage.node for stage in plan.stages)
                 self._begin(plan.epoch, addresses, self._serve(plan))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
             case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
+                self.replans.record(f"the plan stays as it is: {reason}")
                 self._apply_event(PlanKept())
+            case PostponePlan(workers):
+                log.info(
+                    "workers joined: they will be used when no answer is open, or at once by mtp-coord replan",
+                    extra={"workers": ", ".join(workers)},
+                )
+                self._apply_event(PlanPostponed())
             case GiveUp(reason):
+                self.replans.record(reason)
                 self._apply_event(GatheringFailed(reason))
                 if self._waiter is not None and not self._waiter.done():
                     self._waiter.set_exception(NotReadyError(reason))
@@ -185,12 +211,12 @@ class ClusterManager:
         self, epoch: int, addresses: tuple[str, ...], work: Coroutine[Any, Any, None]
     ) -> None:
         self._stop_plan(StaleEpochError("the cluster is changing its plan"))
-        # First: a plan over workers that gives way to none is stopped by it, with whatever is starting.
+        # Applied before `work` starts: this event stops a plan over workers that gives way to this process.
         self._apply_event(PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
 
     async def _serve(self, plan: Plan) -> None:
-        """Load and connect a plan, and give its pipeline to whoever waits."""
+        """Load and connect `plan`, and complete `acquire` with its pipeline."""
         self.plan = plan
         try:
             start = PlanStart(plan, self.view, self.model, self.options, self.membership)
@@ -199,8 +225,8 @@ class ClusterManager:
         except ClusterError as error:
             suspect = error.suspect if isinstance(error, StartError) else None
             self._apply_event(PlanFailed(plan.epoch, str(error), suspect))
-        except Exception as error:  # a bug of ours: whoever waits must not wait for ever
-            log.exception("a plan could not be started")
+        except Exception as error:  # a bug: `acquire` must not wait forever
+            log.exception("plan could not start")
             self._apply_event(PlanFailed(plan.epoch, f"{type(error).__name__}: {error}"))
         else:
             if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
@@ -219,31 +245,41 @@ class ClusterManager:
             log.exception("this process could not serve alone")
             self._apply_event(PlanFailed(epoch, f"{type(error).__name__}: {error}"))
         else:
-            log.info("serving alone", extra={"epoch": epoch})
+            level = logging.WARNING if self.options.addresses else logging.INFO
+            log.log(level, "serving alone", extra={"epoch": epoch, **self._why_alone()})
             self._install_pipeline(pipeline)
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
+        if not self.view.replan:  # a replan requested during the start is answered by the next plan
+            self.replans.record(f"plan {pipeline.epoch} serves")
         self._apply_event(PlanServing(pipeline.epoch))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(pipeline)
 
-    # ---- what workers say
+    def _why_alone(self) -> dict[str, str]:
+        """Return the log field with the reason why no worker serves, if one is known."""
+        members = self.view.members.values()
+        reasons = [f"{m.name}: {m.reason}" for m in members if m.reason]
+        silent = set(self.options.addresses) - {m.address for m in members}
+        reasons += [f"{address} does not answer" for address in sorted(silent)]
+        return {"reason": "; ".join(reasons)} if reasons else {}
 
-    def _worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
-        """A watched worker told where it stands in the plan in force, or that it cannot go on."""
+    # ---- worker statuses
+
+    def _receive_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Pass the status of a watched worker to the pipeline in force, or fail the pipeline with its fault."""
         pipeline = self.pipeline
-        if not isinstance(pipeline, RemotePipeline) or worker_status.epoch != pipeline.epoch:
+        if pipeline is None or worker_status.epoch != pipeline.epoch:
             return
         if worker_status.HasField("fault"):
-            self._fail_pipeline(
-                pipeline, worker_status.fault.message, self._suspect_of(address, worker_status.fault)
-            )
+            fault = worker_status.fault
+            self._fail_pipeline(pipeline, fault.message, self._suspect_of(address, fault))
         else:
-            pipeline.heard(address, worker_status)
+            pipeline.record_worker_status(address, worker_status)
 
     def _suspect_of(self, address: str, fault: pb.Fault) -> str:
-        """For a hop its far end, else the worker that reports the fault."""
+        """Return the far end of a failed hop, or else the worker that reports `fault`."""
         peers = (
             a for a, m in self.view.members.items() if fault.peer and m.worker_id == fault.peer
         )

@@ -1,4 +1,4 @@
-"""One worker as the coordinator knows it, and how often it has failed. Pure."""
+"""One worker as the coordinator knows it, with its failure count. Pure data."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from enum import Enum
 from proto.span import Span
 
 FIRST_BACKOFF = 2.0
+"""Seconds. Shortest time for which no plan uses a worker that failed repeatedly."""
+
 LONGEST_BACKOFF = 300.0
-"""Seconds no plan uses a worker from its second loss on: doubling with each, up to the longest."""
+"""Seconds. Upper bound of the back-off, which doubles with each failure."""
 
 STABLE_SECONDS = 60.0
-"""A worker that was ready so long has one of its losses forgotten."""
+"""Seconds a worker must stay ready before one of its failures is forgiven."""
 
 
 class MemberState(Enum):
-    """Where one worker stands."""
+    """State of one worker as seen by the coordinator."""
 
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
     REFUSED = "refused"
-    """It answers, but cannot serve: another checkpoint, another release, another coordinator's. `reason` says which."""
+    """The worker answers but cannot serve. `Member.reason` names the cause."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One worker, by its address. `worker_id` changes when its process does.
+    """One worker, identified by its address. `worker_id` changes when its process is restarted.
 
-    `speed` is relative, as measured; `chip` says which machines are alike.
+    `speed` is relative to the reference bandwidth, as measured. Machines with equal `chip` are equally fast.
     """
 
     address: str
@@ -39,34 +41,41 @@ class Member:
     speed: float = 1.0
     chip: str = ""
     pinned: Span | None = None
-    whole: bool = True
-    """Whether it has the checkpoint's files; one that has not is given its span before it loads."""
+    has_files: bool = True
+    """True if the worker has the checkpoint's files. Otherwise it receives its span before it loads."""
     state: MemberState = MemberState.READY
     reason: str = ""
     failure_count: int = 0
-    """How often it was lost or to blame, less what time has mended."""
+    """Recorded failures minus forgiven ones. A failure is a loss, or a plan that failed because of this worker."""
     backoff_until: float = 0.0
-    """No plan uses it before: what fails again and again must not stop everyone's streams each time."""
+    """Manager's clock. No plan uses the worker earlier, so that one bad worker does not stop every stream again."""
     ready_since: float = 0.0
 
     def usable(self, now: float) -> bool:
+        """Return whether a plan may use this worker at `now`."""
         return self.state is MemberState.READY and now >= self.backoff_until
 
     def with_history_of(self, before: Member | None) -> Member:
-        """What a worker did counts against the next process at its address too: it may be what kills them."""
+        """Return this member with the failures of `before`, the process that had its address.
+
+        A restarted process inherits them, because the cause may be the machine.
+        """
         if before is None:
             return self
         return replace(self, failure_count=before.failure_count, backoff_until=before.backoff_until)
 
-    def with_failure_recorded(self, now: float, first_hold: float) -> Member:
-        """One loss more. Holds double with each; the first is `first_hold`, and one below FIRST_HOLD is none: who
-        was lost once may return at once."""
-        hold = min(LONGEST_BACKOFF, first_hold * 2**self.failure_count)
-        until = now + hold if hold >= FIRST_BACKOFF else self.backoff_until
+    def with_failure_recorded(self, now: float, first_backoff: float) -> Member:
+        """Return this member with one failure more.
+
+        The back-off starts at `first_backoff` seconds and doubles with each failure. A back-off below FIRST_BACKOFF is
+        skipped: after a single loss, the worker may return at once.
+        """
+        backoff = min(LONGEST_BACKOFF, first_backoff * 2**self.failure_count)
+        until = now + backoff if backoff >= FIRST_BACKOFF else self.backoff_until
         return replace(self, failure_count=self.failure_count + 1, backoff_until=until)
 
     def with_failure_forgiven(self, now: float) -> Member:
-        """Losses are forgotten one by one, while it is ready and not held."""
+        """Return this member with one failure less, if it was ready and usable for STABLE_SECONDS."""
         quiet = now - max(self.ready_since, self.backoff_until)
         if self.state is not MemberState.READY or not self.failure_count or quiet < STABLE_SECONDS:
             return self

@@ -1,6 +1,6 @@
-"""The workers there are: found, asked who they are, watched, refused, lost, dismissed.
+"""Workers of the cluster: found, described, watched, refused, lost and unloaded.
 
-What happens to them becomes events for the view; what a watched worker says of itself goes to `on_status`.
+Each change becomes an event for the view. Statuses of watched workers go to `on_status`.
 """
 
 from __future__ import annotations
@@ -11,68 +11,82 @@ import logging
 import time
 from collections.abc import Callable
 
-from coordinator.cluster.background import Background
-from coordinator.cluster.events import WorkerDraining, Event, WorkerLeft, WorkerLost, WorkerRefused, WorkerJoined, TimePassed
+from coordinator.cluster.events import (
+    Event,
+    TimePassed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRefused,
+)
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import View
-from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from coordinator.workers.client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
+from coordinator.workers.describe import node_of
 from coordinator.workers.discovery import Candidate, Discovery
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
-from proto.span import Span
+from proto.rpc.background_tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
+"""Seconds between two looks at the candidates and the clock."""
+
 POLL_SECONDS = 1.0
-"""How often an address that is not a ready worker is asked again."""
+"""Seconds before an address without a ready worker is asked again."""
 
 PROBE_SECONDS = 1.0
-"""How long a worker may take to show that it lives, after a plan failed and nobody knows whose fault it is."""
+"""Seconds. Deadline for a worker to answer after a plan failed for an unknown reason."""
 
 
 class Membership:
-    """Watches workers. `view` gives what is known, `happened` hears what is new, on the event loop."""
+    """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
+
+    All methods run on the event loop's thread.
+    """
 
     def __init__(
         self,
         model: ServedModel,
         options: ManagerOptions,
         view: Callable[[], View],
-        happened: Callable[[Event], None],
+        apply_event: Callable[[Event], None],
         on_status: Callable[[str, pb.WorkerStatus], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.options = options
         self.clients: dict[str, WorkerClient] = {}
-        """Workers that are watched, by address."""
+        """Watched workers, by address."""
         self._view = view
-        self._apply_event = happened
+        self._apply_event = apply_event
         self._on_status = on_status
         self._clock = clock
         self._joining: dict[str, Member] = {}
-        """Workers that are watched and have not shown yet that they compute."""
+        """Watched workers that have not sent a first status yet."""
         self._described_at: dict[str, float] = {}
-        """When each candidate was last asked who it is."""
+        """Time of the last Describe of each candidate."""
         self._last_errors: dict[str, type[ClusterError]] = {}
-        """Why an address was no worker when it was last asked."""
+        """Kind of the last error of each address that did not answer as a worker."""
         self._discovery = Discovery(options.addresses, mdns=options.mdns)
-        self._background = Background()
+        self._background = BackgroundTasks()
 
     # ---- life
 
-    def start(self) -> None:
-        """Begin to look for workers."""
-        self._background.spawn(self._ticks())
+    def start(self, time_passed: Callable[[], TimePassed] = TimePassed) -> None:
+        """Begin to look for workers. `time_passed()` makes the event of each tick."""
+        self._background.spawn(self._run_ticks(time_passed))
 
     async def close(self) -> None:
-        """Let all workers go: what they hold of our requests is of no use to anyone."""
+        """Unload all workers and close their clients."""
         await self._background.close()
-        await asyncio.gather(*(self._unload_quietly(a) for a in self.clients), return_exceptions=True)
+        await asyncio.gather(
+            *(self._unload_quietly(a) for a in self.clients), return_exceptions=True
+        )
         await asyncio.gather(*(client.close() for client in self.clients.values()))
 
     async def _unload_quietly(self, address: str) -> None:
@@ -81,34 +95,35 @@ class Membership:
                 await self.clients[address].unload(self._view().epoch)
 
     async def probe(self, address: str) -> None:
-        """Ask a worker whether it lives; one that does not answer is lost."""
+        """Ask a worker to describe itself. A worker that does not answer is recorded as lost."""
         try:
             if address in self.clients:
                 timeout = min(PROBE_SECONDS, self.options.failure_timeout)
                 await self.clients[address].describe(timeout=timeout)
         except ClusterError as error:
-            self._lost(address, error)
+            self._record_loss(address, error)
 
     # ---- finding
 
-    async def _ticks(self) -> None:
+    async def _run_ticks(self, time_passed: Callable[[], TimePassed]) -> None:
         async with self._discovery as discovery:
             while True:
                 for candidate in discovery.candidates():
                     self._describe_if_due(candidate)
-                self._apply_event(TimePassed())
+                self._apply_event(time_passed())
                 await asyncio.sleep(TICK_SECONDS)
 
     def _describe_if_due(self, candidate: Candidate) -> None:
-        """Ask a candidate who it is, unless it is known or was asked just now."""
+        """Describe a candidate, unless it is watched or was described within POLL_SECONDS."""
         known = any(address in self.clients for address in candidate.addresses)
         asked = self._described_at.get(candidate.id, -POLL_SECONDS)
         if not known and self._clock() - asked >= POLL_SECONDS:
-            self._described_at[candidate.id] = self._clock() + DESCRIBE_SECONDS  # until it has answered
+            # While the answer is awaited, the candidate is not due.
+            self._described_at[candidate.id] = self._clock() + DESCRIBE_SECONDS
             self._background.spawn(self._describe_candidate(candidate))
 
     async def _describe_candidate(self, candidate: Candidate) -> None:
-        """Believe the first of a candidate's addresses where the worker it names answers."""
+        """Admit the worker at the first address of `candidate` that answers with the announced worker id."""
         for address in candidate.addresses:
             client = WorkerClient(address, self.options.me)
             try:
@@ -126,26 +141,29 @@ class Membership:
         self._described_at[candidate.id] = self._clock()
 
     def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
-        """Nobody answers there who could serve. Said once, until the reason is another; not where that is usual: mDNS
-        goes on for a while about who has left, and names addresses that only others reach."""
+        """Log an address that did not answer as a worker, once per kind of error.
+
+        A silent address is logged at debug level if mDNS announced it or if it was a worker before: mDNS records
+        outlive a worker and may name addresses that only other machines reach.
+        """
         member = self._view().members.get(address)
         if self._last_errors.get(address) is not type(error):
             self._last_errors[address] = type(error)
             silent = isinstance(error, WorkerLostError | DeadlineError)
-            usual = silent and (candidate.announcement is not None or member is not None)
-            level = logging.DEBUG if usual else logging.WARNING
-            hint = "; is mtp-worker running there?" if silent else ""
+            expected = silent and (candidate.announcement is not None or member is not None)
+            level = logging.DEBUG if expected else logging.WARNING
+            hint = ". Start mtp-worker there, or correct --worker" if silent else ""
             log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
         if member is not None and member.state is MemberState.REFUSED and not member.failure_count:
-            # It was turned away and is gone; one with losses is remembered for them.
+            # The refused worker is gone. A worker with failures stays in the view because of its back-off.
             self._apply_event(WorkerLeft(address))
 
     async def _admit_worker(self, address: str, client: WorkerClient, info: pb.WorkerInfo) -> None:
-        """A worker that can serve us is watched from now on."""
+        """Watch a worker that can serve this coordinator, and refuse any other."""
         known = self._view().members
         members = (self._joining.get(a) or known[a] for a in self.clients)
         if any(member.worker_id == info.worker_id for member in members):
-            await client.close()  # known by another of its addresses
+            await client.close()  # watched at another of its addresses
             return
         member = _member(address, info)
         reason = self._refusal_reason(info)
@@ -157,19 +175,19 @@ class Membership:
         self._joining[address] = member
         client.watch(
             self.options.failure_timeout,
-            lambda worker_status: self._worker_status(address, worker_status),
-            lambda error: self._lost(address, error),
+            lambda worker_status: self._receive_status(address, worker_status),
+            lambda error: self._record_loss(address, error),
         )
 
     def _refusal_reason(self, info: pb.WorkerInfo) -> str:
-        """Why a worker cannot serve us, empty when it can."""
+        """Return why a worker cannot serve this coordinator, or an empty string."""
         if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
             return f"serves coordinator {info.leased_to.name}"
         if info.model and info.fingerprint != self.model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
             return f"has another checkpoint ({info.model}, fingerprint {theirs})"
         if not info.fingerprint and not self.model.provider.able:
-            return "has no copy of the model: give it one, or serve with --share-weights"
+            return "has no copy of the model. Start it with --model, or serve with --share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
             return "is leaving"
         return ""
@@ -182,10 +200,10 @@ class Membership:
 
     # ---- watching
 
-    def _worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+    def _receive_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         stall = worker_status.engine_stall_ms / 1000
         if stall > NOTICE_SHARE * self.options.failure_timeout:
-            self._lost(address, WorkerLostError("its engine is stuck"))
+            self._record_loss(address, WorkerLostError("its engine is stuck"))
             return
         if (joining := self._joining.pop(address, None)) is not None:
             log.info("worker joined", extra={"address": address, "worker": joining.name})
@@ -202,19 +220,19 @@ class Membership:
             self._background.spawn(self._release_worker(address))
 
     async def _release_worker(self, address: str) -> None:
-        """A worker that no plan uses may leave."""
+        """Unload a draining worker that no plan uses, and forget it."""
         client = self.clients.pop(address, None)
         if client is None:
             return
         try:
             with contextlib.suppress(ClusterError):
                 await client.unload(self._view().epoch)
-        finally:  # also where this process ends in between: nobody else would stop its heartbeats
+        finally:  # also if this process ends meanwhile: open heartbeats would hold the worker back
             await client.close()
         log.info("worker left", extra={"address": address})
         self._apply_event(WorkerLeft(address))
 
-    def _lost(self, address: str, error: ClusterError) -> None:
+    def _record_loss(self, address: str, error: ClusterError) -> None:
         client = self.clients.pop(address, None)
         if client is None:
             return
@@ -227,14 +245,14 @@ class Membership:
 
 
 def _member(address: str, info: pb.WorkerInfo) -> Member:
-    pinned = Span(info.pinned.start, info.pinned.end) if info.HasField("pinned") else None
+    node = node_of(info)
     return Member(
         address,
         info.worker_id,
         info.name,
-        info.hardware.memory_limit,
-        speed=info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0,
+        node.memory_limit,
+        speed=node.speed,
         chip=info.hardware.chip,
-        pinned=pinned,
-        whole=bool(info.fingerprint),
+        pinned=node.pinned,
+        has_files=bool(info.fingerprint),
     )

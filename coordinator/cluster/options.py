@@ -1,4 +1,4 @@
-"""How a cluster is looked for, watched and waited for: what the command line decides."""
+"""Options of the cluster manager, as set on the command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from proto import cluster_pb2 as pb
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """`failure_timeout`: seconds of silence, of a hop that takes nothing, or of an engine that does nothing, that
-    make a worker lost. `addresses` are asked whether or not anyone announces them; `mdns` looks for others."""
+    """Options of one ClusterManager.
+
+    `addresses` are always tried as workers; `mdns` looks for more. A worker is lost after `failure_timeout` seconds of
+    silence, of a hop that takes no frame, or of an engine that makes no progress.
+    """
 
     me: pb.Coordinator
     settings: Settings

@@ -1,4 +1,4 @@
-"""A plan made to serve: every stage loaded, all of them connected."""
+"""Start of a plan: every stage is loaded, then all stages are connected."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from coordinator.planning.plan import Plan, StagePlan
 from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError
-from proto.terminal.progress_bar import OnProgress, byte_bar
+from proto.progress import OnProgress
+from proto.terminal.progress_bar import byte_bar
 
 log = logging.getLogger(__name__)
 
 LEASE_TIMEOUTS = 3
-"""Failure timeouts without a word after which a worker takes its coordinator for gone."""
+"""Failure timeouts without a message after which a worker ends the lease of its coordinator."""
 
 
 class StartError(NotReadyError):
-    """A plan could not be made to serve. `suspect` is the address of the worker to leave out, where one is known."""
+    """Failure to start a plan. `suspect` is the address of the worker to leave out, if one is known."""
 
     def __init__(self, reason: str, suspect: str | None) -> None:
         super().__init__(reason)
@@ -35,18 +36,18 @@ class StartError(NotReadyError):
 
 @dataclass
 class LoadState:
-    """How far each worker of the plan being loaded is: bytes done and in all, by address."""
+    """Load progress by worker address: bytes done, and bytes in total."""
 
     done: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def sum(self) -> tuple[int, int]:
-        """Of all workers that have told yet."""
+    def totals(self) -> tuple[int, int]:
+        """Bytes done and bytes in total, over all workers that reported progress."""
         return sum(d for d, _ in self.done.values()), sum(t for _, t in self.done.values())
 
 
 class PlanStart:
-    """One plan on its way to serve, over the workers the view names."""
+    """One start of `plan` over the workers of `view`."""
 
     def __init__(
         self,
@@ -59,14 +60,17 @@ class PlanStart:
         self.plan = plan
         self.loads = LoadState()
         self.has_mtp = False
-        """Whether the last stage has loaded an MTP head."""
+        """True once the last stage has loaded an MTP head."""
         self._members = view.members
         self._model = model
         self._options = options
         self._membership = membership
 
     async def run(self) -> RemotePipeline:
-        """The pipeline, connected. Raises StartError; a worker that turned out to be gone is lost by then."""
+        """Load and connect all stages, and return the pipeline.
+
+        Raises StartError. A worker that no longer answers has been recorded as lost by then.
+        """
         room = self._model.capacity(self.plan)
         workers = [self._worker(stage) for stage in self.plan.stages]
         with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
@@ -81,7 +85,7 @@ class PlanStart:
         except ClusterError as error:
             await pipeline.close()
             await asyncio.gather(*(self._membership.probe(w.address) for w in workers))
-            # A hop that cannot be opened is held against the far end, when that is alive.
+            # If all workers are alive, the far end of the hop that failed is the suspect.
             raise StartError(str(error), pipeline.suspect) from error
         except BaseException:
             await pipeline.close()
@@ -91,7 +95,7 @@ class PlanStart:
     def _worker(self, stage: StagePlan) -> WorkerClient:
         worker = self._membership.clients.get(stage.node)
         if worker is None:
-            raise StartError(f"{stage.node} is on its way out", None)
+            raise StartError(f"the worker at {stage.node} is leaving", None)
         return worker
 
     async def _load(
@@ -116,23 +120,24 @@ class PlanStart:
         )
 
         def on_progress(done: int, total: int) -> None:
+            """Record and show the bytes that this worker has loaded."""
             self.loads.done[stage.node] = (done, total)
-            show(*self.loads.sum)
+            show(*self.loads.totals)
 
         try:
-            if not self._members[stage.node].whole:
+            if not self._members[stage.node].has_files:
                 await self._model.provider.give(worker, request, on_progress)
             result = await worker.load(request, on_progress)
             if stage.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
-            # Who is gone is lost, and may come back; who is alive and cannot load is to blame.
+            # A worker that does not answer is recorded as lost. A worker that answers and cannot load is the suspect.
             await self._membership.probe(stage.node)
             raise StartError(str(error), stage.node) from error
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all of it at once; when one part fails, what is left of the others is cancelled."""
+    """Run all of `work` concurrently. If one coroutine fails, cancel the others."""
     tasks = [asyncio.create_task(part) for part in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The model a cluster serves, and how: what every Load says."""
+"""The model that a cluster serves, with the options of every Load request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 
 SMALLEST_CONTEXT = 4096
-"""Tokens a plan has to have room for; one that has less would serve nobody."""
+"""Tokens of K/V that every plan must have room for. A shorter context is of little use to clients."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`ref` is what workers are told; `dtype` None is the checkpoint's own, `kv_bits` 0 unquantized. `with_head` says
-    that the last stage loads the MTP head, if the checkpoint has one."""
+    """One checkpoint and its load options.
+
+    `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
+    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one.
+    """
 
     checkpoint: Checkpoint
     ref: pb.ModelRef
@@ -35,11 +38,12 @@ class ServedModel:
 
     @cached_property
     def provider(self) -> WeightProvider:
-        """For workers that lack the checkpoint's files."""
+        """Source of weights for workers that lack the checkpoint's files."""
         return WeightProvider(self.checkpoint, self.ref, self.share_weights)
 
     @cached_property
     def costs(self) -> ModelCosts:
+        """Bytes and times of the checkpoint's parts, for the planner."""
         return model_costs(
             self.checkpoint,
             dtype=self.dtype,
@@ -48,7 +52,10 @@ class ServedModel:
         )
 
     def planner(self, link_seconds: float) -> Callable[[Sequence[Member], int], Plan]:
-        """Members and an epoch → the plan over them, its stages named by address."""
+        """Return a function from members and an epoch to a plan, whose stages name members by address.
+
+        `link_seconds` is the time of one hop.
+        """
         workload = Workload(
             sequences=1,
             kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
@@ -57,6 +64,7 @@ class ServedModel:
         )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
+            """Return the plan of `epoch` over `members`."""
             speeds = _speeds(members)
             nodes = [
                 NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
@@ -68,14 +76,16 @@ class ServedModel:
         return plan
 
     def capacity(self, plan: Plan) -> Capacity:
-        """What the plan's stages have room for. Raises MemoryLimitError when that is not one sequence."""
+        """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
         context = self.checkpoint.config.max_positions
         return plan_capacity(self.costs, plan, context, self.max_sequences, self.prefix_cache)
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:
-    """Speeds by address. Machines of one chip are as fast as each other: the best measurement counts for all of
-    them, since the others were disturbed."""
+    """Return the speed of each member by address.
+
+    Machines with the same chip are equally fast. The best measurement counts, because the others were disturbed.
+    """
     best: dict[str, float] = {}
     for member in members:
         best[member.chip] = max(member.speed, best.get(member.chip, 0.0))

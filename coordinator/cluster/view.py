@@ -1,11 +1,12 @@
-"""The cluster as the coordinator knows it: all that decisions are made from. Plain data.
+"""The coordinator's view of the cluster: plain data, and the only input of its decisions.
 
-`apply(view, event)` gives the next view; `decide(view)` says what to do about it; `manager` does that and
-reports back by events. Times are seconds on the manager's clock, and arrive only in events.
+`apply(view, event)` returns the next view. `decide(view)` returns the next action. `ClusterManager` executes it and
+reports the result as an event. Times are seconds on the manager's clock and arrive only with events.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +15,7 @@ from coordinator.cluster.member import Member
 
 
 class Phase(Enum):
-    """What the coordinator is doing."""
+    """Current activity of the coordinator."""
 
     GATHERING = "waiting for workers"
     STARTING = "loading"
@@ -24,47 +25,67 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for, times in seconds.
+    """User settings of the cluster. Times are in seconds.
 
-    The first plan is made as soon as there are `nodes` workers, or when `wait` is over with those there are. `nodes`
-    None waits, lest the first worker to be heard gets all layers. A plan after a failure is made at once from
-    whatever is left; without one, this process serves alone after `wait` unless `why_not_alone` says, for people, why it
-    never can, and `recovery_wait` is the end of waiting.
+    The first plan starts as soon as `nodes` workers are usable. Otherwise it starts after `wait`, with the workers that
+    are there, or in this process alone. With `nodes_required` it needs `nodes` workers, and `first_wait` bounds the
+    wait for them. `first_wait` also bounds the wait for a worker that can fill a gap between pinned layers.
+
+    A plan after a failure starts at once with the workers that are left. Without any, this process serves alone after
+    `wait`. `why_not_alone` is set where the model does not fit into this machine. `recovery_wait` bounds the recovery.
+
+    With `auto_replan` a worker that joins later is used at the next quiet moment.
     """
 
     nodes: int | None = None
+    nodes_required: bool = False
     wait: float = 5.0
+    first_wait: float = math.nan
+    """NaN stands for `wait`."""
     recovery_wait: float = 30.0
     why_not_alone: str = ""
+    auto_replan: bool = False
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.first_wait):
+            object.__setattr__(self, "first_wait", self.wait)
 
 
 @dataclass(frozen=True)
 class View:
-    """Everything decisions are made from. `serving` are the addresses of the plan in force, in stage order; empty while
-    there is none or this process serves alone."""
+    """State of the cluster at `now`.
+
+    `serving` lists the addresses of the plan in force, in stage order. It is empty without a plan, and while this
+    process serves alone.
+    """
 
     settings: Settings
     now: float = 0.0
     since: float = 0.0
-    """When the present phase began."""
+    """Start of the present phase."""
     gathered: float = 0.0
-    """Seconds spent waiting for a plan before the present phase, since one served or the waiting began anew."""
+    """Seconds spent waiting for a plan before the present phase, since a plan last served or the wait restarted."""
     retry_at: float = 0.0
     phase: Phase = Phase.GATHERING
     epoch: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
     serving: tuple[str, ...] = ()
+    open_requests: int = 0
     recovering: bool = False
-    """Whether a plan served before: the wait is another, and clients are waiting."""
+    """True if a plan served before. Clients may be waiting, so the waits differ from those of a start."""
     replan: bool = False
-    """Whether someone asked for a new plan though the present one works."""
+    """True if a user asked for a new plan although the present one works."""
+    considered: frozenset[str] = frozenset()
+    """Worker ids of the usable workers for which the present plan was found best. `auto_replan` skips them."""
+    postponed: frozenset[str] = frozenset()
+    """Worker ids of the usable workers that a new plan will use once no answer is open."""
     problem: str = ""
-    """Why the last attempt at a plan failed, for people."""
+    """Reason why the last attempt at a plan failed, for people."""
     alone_problem: str = ""
-    """Why this process could not serve alone when it tried."""
+    """Reason why this process could not serve alone when it tried."""
 
     def usable(self) -> list[Member]:
-        """Workers a plan may use now, in a fixed order."""
+        """Return the workers that a plan may use now, ordered by address."""
         return sorted(
             (m for m in self.members.values() if m.usable(self.now)), key=lambda m: m.address
         )

@@ -95,6 +95,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.planning",
         "coordinator.workers",
         "mtp.checkpoint.format",
+        "proto.rpc",
     }
     | TERMINAL,
     "coordinator.pipeline": {

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -23,6 +22,7 @@ from proto.errors import (
     StaleEpochError,
 )
 from proto.frame import Frame, decode, encode
+from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
 from proto.rpc.link import Link
 from worker.engine.deadline import DeadlineEstimate
@@ -147,7 +147,7 @@ class Binding:
         self.bound = False
         self.thread.submit(self._drop_engine)
         if self.link is not None:
-            _background(self.link.close())
+            _background.spawn(self.link.close())
         self.results.put_nowait(StaleEpochError("this plan has ended"))
 
     def _drop_engine(self) -> None:
@@ -256,11 +256,4 @@ class Binding:
             self.engine.cancel(epoch, seq_id)
 
 
-def _background(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine whose end nobody waits for, keeping it referenced until it is done."""
-    task = asyncio.create_task(coroutine)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
-_tasks: set[asyncio.Task[None]] = set()
+_background = BackgroundTasks()

@@ -11,22 +11,32 @@ from types import SimpleNamespace
 from typing import cast
 
 from coordinator.cluster.apply import apply
-from coordinator.cluster.decide import Action, GiveUp, KeepPlan, Planner, StartPlan, StartAlone, decide
+from coordinator.cluster.decide import (
+    Action,
+    GiveUp,
+    KeepPlan,
+    Planner,
+    PostponePlan,
+    StartAlone,
+    StartPlan,
+    decide,
+)
 from coordinator.cluster.events import (
-    WorkerDraining,
-    GatheringFailed,
     Event,
+    GatheringFailed,
     GatheringRestarted,
-    PlanKept,
-    WorkerLeft,
-    WorkerLost,
     PlanFailed,
-    WorkerRefused,
-    ReplanRequested,
-    WorkerJoined,
+    PlanKept,
+    PlanPostponed,
     PlanServing,
     PlanStarting,
+    ReplanRequested,
     TimePassed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRefused,
 )
 from coordinator.cluster.member import Member
 from coordinator.cluster.view import Phase, View
@@ -92,6 +102,8 @@ def _done(action: Action) -> Event:
             return PlanStarting(epoch, ())
         case KeepPlan():
             return PlanKept()
+        case PostponePlan():
+            return PlanPostponed()
         case GiveUp(reason):
             return GatheringFailed(reason)
 

@@ -8,19 +8,25 @@ import pytest
 
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import (
-    WorkerDraining,
-    GatheringFailed,
     Event,
+    GatheringFailed,
     GatheringRestarted,
-    WorkerLost,
     PlanFailed,
-    WorkerRefused,
-    WorkerJoined,
     PlanServing,
     PlanStarting,
     TimePassed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRefused,
 )
-from coordinator.cluster.member import FIRST_BACKOFF, LONGEST_BACKOFF, STABLE_SECONDS, Member, MemberState
+from coordinator.cluster.member import (
+    FIRST_BACKOFF,
+    LONGEST_BACKOFF,
+    STABLE_SECONDS,
+    Member,
+    MemberState,
+)
 from coordinator.cluster.view import Phase, Settings, View
 from tests.support.protocol.cluster_walk import worker
 
@@ -36,7 +42,9 @@ def after(view: View, *events: Event, seconds: float = 0.0) -> View:
 @pytest.fixture
 def view() -> View:
     """One worker serves."""
-    return after(View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1))
+    return after(
+        View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1)
+    )
 
 
 def member(view: View) -> Member:
@@ -62,10 +70,17 @@ def test_holds_double_with_each_loss(view: View) -> None:
 
 def test_a_hold_counts_from_the_loss_through_whatever_comes_next(view: View) -> None:
     """Turned away in between, restarted, seen again: nothing shortens it, and time does."""
-    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
+    view = after(
+        view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
+    )
     until = member(view).backoff_until
     assert until == view.now + FIRST_BACKOFF
-    view = after(view, WorkerRefused(worker("a"), "serves another"), WorkerJoined(worker("a", 2)), seconds=1.0)
+    view = after(
+        view,
+        WorkerRefused(worker("a"), "serves another"),
+        WorkerJoined(worker("a", 2)),
+        seconds=1.0,
+    )
     assert member(view).backoff_until == until
     assert not member(view).usable(view.now)
     assert member(after(view, TimePassed(), seconds=1.0)).usable(until)
@@ -73,7 +88,9 @@ def test_a_hold_counts_from_the_loss_through_whatever_comes_next(view: View) -> 
 
 def test_losses_are_mended_one_by_one(view: View) -> None:
     """Ready for a minute, one loss less; held or lost, none."""
-    view = after(view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent"))
+    view = after(
+        view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
+    )
     lost = after(view, TimePassed(), seconds=10 * STABLE_SECONDS)
     assert member(lost).failure_count == 2
     view = after(view, WorkerJoined(worker("a")))
@@ -106,7 +123,10 @@ def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
         ended = after(view, event)
         assert (ended.phase, ended.serving, ended.recovering) == (Phase.GATHERING, (), True)
         assert ended.problem
-    assert after(view, WorkerDraining("a"), WorkerJoined(worker("b")), WorkerLost("b", "x")).phase is Phase.SERVING
+    assert (
+        after(view, WorkerDraining("a"), WorkerJoined(worker("b")), WorkerLost("b", "x")).phase
+        is Phase.SERVING
+    )
 
 
 def test_news_of_older_plans_change_nothing(view: View) -> None:

@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.decide import Action, GiveUp, KeepPlan, Planner, StartPlan, StartAlone, decide
+from coordinator.cluster.decide import (
+    Action,
+    GiveUp,
+    KeepPlan,
+    Planner,
+    StartAlone,
+    StartPlan,
+    decide,
+)
 from coordinator.cluster.events import (
-    WorkerDraining,
     GatheringRestarted,
+    PlanFailed,
+    PlanServing,
+    ReplanRequested,
+    TimePassed,
+    WorkerDraining,
+    WorkerJoined,
     WorkerLeft,
     WorkerLost,
-    PlanFailed,
-    ReplanRequested,
-    WorkerJoined,
-    PlanServing,
-    TimePassed,
 )
 from coordinator.cluster.member import MemberState
 from coordinator.cluster.view import Phase, Settings, View
@@ -169,7 +177,9 @@ def test_the_first_plan_waits_for_all_that_were_named() -> None:
     planner = planner_for(1)
     one = happen(View(PATIENT), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
-    assert [type(a) for a in happen(one.view, WorkerJoined(worker("b")), planner).actions] == [StartPlan]
+    assert [type(a) for a in happen(one.view, WorkerJoined(worker("b")), planner).actions] == [
+        StartPlan
+    ]
     late = happen(one.view, TimePassed(), planner, after=5.0)
     assert late.view.serving == ("a",)
 
@@ -261,7 +271,9 @@ def test_time_spent_loading_is_not_time_spent_waiting() -> None:
 def test_a_worker_that_leaves_is_planned_around() -> None:
     """Its plan serves until the next one starts; where nobody else can, it serves until it is gone."""
     planner = planner_for(1)
-    assert happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view.serving == ("a",)
+    assert happen(
+        serving("a", "b", planner=planner), WorkerDraining("b"), planner
+    ).view.serving == ("a",)
     both = planner_for(2)
     view = happen(serving("a", "b", planner=both, settings=REMOTE), WorkerDraining("b"), both).view
     assert (view.phase, view.serving) == (Phase.SERVING, ("a", "b"))

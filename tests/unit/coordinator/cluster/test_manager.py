@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.events import WorkerLost, WorkerJoined, PlanServing
+from coordinator.cluster.events import PlanServing, WorkerJoined, WorkerLost
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.view import Phase, Settings

@@ -1,4 +1,4 @@
-"""Work that nobody waits for, kept referenced while it runs and ended with its owner."""
+"""Background tasks, referenced while they run and cancelled with their owner."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-class Background:
-    """A set of tasks. What one of them raises is a bug, and is logged."""
+class BackgroundTasks:
+    """A set of running tasks. An exception in one of them is a bug and is logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start `work` as a task and keep a reference until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._remove)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _remove(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the cluster failed", exc_info=error)
+            log.error("background task failed", exc_info=error)
 
     async def close(self) -> None:
-        """Cancel what runs, and wait for its end."""
+        """Cancel all running tasks and wait until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
