@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from proto.terminal.logs import OURS
 from tests.support.checkpoints.checkpoints import write_checkpoint
 
 Checkpoints = Callable[..., Path]
+
+# The tests compare results bit for bit, which only MLX's CPU backend guarantees. The variable reaches the processes
+# that tests start. `tests/parity/test_gpu.py` has the tests with tolerances for a GPU.
+os.environ["MTP_DEVICE"] = "cpu"
+mx.set_default_device(mx.Device(mx.cpu))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import time
 
@@ -19,6 +20,15 @@ PROBE_ROWS = 4096
 """Of a square fp32 matrix: 64 MB, more than any cache."""
 
 PROBES = 10
+
+DEVICE = "MTP_DEVICE"
+"""Environment variable. The value "cpu" makes both programs compute on the CPU, as the tests of this project do."""
+
+
+def use_requested_device() -> None:
+    """Make the CPU MLX's default device if the environment variable MTP_DEVICE says so."""
+    if os.environ.get(DEVICE) == "cpu":
+        mx.set_default_device(mx.Device(mx.cpu))
 
 
 def backend() -> str:
@@ -82,3 +92,6 @@ def describe(memory_limit: int, dtypes: list[str], bytes_per_second: float) -> p
         dtypes=dtypes,
         bytes_per_second=bytes_per_second,
     )
+
+
+use_requested_device()  # at import, so that it precedes every use of MLX by an engine

@@ -1,0 +1,20 @@
+"""The description of the machine and the choice of MLX's device."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from worker.engine import hardware
+
+
+@pytest.mark.parametrize(("value", "chosen"), [("cpu", [mx.Device(mx.cpu)]), ("", []), ("gpu", [])])
+def test_the_environment_can_choose_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, value: str, chosen: list[mx.Device]
+) -> None:
+    """MTP_DEVICE=cpu makes the CPU the default device, and any other value leaves MLX's choice."""
+    asked: list[mx.Device] = []
+    monkeypatch.setattr(mx, "set_default_device", asked.append)
+    monkeypatch.setenv(hardware.DEVICE, value)
+    hardware.use_requested_device()
+    assert asked == chosen
