@@ -12,15 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
-from coordinator.local_engine.head_trial import Checkup, check
-from coordinator.planning.model_costs import model_costs
-from coordinator.planning.plan import NodeSpec, make_plan
-from mtp.checkpoint.format.checkpoint import Checkpoint
+from coordinator.local_engine.head_trial import HeadAssessment, assess_head
+from coordinator.planning.even_cut import even_spans
 from mtp.checkpoint.format.names import few
 from mtp.checkpoint.format.report import report
 from mtp.checkpoint.hub.remote_checkpoint import open_model
-from proto.errors import SpanError
-from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
 from proto.terminal.size import format_size
 
@@ -48,47 +44,30 @@ def inspect(
     """
     model = the_model(argument, option)
     checkpoint = open_model(model)
-    cut = _cut(checkpoint, nodes)
+    cut = even_spans(checkpoint, nodes, "--nodes")
     with byte_bar("loading for a trial") as on_progress:
-        checkup = check(checkpoint, trial=not no_trial, on_progress=on_progress)
-    facts = {**report(checkpoint, cut), "health": _health(checkup)}
+        assessment = assess_head(checkpoint, trial=not no_trial, on_progress=on_progress)
+    facts = {**report(checkpoint, cut), "health": _health(assessment)}
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     console = Console(emoji=False)
     console.print(_summary(model, facts))
     console.print(_node_table(facts))
-    console.print(_COLOURS[checkup.works] + escape(checkup.verdict), soft_wrap=True)
+    console.print(_COLOURS[assessment.works] + escape(assessment.verdict), soft_wrap=True)
 
 
-def _health(checkup: Checkup) -> dict[str, Any]:
-    trial = checkup.trial
+def _health(assessment: HeadAssessment) -> dict[str, Any]:
+    trial = assessment.trial
     return {
-        "works": checkup.works,
-        "verdict": checkup.verdict,
-        "head_norms": checkup.norms,
+        "works": assessment.works,
+        "verdict": assessment.verdict,
+        "head_norms": assessment.norms,
         "acceptance": None if trial is None else [round(share, 3) for share in trial.acceptance],
     }
 
 
 _COLOURS = {True: "[green]", False: "[red]", None: "[yellow]"}
-
-
-def _cut(checkpoint: Checkpoint, nodes: int) -> tuple[Span, ...]:
-    """The spans the planner gives `nodes` equal machines with room for anything.
-
-    Raises SpanError for more nodes than layers.
-    """
-    if nodes > checkpoint.config.num_layers:
-        raise SpanError(
-            f"--nodes {nodes}: the model has {checkpoint.config.num_layers} layers, and a node takes one "
-            "or more"
-        )
-    specs = [NodeSpec(name=f"node {number}", memory_limit=_ENDLESS) for number in range(nodes)]
-    return tuple(stage.span for stage in make_plan(model_costs(checkpoint), specs).stages)
-
-
-_ENDLESS = 2**60
 
 
 def _summary(model: str, facts: dict[str, Any]) -> Table:

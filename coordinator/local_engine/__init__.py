@@ -1,1 +1,1 @@
-"""An engine in this process, without HTTP: for `generate`, for `inspect`, and to try a checkpoint's head."""
+"""An engine in this process without HTTP, for `generate`, `inspect` and the trial of a head."""

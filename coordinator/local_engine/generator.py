@@ -1,6 +1,6 @@
-"""A local engine from options: the model's stages in this process, and the loop that serves requests over them.
+"""A generator in this process: all stages of a model, and the loop that serves requests over them.
 
-What `mtp-coord generate`, the single-node server and the tests share. Requests go in as tokens; text is their business.
+`mtp-coord generate`, `mtp-coord inspect` and the tests use it. Requests contain tokens, not text.
 """
 
 from __future__ import annotations
@@ -15,23 +15,19 @@ import mlx.core as mx
 from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.scheduler import Scheduler
-from coordinator.local_engine.repair_hint import head_remedy, what_head_lacks
+from coordinator.local_engine.repair_hint import missing_head_tensors, repair_hint
 from coordinator.pipeline.local import LocalModel, LocalPipelines, LocalSource
-from coordinator.planning.model_costs import model_costs
-from coordinator.planning.plan import NodeSpec, make_plan
+from coordinator.planning.even_cut import even_spans
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller, MtpMode
 from mtp.head.attention import KVFormat
-from proto.errors import SpanError, UsageError
+from proto.errors import UsageError
 from proto.progress import OnProgress
-from proto.span import Span
 
 log = logging.getLogger(__name__)
 
 AUTO = MtpMode()
-
-ENDLESS_BYTES = 2**60
-"""Memory of a stage in this process, to the planner: all stages share one machine, so none is short of it."""
+"""The default mode: draft where it pays, and decode without drafts if there is no head."""
 
 
 @asynccontextmanager
@@ -46,17 +42,16 @@ async def local_generator(
     limits: Limits | None = None,
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
-    """Load `checkpoint`, cut evenly into `stages`, and serve requests until the block is left.
+    """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
-    `dtype` None keeps what is stored; `kv_bits` 4 or 8 quantizes the K/V; without
-    `prefix_cache` no prompt skips what an earlier one began with. `on_progress` hears bytes read and bytes in
-    all, from the thread that loads. Raises SpanError for more stages than layers, UsageError for a depth
-    that needs a head this checkpoint lacks, and what loading raises.
+    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. Without `prefix_cache` every
+    prompt is computed from its first token. The loading thread calls `on_progress(done, total)` with bytes. Raises
+    SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
     """
-    mode = mtp_in_force(checkpoint, mtp)
+    mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
         checkpoint,
-        even_spans(checkpoint, stages),
+        even_spans(checkpoint, stages, "--stages"),
         dtype,
         KVFormat.of(checkpoint.config.head_dim, kv_bits),
         with_head=mode.depth != 0,
@@ -72,32 +67,22 @@ async def local_generator(
         await loop.close()
 
 
-def even_spans(checkpoint: Checkpoint, stages: int) -> tuple[Span, ...]:
-    """The cut the planner makes for equal machines. Raises SpanError for more stages than layers."""
-    layers = checkpoint.config.num_layers
-    if stages > layers:
-        raise SpanError(
-            f"--stages {stages}: the model has {layers} layers, and a stage takes one or more"
-        )
-    nodes = [NodeSpec(f"stage {number}", ENDLESS_BYTES) for number in range(stages)]
-    return tuple(stage.span for stage in make_plan(model_costs(checkpoint), nodes).stages)
+def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
+    """Return the part of `--mtp` that this checkpoint supports.
 
-
-def mtp_in_force(checkpoint: Checkpoint, asked: MtpMode) -> MtpMode:
-    """What of `--mtp` this checkpoint can do: `auto` goes on without a head, and the log says so.
-
-    Raises UsageError when drafts were asked for.
+    `auto` continues without drafts and logs a warning if the head is missing. Any other request for drafts raises
+    UsageError then.
     """
-    if asked.depth == 0 or checkpoint.mtp.complete:
-        return asked
-    missing = what_head_lacks(checkpoint)
-    if asked == AUTO:
+    if requested.depth == 0 or checkpoint.mtp.complete:
+        return requested
+    missing = missing_head_tensors(checkpoint)
+    if requested == AUTO:
         log.warning(
-            "decoding without drafts: this checkpoint has no whole MTP head",
+            "decoding without drafts: this checkpoint has no complete MTP head",
             extra={"missing": missing},
         )
         return MtpMode(0)
     raise UsageError(
-        f"--mtp {asked}: this checkpoint has no whole MTP head, it lacks {missing}. "
-        f"{head_remedy(checkpoint, replace=checkpoint.mtp.present)}. Or use --mtp off"
+        f"--mtp {requested}: this checkpoint has no complete MTP head. Missing: {missing}. "
+        f"{repair_hint(checkpoint, replace=checkpoint.mtp.present)}. Or use --mtp off"
     )

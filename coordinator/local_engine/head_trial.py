@@ -1,7 +1,7 @@
-"""Will drafting with this checkpoint's head work? A look at its norms, a trial on a text, and the verdict in words.
+"""Trial of a checkpoint's MTP head: a look at its norms, a short answer with drafts, and a verdict.
 
-The trial is a short greedy answer with drafts, by the engine that would serve. Where drafts go wrong the head is read
-again as if its norms were stored the other way: if that helps, it is known what is the matter.
+The trial is a short greedy answer with drafts, computed by the engine that would serve. If few drafts are accepted, the
+trial runs again with the head's norms read the other way. If that helps, the norms are the fault.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import psutil
 
 from coordinator.generation.request import Finished, GenerationRequest
 from coordinator.local_engine.generator import local_generator
-from coordinator.local_engine.repair_hint import head_remedy, what_head_lacks
+from coordinator.local_engine.repair_hint import missing_head_tensors, repair_hint
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.head_norms import Norms, head_norms, with_other_norms
@@ -25,17 +25,20 @@ from proto.progress import OnProgress
 from proto.terminal.size import format_size
 
 DEPTH = 3
+"""Drafts per window in the trial."""
+
 TOKENS = 96
-"""Of the trial's answer: some thirty windows, which tell a head that works from one that does not."""
+"""Tokens of the trial's answer. About 30 windows separate a working head from a broken one."""
 
-GOOD = 0.5
-"""Of first drafts that were kept. Heads that work were seen from .7 up; with the wrong norms it is next to none."""
+GOOD_ACCEPTANCE = 0.5
+"""Accepted share of first drafts from which a head works.
+Working heads reached 0.7 and more; with wrong norms almost no draft is accepted."""
 
-BETTER = 0.05
-"""So much more of the first drafts another reading of the norms must keep, to be taken for the right one."""
+CLEAR_GAIN = 0.05
+"""Gain in the accepted share of first drafts from which another reading of the norms is the right one."""
 
 MEMORY_SHARE = 0.8
-"""Of the memory that is free now, what the trial's weights may take."""
+"""Share of the free memory that the weights may take in a trial."""
 
 TEXT = """\
 def mean(values):
@@ -59,25 +62,26 @@ def variance(values):
 
 @dataclass(frozen=True)
 class Trial:
-    """Counts by position in a window: how many drafts there were, and how many were kept."""
+    """Counts by position in a window: computed drafts, and accepted drafts."""
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """By position, the share of drafts that were kept: that they were right, and all before them."""
-        return tuple(kept / of for kept, of in zip(self.accepted, self.drafted, strict=True) if of)
+        """Accepted share of the drafts by position. Accepting a draft implies accepting all before it."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        return tuple(accepted / drafted for accepted, drafted in pairs if drafted)
 
     @property
     def first(self) -> float:
-        """Of first drafts, the share that was right."""
+        """Accepted share of the first drafts."""
         return self.acceptance[0] if self.acceptance else 0.0
 
 
 @dataclass(frozen=True)
-class Checkup:
-    """`works` None: not known. `norms` and `trial` are None where there was no head to look at, or no trial."""
+class HeadAssessment:
+    """Result of an assessment. `works` is None if unknown. `norms` is None without a head, `trial` without a trial."""
 
     works: bool | None
     verdict: str
@@ -85,65 +89,72 @@ class Checkup:
     trial: Trial | None = None
 
 
-def check(checkpoint: Checkpoint, *, trial: bool, on_progress: OnProgress) -> Checkup:
-    """Look at the head and, if asked to and this machine can hold the model, try it. `on_progress` hears of loading."""
+def assess_head(checkpoint: Checkpoint, *, trial: bool, on_progress: OnProgress) -> HeadAssessment:
+    """Assess the head of `checkpoint`, with a trial if `trial` is set and this machine can hold the model.
+
+    `on_progress(done, total)` receives the bytes loaded.
+    """
     if missing := missing_from_backbone(checkpoint):
-        return Checkup(False, f"nothing of this checkpoint will run: {checkpoint.lacks(missing)}")
+        return HeadAssessment(False, f"this checkpoint cannot run: {checkpoint.lacks(missing)}")
     if not checkpoint.mtp.present:
-        return Checkup(False, f"head missing. {head_remedy(checkpoint, replace=False)}")
+        return HeadAssessment(False, f"head missing. {repair_hint(checkpoint, replace=False)}")
     if not checkpoint.mtp.complete:
-        remedy = head_remedy(checkpoint, replace=True)
-        lacks = what_head_lacks(checkpoint)
-        return Checkup(False, f"head incomplete, it lacks {lacks}. {remedy}")
+        lacks = missing_head_tensors(checkpoint)
+        hint = repair_hint(checkpoint, replace=True)
+        return HeadAssessment(False, f"head incomplete, it lacks {lacks}. {hint}")
     if not checkpoint.path.is_dir():
         repo = checkpoint.path
-        verdict = f"head complete. Its norms were not read, nor was it tried: {repo} is not on this machine"
-        return Checkup(None, f"{verdict}; hf download {repo} brings it")
+        verdict = f"head complete. Its norms were not read and it was not tried, because {repo} is not on this machine"
+        return HeadAssessment(None, f"{verdict}. Download it with: hf download {repo}")
     norms = head_norms(checkpoint)
-    reason = _why_not(checkpoint) if trial else "no trial was asked for"
+    reason = _why_no_trial(checkpoint) if trial else "--no-trial was given"
     if reason is None:
         try:
-            return _tried(checkpoint, norms, on_progress)
+            return _assess_with_trial(checkpoint, norms, on_progress)
         except ClusterError as error:
             reason = str(error)
     if norms != "as they should be":
-        remedy = head_remedy(checkpoint, replace=True)
-        return Checkup(None, f"{_looks(norms)}. {remedy}. Not tried: {reason}", norms)
-    return Checkup(None, f"head complete, and its norms look right. Not tried: {reason}", norms)
+        hint = repair_hint(checkpoint, replace=True)
+        return HeadAssessment(None, f"{_norms_fault(norms)}. {hint}. Not tried: {reason}", norms)
+    verdict = f"head complete, and its norms look right. Not tried: {reason}"
+    return HeadAssessment(None, verdict, norms)
 
 
-def _why_not(checkpoint: Checkpoint) -> str | None:
-    """Why a trial cannot be had; None when it can."""
+def _why_no_trial(checkpoint: Checkpoint) -> str | None:
+    """Return why a trial is impossible, or None."""
     if not (checkpoint.path / "tokenizer.json").exists():
         return "the checkpoint has no tokenizer.json"
     needed = sum(checkpoint.part_bytes().values())
     free = int(MEMORY_SHARE * psutil.virtual_memory().available)
     if needed > free:
-        return f"the model takes {format_size(needed)}, and {format_size(free)} of memory are free"
+        return f"the model needs {format_size(needed)}, and {format_size(free)} of memory is free"
     return None
 
 
-def _tried(checkpoint: Checkpoint, norms: Norms, on_progress: OnProgress) -> Checkup:
-    trial = asyncio.run(_run(checkpoint, on_progress))
-    works = trial.first >= GOOD
-    told = ", ".join(f"{100 * share:.0f} %" for share in trial.acceptance)
-    told = f"by position, {told} of the drafts were kept"
+def _assess_with_trial(
+    checkpoint: Checkpoint, norms: Norms, on_progress: OnProgress
+) -> HeadAssessment:
+    trial = asyncio.run(_run_trial(checkpoint, on_progress))
+    works = trial.first >= GOOD_ACCEPTANCE
+    shares = ", ".join(f"{100 * share:.0f} %" for share in trial.acceptance)
+    result = f"by position, {shares} of the drafts were accepted"
+    hint = repair_hint(checkpoint, replace=True)
     if not works or norms != "as they should be":
         for fault, other in with_other_norms(checkpoint).items():
-            better = asyncio.run(_run(other, on_progress)).first
-            if better >= max(GOOD, trial.first + BETTER):
-                remedy = head_remedy(checkpoint, replace=True)
-                other_way = f"{100 * better:.0f} % of the first, were they read the other way"
-                verdict = f"{_looks(fault)}: {told}; {other_way}. {remedy}"
-                return Checkup(works, verdict, fault, trial)
+            better = asyncio.run(_run_trial(other, on_progress)).first
+            if better >= max(GOOD_ACCEPTANCE, trial.first + CLEAR_GAIN):
+                verdict = (
+                    f"{_norms_fault(fault)}: {result}. With the norms read the other way, "
+                    f"{100 * better:.0f} % of the first drafts were accepted. {hint}"
+                )
+                return HeadAssessment(works, verdict, fault, trial)
     if works:
-        return Checkup(True, f"MTP will work: {told}", norms, trial)
-    remedy = head_remedy(checkpoint, replace=True)
-    verdict = f"head complete, but {told}: is it another model's? {remedy}"
-    return Checkup(False, verdict, norms, trial)
+        return HeadAssessment(True, f"MTP will work: {result}", norms, trial)
+    verdict = f"head complete, but {result}. It may belong to another model. {hint}"
+    return HeadAssessment(False, verdict, norms, trial)
 
 
-async def _run(checkpoint: Checkpoint, on_progress: OnProgress) -> Trial:
+async def _run_trial(checkpoint: Checkpoint, on_progress: OnProgress) -> Trial:
     prompt = Tokenizer.load(checkpoint.path).encode(TEXT)
     request = GenerationRequest(prompt, TOKENS, SamplingParams())
     async with local_generator(
@@ -155,7 +166,7 @@ async def _run(checkpoint: Checkpoint, on_progress: OnProgress) -> Trial:
     raise AssertionError("every request ends with Finished")
 
 
-def _looks(norms: Norms) -> str:
+def _norms_fault(norms: Norms) -> str:
     if norms == "shifted twice":
         return "norms look double-shifted"
     return "norms look unshifted: the head is raw, the model is converted"

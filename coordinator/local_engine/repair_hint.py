@@ -1,4 +1,4 @@
-"""What to say of a checkpoint whose MTP head is not all there, and what to do about it."""
+"""Repair hints for checkpoints whose MTP head is missing or incomplete."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from mtp.checkpoint.format.names import few
 from mtp.checkpoint.hub.resolve import snapshot_of
 
 
-def what_head_lacks(checkpoint: Checkpoint) -> str:
-    """The tensors missing from the head, for a sentence."""
+def missing_head_tensors(checkpoint: Checkpoint) -> str:
+    """Return the missing tensors of the head, for use in a sentence."""
     missing = checkpoint.mtp.missing
     return few(missing) if checkpoint.mtp.present else f"all {len(missing)} mtp.* tensors"
 
 
-def head_remedy(checkpoint: Checkpoint, *, replace: bool) -> str:
-    """How to get a head that works: a command to be copied, or where to get a whole checkpoint. No full stop.
+def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
+    """Return how to get a working head: a command to copy, or the source of a complete checkpoint.
 
-    `replace` is for a head that is there, in part or wrong.
+    `replace` is set for a head that is present but incomplete or wrong. The sentence has no full stop.
     """
     if checkpoint.layout == "raw":
-        return "Download the checkpoint again, or take the one Qwen publishes"
+        return "Download the checkpoint again, or use the one that Qwen publishes"
     path, copy = str(checkpoint.path), ""
     if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
-        # What the hub's cache holds is the hub's: the head goes into a copy.
+        # Files in the hub's cache must not be changed, so the head goes into a copy.
         repo, _ = snapshot_of(checkpoint.path) or (path, "")
         path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "
     flag = " --replace" if replace else ""

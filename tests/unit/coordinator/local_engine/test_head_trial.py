@@ -1,4 +1,4 @@
-"""`mtp-coord inspect` says in words whether drafting will work, and is right."""
+"""The verdict of `mtp-coord inspect` on a checkpoint's head is correct."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from coordinator.cli.inspect_command import inspect
-from coordinator.local_engine.generator import mtp_in_force
-from coordinator.local_engine.head_trial import Checkup, Trial, check
+from coordinator.local_engine.generator import effective_mtp_mode
+from coordinator.local_engine.head_trial import HeadAssessment, Trial, assess_head
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.settings import Settings
@@ -24,7 +24,7 @@ from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import read_tensors
 
 TOKENS = 48
-"""Half of the usual trial."""
+"""Half of the usual trial, to save time."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_head(good: Path, path: Path, shift: float) -> Path:
-    """A copy whose head's norms have `shift` added."""
+    """Copy the checkpoint and add `shift` to the norms of its head."""
     shutil.copytree(good, path)
     head = mx.load(str(path / "mtp.safetensors"))
     assert isinstance(head, dict)
@@ -51,22 +51,22 @@ def with_head(good: Path, path: Path, shift: float) -> Path:
     return path
 
 
-def examined(path: Path, *, trial: bool = True) -> Checkup:
-    return check(Checkpoint.open(path), trial=trial, on_progress=lambda done, total: None)
+def examined(path: Path, *, trial: bool = True) -> HeadAssessment:
+    return assess_head(Checkpoint.open(path), trial=trial, on_progress=lambda done, total: None)
 
 
 @pytest.mark.parametrize("path", [checkpoint_dir(), None], ids=["raw", "converted"])
 def test_a_good_head_works(path: Path | None, good: Path) -> None:
-    """Tried on the built-in text; by position, fewer are kept the further they reach."""
-    checkup = examined(path or good)
-    assert checkup.works
-    assert checkup.verdict.startswith("MTP will work: by position, ")
-    assert checkup.norms == "as they should be"
-    assert checkup.trial is not None
-    first, second, third = checkup.trial.acceptance
+    """The built-in model's head works, and acceptance falls with the position of a draft."""
+    assessment = examined(path or good)
+    assert assessment.works
+    assert assessment.verdict.startswith("MTP will work: by position, ")
+    assert assessment.norms == "as they should be"
+    assert assessment.trial is not None
+    first, second, third = assessment.trial.acceptance
     assert 0.7 < first <= 1
     assert first >= second >= third > 0.4
-    assert sum(checkup.trial.accepted) + checkup.trial.drafted[0] >= TOKENS - 4
+    assert sum(assessment.trial.accepted) + assessment.trial.drafted[0] >= TOKENS - 4
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,23 @@ def test_a_good_head_works(path: Path | None, good: Path) -> None:
 def test_wrong_norms_are_found_and_proved(
     good: Path, tmp_path: Path, shift: float, norms: str, words: str
 ) -> None:
-    """By a look alone as a suspicion; by a trial with a proof, and in both cases with what to do."""
+    """Without a trial, wrong norms are suspected. A trial proves it. Both verdicts contain the repair hint."""
     path = with_head(good, tmp_path / "wrong", shift)
-    remedy = f"Run mtp-coord add-mtp --replace --mlx-path {path}"
+    hint = f"Run mtp-coord add-mtp --replace --mlx-path {path}"
     looked = examined(path, trial=False)
     assert looked.works is None
     assert looked.norms == norms
     assert looked.verdict.startswith(words)
-    assert remedy in looked.verdict
+    assert hint in looked.verdict
     tried = examined(path)
     assert tried.norms == norms
     assert tried.verdict.startswith(words)
-    assert "were they read the other way" in tried.verdict
-    assert remedy in tried.verdict
+    assert "With the norms read the other way" in tried.verdict
+    assert hint in tried.verdict
 
 
 def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
-    """The other mixture: the head's weights get the 1 that they have already."""
+    """A converted head in a raw model is reported, because its norms would be shifted twice."""
     path = tmp_path / "mixed"
     shutil.copytree(checkpoint_dir(), path)
     weights = read_tensors(path)
@@ -104,11 +104,11 @@ def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
     assert head_norms(Checkpoint.open(path)) == "shifted twice"
     verdict = examined(path).verdict
     assert verdict.startswith("norms look double-shifted: by position, ")
-    assert "were they read the other way. Download the checkpoint again" in verdict
+    assert "of the first drafts were accepted. Download the checkpoint again" in verdict
 
 
 def test_another_models_head(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its norms are right, and its drafts are not."""
+    """A head with right norms and rejected drafts is reported as one of another model."""
     monkeypatch.setattr(
         "coordinator.local_engine.head_trial.TOKENS", 16
     )  # three trials, and each token is a pass
@@ -120,21 +120,21 @@ def test_another_models_head(good: Path, tmp_path: Path, monkeypatch: pytest.Mon
     fc = next(name for name in head if name.endswith("fc.weight"))
     head[fc] = head[fc][:, ::-1]
     mx.save_safetensors(str(path / "mtp.safetensors"), head, {"format": "mlx"})
-    checkup = examined(path)
-    assert checkup.works is False
-    assert checkup.norms == "as they should be"
-    assert "is it another model's?" in checkup.verdict
+    assessment = examined(path)
+    assert assessment.works is False
+    assert assessment.norms == "as they should be"
+    assert "It may belong to another model" in assessment.verdict
 
 
 def test_missing_and_incomplete_heads_say_what_to_run(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """The command is there to be copied; a raw checkpoint is to be had anew."""
+    """The verdict contains a command to copy. A raw checkpoint must be downloaded again."""
     converted = checkpoints(mtp=False, layout="mlx")
     verdict = examined(converted).verdict
     assert verdict.startswith(f"head missing. Run mtp-coord add-mtp --mlx-path {converted}")
     assert examined(checkpoints(mtp=False)).verdict == (
-        "head missing. Download the checkpoint again, or take the one Qwen publishes"
+        "head missing. Download the checkpoint again, or use the one that Qwen publishes"
     )
     path = tmp_path / "incomplete"
     shutil.copytree(checkpoints(layout="mlx"), path)
@@ -148,14 +148,14 @@ def test_missing_and_incomplete_heads_say_what_to_run(
 @pytest.mark.parametrize(
     ("gone", "words"),
     [
-        (["mtp.fc.weight"], "it lacks mtp.fc.weight. Run mtp-coord add-mtp --replace --mlx-path"),
-        (None, "it lacks all 15 mtp.* tensors. Run mtp-coord add-mtp --mlx-path"),
+        (["mtp.fc.weight"], "Missing: mtp.fc.weight. Run mtp-coord add-mtp --replace --mlx-path"),
+        (None, "Missing: all 15 mtp.* tensors. Run mtp-coord add-mtp --mlx-path"),
     ],
 )
-def test_drafts_that_a_head_cannot_give_are_refused_with_what_to_run(
+def test_drafts_without_a_complete_head_are_refused_with_a_repair_hint(
     checkpoints: Checkpoints, tmp_path: Path, gone: list[str] | None, words: str
 ) -> None:
-    """`--mtp 2` has the sentence that inspect has; what is there of the head is to be replaced."""
+    """`--mtp 2` fails with the repair hint of inspect, with --replace if part of the head is present."""
     path = tmp_path / "lost"
     shutil.copytree(checkpoints(layout="mlx"), path)
     weights = read_tensors(path)
@@ -163,48 +163,48 @@ def test_drafts_that_a_head_cannot_give_are_refused_with_what_to_run(
         del weights[name]
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     with pytest.raises(UsageError) as raised:
-        mtp_in_force(Checkpoint.open(path), MtpMode(2))
+        effective_mtp_mode(Checkpoint.open(path), MtpMode(2))
     assert f"{words} {path} --hf-path RAW-CHECKPOINT. Or use --mtp off" in str(raised.value)
 
 
 @pytest.mark.parametrize("layout", ["raw", "mlx"])
 def test_random_heads_look_right(checkpoints: Checkpoints, layout: str) -> None:
-    """Norms drawn alike for head and model raise no suspicion, wherever their means are."""
+    """Equally distributed norms of head and model are right, whatever their mean."""
     assert head_norms(Checkpoint.open(checkpoints(layout=layout))) == "as they should be"
 
 
 def test_without_a_trial_it_says_why(
     checkpoints: Checkpoints, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tokenizer, no room, or not asked for: never a promise that was not tested."""
+    """Without a tokenizer, memory or a request for it, there is no trial and no promise."""
     assert "no tokenizer.json" in examined(checkpoints()).verdict
-    assert "no trial was asked for" in examined(good, trial=False).verdict
+    assert "--no-trial was given" in examined(good, trial=False).verdict
     monkeypatch.setattr("coordinator.local_engine.head_trial.MEMORY_SHARE", 1e-9)
-    checkup = examined(good)
-    assert checkup.works is None
-    assert "of memory are free" in checkup.verdict
-    assert checkup.verdict.startswith("head complete, and its norms look right. Not tried: ")
+    assessment = examined(good)
+    assert assessment.works is None
+    assert "of memory is free" in assessment.verdict
+    assert assessment.verdict.startswith("head complete, and its norms look right. Not tried: ")
 
 
 def test_acceptance_by_position() -> None:
-    """Positions that no window reached are not there."""
+    """Positions that no window reached are left out."""
     assert Trial((10, 8, 0), (5, 2, 0)).acceptance == (0.5, 0.25)
     assert Trial((), ()).first == 0.0
 
 
 def test_inspect_shows_it(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the last line, and under `health` in JSON; each part's quantization beside it."""
+    """The verdict is the last line of the table and the field `health` of the JSON object."""
     inspect(str(good), as_json=True)
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert facts["health"]["works"] is True
     assert len(facts["health"]["acceptance"]) == 3
     assert facts["packed"] == {}
     inspect(str(good), no_trial=True)
-    assert "Not tried: no trial was asked for" in capsys.readouterr().out.splitlines()[-1]
+    assert "Not tried: --no-trial was given" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_packing_by_part(checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
-    """Routers and exceptions by path are told apart."""
+    """Routers and modules with their own setting are counted separately."""
     path = checkpoints(moe=True, layout="mlx", quantize=4, overrides=True)
     capsys.readouterr()
     inspect(str(path), as_json=True)
