@@ -1,1 +1,1 @@
-"""The HTTP API: request bodies in, JSON answers and server-sent events out."""
+"""The HTTP API: one folder per dialect, above one internal request and one internal event stream."""

@@ -1,4 +1,4 @@
-"""The app: routers, keys, errors, joined. Follow a request from chat.py or completions.py through delivery.py."""
+"""The ASGI app: routers, keys and error handlers, joined. A request starts in the router of its dialect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from coordinator.api import chat, completions, errors, health, models
-from coordinator.api.body import require_key
-from coordinator.api.context import Api, ApiOptions
+from coordinator.api import health
+from coordinator.api.openai_chat import chat, completions, models
+from coordinator.api.request.body import require_key
+from coordinator.api.request.context import Api, ApiOptions
+from coordinator.api.request.errors import install_error_handlers
 from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
@@ -25,18 +27,18 @@ def create_app(
     options: ApiOptions | None = None,
     replan: Callable[[], None] | None = None,
 ) -> FastAPI:
-    """An ASGI app that serves one model. It starts and stops nothing: its parts belong to the caller.
+    """Return an ASGI app that serves one model. The caller starts and stops the parts.
 
-    `replan` asks the cluster for a new plan; None where there is no cluster.
+    `replan` requests a new plan from the cluster; it is None without a cluster.
     """
     options = options or ApiOptions()
-    # No generated pages: they would load scripts from elsewhere, and bodies are checked by our own hand.
+    # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.api = Api(generator, tokenizer, model, status, options, Metrics(status), replan)
     for router in (chat.router, completions.router, models.router, health.router):
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
-    errors.install(app)
+    install_error_handlers(app)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
-"""What operators and their tools ask: does it live, does it serve, how does it do."""
+"""The endpoints for operators and their tools: health, readiness, status, metrics, and a new plan."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.context import api_of
+from coordinator.api.request.context import api_of
 from proto.errors import NotReadyError, RequestError
 
 open_router = APIRouter()
-"""For load balancers and supervisors, which have no key and learn nothing but yes or no."""
+"""The routes for load balancers and supervisors, which need no key."""
 
 router = APIRouter()
 
 
 @open_router.get("/health")
 async def health() -> Response:
-    """The process answers. It may not serve yet: see /ready."""
+    """Answer 200 while the process runs, also before it serves: see /ready."""
     return JSONResponse({"status": "ok"})
 
 
 @open_router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 while a plan is serving, 503 with Retry-After otherwise."""
+    """Answer 200 while a plan is serving, otherwise 503 with Retry-After."""
     if not api_of(request).status.status().ready:
-        raise NotReadyError("no plan is serving yet")
+        raise NotReadyError("No plan is serving yet. Try again later.")
     return JSONResponse({"status": "ready"})
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """The whole cluster, as `coordinator.status.cluster_status` describes it."""
+    """Return the cluster's status, with the fields of `ClusterStatus`."""
     return JSONResponse(asdict(api_of(request).status.status()))
 
 
 @router.post("/replan")
 async def replan(request: Request) -> Response:
-    """Plan anew over the workers there are. Open answers pause while layers move, and go on."""
-    # What a page in some browser may send here without asking is no JSON.
+    """Make a new plan over the workers that are available. Open answers pause while layers move."""
+    # Without this check a web page could send the request across sites, because a form needs no permission.
     if request.headers.get("content-type") != "application/json":
-        raise RequestError("POST /replan with Content-Type: application/json")
-    ask = api_of(request).replan
-    if ask is None:
-        raise RequestError("this server runs alone by choice: there is nothing to plan anew")
-    ask()
+        raise RequestError("/replan: send the header Content-Type: application/json")
+    request_plan = api_of(request).replan
+    if request_plan is None:
+        raise RequestError("/replan: this server runs in single-node mode and has no workers")
+    request_plan()
     return JSONResponse({"status": "planning"}, status_code=202)
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Return the metrics in Prometheus' format."""
     return Response(api_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""The HTTP server's life: it answers until it is told to stop, and ends every open answer in a way its client sees."""
+"""The HTTP server. At its end every open answer gets an error event, so that its client sees the end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import uvicorn
 from fastapi import FastAPI
 
 GRACE_SECONDS = 5
-"""How long open answers may go on after SIGTERM."""
+"""Seconds. Maximum time for open answers to finish after SIGTERM."""
 
 END_SECONDS = 5
-"""How long clients may then take to receive the event that ends theirs."""
+"""Seconds. Maximum time for clients to receive the error event after `GRACE_SECONDS`."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which would cut what is open after its grace. Here `end_answers`, called then, gives each its end."""
+    """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections."""
 
     def __init__(self, app: FastAPI, end_answers: Callable[[], Awaitable[None]]) -> None:
         super().__init__(
@@ -32,27 +32,27 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.interrupted = False
-        """Whether Ctrl-C ended it."""
+        """True after Ctrl-C."""
         self._end_answers = end_answers
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and Ctrl-C. uvicorn's own raises the signal again afterwards, before workers are let go."""
+        """Stop at SIGTERM and Ctrl-C. uvicorn's handler would raise the signal again before workers are released."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop, number)
+            loop.add_signal_handler(number, self._handle_signal, number)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _told_to_stop(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         self.interrupted |= number is signal.SIGINT
         self.handle_exit(number, None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn.Server."""
+        """Shut down as uvicorn.Server does, and end late answers meanwhile."""
         ending = asyncio.create_task(self._end_late_answers())
         try:
             await super().shutdown(sockets)

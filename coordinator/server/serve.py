@@ -18,15 +18,16 @@ from typing import NoReturn
 import mlx.core as mx
 
 from coordinator.api.app import create_app
-from coordinator.api.context import ApiOptions
 from coordinator.api.http_server import HttpServer
+from coordinator.api.request.context import ApiOptions
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
+from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.scheduler import Limits, Scheduler
-from coordinator.local_engine.generator import mtp_in_force
+from coordinator.generation.scheduler import Scheduler
+from coordinator.local_engine.generator import effective_mtp_mode
 from coordinator.pipeline.local import LocalModel, LocalPipelines, LocalSource
 from coordinator.server.live_status import LiveStatus
 from coordinator.text.model_info import ModelInfo, generation_defaults
@@ -74,6 +75,7 @@ class ServeOptions:
     share_weights: bool
     api_keys: tuple[str, ...] = field(repr=False)  # secrets
     allowed_origins: tuple[str, ...]
+    wired: bool
     name: str
 
 
@@ -84,7 +86,7 @@ async def serve(options: ServeOptions) -> None:
     """
     listener = _listen(options.host, options.port)
     checkpoint = Checkpoint.open(resolve_model(options.model))
-    mode = mtp_in_force(checkpoint, options.mtp)
+    mode = effective_mtp_mode(checkpoint, options.mtp)
     tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
     limits = Limits(
         checkpoint.config.max_positions,
@@ -103,6 +105,7 @@ async def serve(options: ServeOptions) -> None:
             name = f"{options.name}:{listener.getsockname()[1]}"
             me = pb.Coordinator(id=secrets.token_hex(8), name=name)
             source = manager = _manager(checkpoint, options, mode, me, local)
+            local.reserved_bytes = manager.local_worker_bytes
             stack.push_async_callback(manager.close)
             manager.start()
         loop = GenerationLoop(source, Scheduler(limits, Controller(mode)))
@@ -200,6 +203,7 @@ def _local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -
         with_head=mode.depth != 0,
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
+        wired=options.wired,
     )
 
 

@@ -89,7 +89,7 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[i
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return start and text of the stop string that ends first, the longer one if two end together; None without one."""
+    """Return start and text of the stop string that ends first, the longer of two that end together, or None."""
     found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found)[1:] if found else None
 

@@ -196,7 +196,7 @@ class Tokenizer:
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def text_bytes(self, token: int) -> bytes:
-        """Return the bytes `token` adds to the text: none for control tokens; markers of reasoning and calls add theirs."""
+        """Return the bytes `token` adds to the text. Control tokens add none; markers of reasoning and calls do."""
         return b"" if token in self._control else self.token_bytes(token)
 
     # ---- markup in answers, as mlx-lm defines it
@@ -215,6 +215,11 @@ class Tokenizer:
                 "reasoning": [(wrapper.think_end, "normal")],
             }
         )
+
+    @property
+    def reasoning_end(self) -> str:
+        """The text that closes reasoning, with its line breaks; empty for a model without reasoning."""
+        return f"\n{self._wrapper.think_end}\n\n" if self._wrapper.has_thinking else ""
 
     @property
     def tool_markers(self) -> tuple[str, str]:

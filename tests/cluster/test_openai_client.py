@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
@@ -46,7 +46,7 @@ def served() -> Iterator[Served]:
 
 
 def test_a_whole_chat(served: Served) -> None:
-    """Message, reasoning, finish_reason, usage with cache and draft counts."""
+    """The client reads message, reasoning, finish_reason, and usage with cache and draft counts."""
     answer = served.client.chat.completions.create(model="tiny", messages=USER, seed=3)
     message = answer.choices[0].message
     assert message.content == "Hello 🎉 there"
@@ -76,7 +76,7 @@ def test_a_streamed_chat_with_usage(served: Served) -> None:
 
 
 def test_the_clients_own_stream_helper_gathers_tool_calls(served: Served) -> None:
-    """What the client assembles from deltas is the whole call."""
+    """The client assembles the whole call from deltas and sends it back."""
     served.generator.text = f"</think>Let me see.\n\n{CALL}"
     with served.client.chat.completions.stream(model="tiny", messages=USER, tools=[TOOL]) as stream:
         final = stream.get_final_completion()
@@ -98,7 +98,7 @@ def _result(call_id: str) -> dict[str, str]:
 
 
 def test_logprobs_and_several_choices(served: Served) -> None:
-    """Parsed by the client's own types."""
+    """The client's own types parse choices and log-probabilities."""
     answer = served.client.chat.completions.create(
         model="tiny", messages=USER, n=2, logprobs=True, top_logprobs=2, max_tokens=4
     )
@@ -111,7 +111,7 @@ def test_logprobs_and_several_choices(served: Served) -> None:
 
 
 def test_text_completions_whole_and_streamed(served: Served) -> None:
-    """The older endpoint, with vLLM's fields in extra_body."""
+    """The client uses the older endpoint, with vLLM's fields in extra_body."""
     served.generator.text = " Paris. STOP and more"
     whole = served.client.completions.create(
         model="tiny", prompt="The capital", stop=" STOP", logprobs=1, extra_body={"top_k": 5}
@@ -127,7 +127,7 @@ def test_text_completions_whole_and_streamed(served: Served) -> None:
 
 
 def test_models(served: Served) -> None:
-    """Listed, retrieved, and another is not found."""
+    """The model is listed and retrieved, and another is not found."""
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert served.client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -135,7 +135,7 @@ def test_models(served: Served) -> None:
 
 
 def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
-    """Each with the code and field the client shows."""
+    """Each exception has the code and field that the client shows."""
     create = served.client.chat.completions.create
     with pytest.raises(openai.BadRequestError) as wrong:
         create(model="tiny", messages=USER, temperature=-1)
@@ -151,18 +151,19 @@ def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
         served.client.with_options(api_key="wrong").models.list()
 
 
-def test_an_error_amid_a_stream_is_raised_by_the_client(served: Served) -> None:
-    """The client raises it after the text there was; it does not end as if all were well."""
+def test_an_error_during_a_stream_is_raised_by_the_client(served: Served) -> None:
+    """The client raises the error after the text so far, and does not treat the stream as complete."""
     served.generator.failure, served.generator.fail_after = WorkerLostError("worker lost"), 8
     stream = served.client.chat.completions.create(model="tiny", messages=USER, stream=True)
-    heard = [next(stream), next(stream)]
-    assert heard[1].choices[0].delta.model_extra == {"reasoning_content": "hm"}
+    deltas = [next(stream).choices[0].delta for _ in range(3)]
+    assert deltas[1].model_extra == {"reasoning_content": "h"}
+    assert deltas[2].model_extra == {"reasoning_content": "m"}
     with pytest.raises(openai.APIError, match="worker lost"):
         list(stream)
 
 
 def test_a_client_that_closes_its_stream_cancels_the_request(served: Served) -> None:
-    """Over a real socket: the engine hears of it."""
+    """The engine's request is cancelled, over a real socket."""
     served.generator.hang_after = 4
     stream = served.client.completions.create(model="tiny", prompt="Hi", stream=True)
     next(iter(stream))
@@ -171,9 +172,9 @@ def test_a_client_that_closes_its_stream_cancels_the_request(served: Served) -> 
 
 
 def test_a_client_that_gives_up_waiting_cancels_the_request(served: Served) -> None:
-    """The same without streaming, where nothing is sent that could fail."""
+    """The engine's request is cancelled also without streaming, where the server sends nothing that could fail."""
     served.generator.hang_after = 1
-    while not served.generator.requests:  # a busy server may not even have read what was given up
+    while not served.generator.requests:  # a busy server may not have read the cancelled request
         with pytest.raises(openai.APITimeoutError):
             served.client.with_options(timeout=0.3).completions.create(model="tiny", prompt="Hi")
     assert _eventually(
@@ -181,9 +182,8 @@ def test_a_client_that_gives_up_waiting_cancels_the_request(served: Served) -> N
     )
 
 
-def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) -> None:
-    """Comments flow amid a pause as they are made, not gathered up: of the prompt each once and in order, and as often
-    as nothing is heard of it, that all is well."""
+def test_signs_of_life_reach_the_wire_during_a_pause(served: Served) -> None:
+    """The server sends each comment at once: prefill progress in order, and keep-alives while it pauses."""
     served.generator.hang_after = 0
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"prompt": "Hi", "stream": True}
@@ -191,11 +191,11 @@ def test_signs_of_life_reach_the_wire_while_nothing_else_does(served: Served) ->
         "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60
     ) as response:
         lines = (line for line in response.iter_lines() if line)
-        # A slow machine is silent between the two as well.
-        heard = list(itertools.islice(lines, 2))
-        while heard[-2:] != [": keep-alive"] * 2 or ": prefill 2/2" not in heard:
-            heard.append(next(lines))
-    assert [line for line in heard if line != ": keep-alive"] == [": prefill 1/2", ": prefill 2/2"]
+        # A slow machine may pause between the two as well.
+        seen = list(itertools.islice(lines, 2))
+        while seen[-2:] != [": keep-alive"] * 2 or ": prefill 2/2" not in seen:
+            seen.append(next(lines))
+    assert [line for line in seen if line != ": keep-alive"] == [": prefill 1/2", ": prefill 2/2"]
 
 
 def _eventually(holds: Any, seconds: float = 60.0) -> bool:

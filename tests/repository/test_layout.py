@@ -64,6 +64,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator.server": {
         "coordinator.api",
+        "coordinator.api.request",
         "coordinator.cluster",
         "coordinator.generation",
         "coordinator.local_engine",
@@ -77,7 +78,33 @@ ARROWS: dict[str, set[str]] = {
         "mtp.head",
     }
     | TERMINAL,
-    "coordinator.api": {"coordinator.generation", "coordinator.status", "coordinator.text"} | WIRE,
+    "coordinator.api": {
+        "coordinator.api.openai_chat",
+        "coordinator.api.request",
+        "coordinator.generation",
+        "coordinator.status",
+        "coordinator.text",
+    }
+    | WIRE,
+    "coordinator.api.openai_chat": {
+        "coordinator.api.answer",
+        "coordinator.api.request",
+        "coordinator.text",
+    }
+    | WIRE,
+    "coordinator.api.answer": {
+        "coordinator.api.request",
+        "coordinator.generation",
+        "coordinator.status",
+        "coordinator.text",
+    }
+    | WIRE,
+    "coordinator.api.request": {
+        "coordinator.generation",
+        "coordinator.status",
+        "coordinator.text",
+    }
+    | WIRE,
     "coordinator.local_engine": {
         "coordinator.generation",
         "coordinator.pipeline",
@@ -131,6 +158,9 @@ WIRES_OF: dict[str, set[str]] = {
     "worker.fetch": {"huggingface_hub"},
     "worker.node": {"grpc", "socket", "zeroconf"},
     "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
+    "coordinator.api.answer": {"starlette"},
+    "coordinator.api.openai_chat": {"fastapi", "starlette"},
+    "coordinator.api.request": {"fastapi", "starlette"},
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.server": {"socket"},

@@ -1,4 +1,4 @@
-"""Talks to the API as a client would, without sockets: over ASGI, whole or event by event."""
+"""A client of the API over ASGI, without sockets, for whole answers and streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from coordinator.api.app import create_app
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.tokenizer import Tokenizer
 from proto.params import SamplingParams
@@ -23,21 +23,21 @@ from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
 PATIENCE = 60.0
-"""Seconds for what is bound to come: on a machine in use only a clock would say that it did not."""
+"""Seconds. Limit on waits that end soon on an idle machine; large, because test machines are shared."""
 
 USER = {"role": "user", "content": "Hi"}
 
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
-    """One tokenizer for all tests: it never changes."""
+    """Return the tokenizer that all tests share."""
     with TemporaryDirectory() as folder:
         return Tokenizer.load(write_tokenizer(Path(folder)))
 
 
 @dataclass
 class Events:
-    """What a stream held: its data as JSON objects, its comments, whether it was ended by [DONE]."""
+    """The content of a stream: its data as JSON objects, its comments, and whether [DONE] ended it."""
 
     status: int
     data: list[dict[str, Any]] = field(default_factory=list)
@@ -46,6 +46,7 @@ class Events:
 
     @classmethod
     def read(cls, status: int, text: str) -> Events:
+        """Parse the text of a stream without named events."""
         events = cls(status)
         for block in text.split("\n\n"):
             if block.startswith(": "):
@@ -60,18 +61,19 @@ class Events:
         return events
 
     def deltas(self, key: str, index: int = 0) -> list[Any]:
-        """The non-empty `key` of each delta of a chat's choice."""
+        """Return the non-empty values of `key` in the deltas of a chat's choice."""
         entries = [entry for chunk in self.data for entry in chunk["choices"]]
         return [e["delta"][key] for e in entries if e["index"] == index and e["delta"].get(key)]
 
     def finish_reasons(self) -> list[str]:
+        """Return the finish reasons of all choices, in the order of the stream."""
         entries = [entry for chunk in self.data for entry in chunk["choices"]]
         return [entry["finish_reason"] for entry in entries if entry["finish_reason"]]
 
 
 @dataclass
 class ApiClient:
-    """An app over a fake generator, and a client of it."""
+    """An app with a fake generator, and a client of the app."""
 
     generator: FakeGenerator = field(default_factory=lambda: FakeGenerator(tiny_tokenizer()))
     status: FakeStatus = field(default_factory=FakeStatus)
@@ -87,42 +89,57 @@ class ApiClient:
             self.generator, tokenizer, model, self.status, self.options, self.replan
         )
 
+    def reported_hints(self) -> set[str]:
+        """Return the hints that requests have sent so far."""
+        hints: set[str] = self.app.state.api.hints.reported
+        return hints
+
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        """Open an HTTP client of the app."""
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield client
 
     async def get(self, path: str, **options: Any) -> httpx.Response:
+        """Send a GET request."""
         async with self.http() as client:
             return await client.get(path, **options)
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """Send a POST request with `body` as JSON, or as it is if it is bytes."""
         async with self.http() as client:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             return await client.post(path, content=content, **options)
 
     async def chat(self, **body: Any) -> httpx.Response:
+        """Send a chat completion request with one short message."""
         return await self.post("/v1/chat/completions", {"messages": [USER], **body})
 
     async def complete(self, **body: Any) -> httpx.Response:
+        """Send a completion request with a short prompt."""
         return await self.post("/v1/completions", {"prompt": "Hi", **body})
 
     async def stream(self, path: str = "/v1/chat/completions", **body: Any) -> Events:
+        """Send a streamed request and return the whole stream."""
         asked = {"messages": [USER]} if "chat" in path else {"prompt": "Hi"}
         response = await self.post(path, {**asked, "stream": True, **body})
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
         return Events.read(response.status_code, response.text)
 
 
-class LeavingClient:
-    """Sends one POST straight to an ASGI app, hears what is sent, and leaves when told to."""
+class DisconnectingClient:
+    """A client that sends one POST to an ASGI app, records what the app sends, and can disconnect.
+
+    `received` is everything sent so far, `writes` the same by write.
+    """
 
     def __init__(
         self, api: ApiClient, path: str, body: dict[str, Any], seconds_to_read: float = 0.0
     ) -> None:
         self.seconds_to_read = seconds_to_read
-        self.heard = bytearray()
+        self.received = bytearray()
+        self.writes: list[bytes] = []
         self.status: int | None = None
         self._left = asyncio.Event()
         self._news = asyncio.Condition()
@@ -153,17 +170,18 @@ class LeavingClient:
         await asyncio.sleep(self.seconds_to_read)
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        self.heard += message.get("body", b"")
+        self.received += message.get("body", b"")
+        self.writes.append(message.get("body", b""))
         async with self._news:
             self._news.notify_all()
 
-    async def hear(self, what: bytes, start: int = 0) -> None:
-        """Wait until `what` was sent, behind the first `start` bytes."""
+    async def wait_for(self, what: bytes, start: int = 0) -> None:
+        """Wait until the app has sent `what` after the first `start` bytes."""
         async with asyncio.timeout(PATIENCE), self._news:
-            await self._news.wait_for(lambda: what in self.heard[start:])
+            await self._news.wait_for(lambda: what in self.received[start:])
 
-    async def leave(self) -> None:
-        """Go away, and wait until the app has noticed."""
+    async def disconnect(self) -> None:
+        """Disconnect, and wait until the app's task ends."""
         self._left.set()
         async with asyncio.timeout(PATIENCE):
             await self.task

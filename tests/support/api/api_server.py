@@ -1,4 +1,4 @@
-"""An app behind a real socket, in a thread of this process, for as long as a test needs it."""
+"""An app behind a real socket, in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
-    """The app's URL, on a port the system chose. Raises AssertionError when it does not start or stop in time."""
+    """Serve the app on a free port and yield its URL. Raises AssertionError if the server does not stop."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)

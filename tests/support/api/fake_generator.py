@@ -1,4 +1,4 @@
-"""A generator for tests of the API: says what it is told to, in windows, and remembers what became of it."""
+"""A generator with scripted answers for tests of the API, and a scripted status."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from proto.frame import TokenLogprob
 
 @dataclass
 class FakeGenerator:
-    """Answers every request with the tokens of `text`, `window` at a time.
+    """A generator that answers every request with the tokens of `text`, `window` tokens at a time.
 
-    `refuse` is raised before the first event; `fail_after` windows it raises `failure`. `pause` is slept before each
-    window; after `hang_after` windows it releases `hanging` and
-    waits for ever. `answer` gives texts by request.
+    It raises `refuse` before the first event, and `failure` after `fail_after` windows. It sleeps `pause` seconds
+    before each window. After `hang_after` windows it releases `hanging` and waits without end. `answer` returns the
+    text for a request.
     """
 
     tokenizer: Tokenizer
@@ -45,6 +45,7 @@ class FakeGenerator:
     hanging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """Yield the scripted events."""
         self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
@@ -96,11 +97,12 @@ class FakeGenerator:
 
 @dataclass
 class FakeStatus:
-    """A cluster of two nodes that says of itself what it is told."""
+    """The status of a cluster of three nodes, one of them refused."""
 
     ready: bool = True
 
     def status(self) -> ClusterStatus:
+        """See StatusSource."""
         return ClusterStatus(
             ready=self.ready,
             model="tiny",

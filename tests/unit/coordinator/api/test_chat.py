@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, whole and streamed, over a generator that says what it is told."""
+"""POST /v1/chat/completions, whole and streamed, with a fake generator."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<
 
 
 def api_saying(text: str, **options: Any) -> ApiClient:
-    """An API whose model answers with `text`; the template has opened a think block before it."""
+    """Return an API whose model answers with `text`. The template has opened a think block before it."""
     return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
 
 
 async def test_a_whole_answer_has_openais_shape() -> None:
-    """Text before the end of the think block is reasoning; usage counts prompt, answer, cache, drafts."""
+    """Text before the end of the think block is reasoning; usage counts prompt, answer, cache and drafts."""
     api = api_saying("hm\n</think>\n\nHello there", cached=3)
     response = await api.chat()
     assert response.status_code == 200
@@ -84,7 +84,7 @@ async def test_the_prompt_is_the_rendered_chat() -> None:
 
 
 async def test_a_stream_adds_up_to_the_whole_answer() -> None:
-    """Role first, then deltas, then the finish_reason, then usage when asked for, then [DONE]."""
+    """A stream has the role, deltas, the finish_reason, the usage if requested, and [DONE]."""
     text = "hm\n</think>\n\nHello 🎉 there\n\nbye"
     whole = (await api_saying(text).chat(seed=1)).json()
     events = await api_saying(text).stream(seed=1, stream_options={"include_usage": True})
@@ -104,7 +104,7 @@ async def test_a_stream_adds_up_to_the_whole_answer() -> None:
 
 
 async def test_a_stream_without_include_usage_has_none() -> None:
-    """No usage field, no chunk without choices."""
+    """Without include_usage no chunk has a usage field and every chunk has choices."""
     events = await api_saying("hi").stream()
     assert events.done
     assert all("usage" not in chunk and chunk["choices"] for chunk in events.data)
@@ -131,7 +131,7 @@ async def test_several_choices_have_their_own_seeds_and_indices() -> None:
 
 
 async def test_without_a_seed_every_request_has_another() -> None:
-    """Two equal requests are not the same draw."""
+    """Two equal requests without a seed get different seeds."""
     api = api_saying("hi")
     await api.chat()
     await api.chat()
@@ -140,7 +140,7 @@ async def test_without_a_seed_every_request_has_another() -> None:
 
 
 async def test_tool_calls_whole_and_streamed() -> None:
-    """Calls have ids, names and JSON arguments; a stream tells each whole, with its index."""
+    """Calls have ids, names and JSON arguments; each delta of a stream holds a whole call with its index."""
     api = api_saying(f"</think>I look.\n\n{CALL}\n{CALL}")
     (choice,) = (await api.chat(tools=[TOOL])).json()["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -158,7 +158,7 @@ async def test_tool_calls_whole_and_streamed() -> None:
 
 
 async def test_an_answer_cut_after_a_call_says_that_it_was_cut() -> None:
-    """The limit is the reason; the call that was whole is told all the same."""
+    """The finish reason is the limit, and the complete call is in the answer."""
     text = f"</think>{CALL} and so on and on"
     limit = len(tiny_tokenizer().encode(text)) - 2
     (choice,) = (await api_saying(text).chat(tools=[TOOL], max_tokens=limit)).json()["choices"]
@@ -167,7 +167,7 @@ async def test_an_answer_cut_after_a_call_says_that_it_was_cut() -> None:
 
 
 async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> None:
-    """An answer sent back by OpenAI's client, nulls and all, and the tool's result reach the template."""
+    """The template renders an answer that OpenAI's client sent back with null fields, and the tool's result."""
     api = api_saying("</think>Sunny")
     said = {
         "role": "assistant",
@@ -191,7 +191,7 @@ async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> N
 
 
 async def test_tool_choice_none_keeps_the_tools_from_the_model() -> None:
-    """Nothing of the tools is in the prompt and nothing is parsed as a call."""
+    """The prompt does not contain the tools, and no text is parsed as a call."""
     api = api_saying(f"</think>{CALL}")
     (choice,) = (await api.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
     assert choice["message"]["content"] == CALL
@@ -202,7 +202,7 @@ async def test_tool_choice_none_keeps_the_tools_from_the_model() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 50])
 async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
-    """The text ends before it, tokens count up to the one that completed it, the engine is told to stop."""
+    """The text ends before the stop string, and tokens count up to the one that completed it."""
     api = api_saying("</think>one two three four five", window=window, hang_after=40)
     answer = (await api.chat(stop=["e f", "never"])).json()
     (choice,) = answer["choices"]
@@ -219,7 +219,7 @@ async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
 
 
 async def test_a_stop_string_stops_only_its_choice() -> None:
-    """The other choice goes on to its end."""
+    """The other choice continues to its end."""
 
     def by_seed(request: GenerationRequest) -> str:
         return (
@@ -238,7 +238,7 @@ async def test_a_stop_string_stops_only_its_choice() -> None:
 
 
 async def test_a_stop_string_that_is_a_control_token_stops_as_a_token() -> None:
-    """`<|im_start|>` has no text to be found in, so it is given to the engine."""
+    """`<|im_start|>` adds no text to an answer, so the engine stops at its token."""
     api = api_saying("hi")
     await api.chat(stop=["<|im_start|>", "x"])
     (start,) = tiny_tokenizer().encode("<|im_start|>")
@@ -246,7 +246,7 @@ async def test_a_stop_string_that_is_a_control_token_stops_as_a_token() -> None:
     assert api.generator.requests[0].stop_tokens == {start, end}
 
 
-async def test_length_is_told_as_the_reason() -> None:
+async def test_the_finish_reason_of_a_limit_is_length() -> None:
     """max_tokens and max_completion_tokens are the same limit."""
     for name in ("max_tokens", "max_completion_tokens"):
         answer = (await api_saying("</think>one two three").chat(**{name: 3})).json()
@@ -255,7 +255,7 @@ async def test_length_is_told_as_the_reason() -> None:
 
 
 async def test_logprobs_of_every_token_whole_and_streamed() -> None:
-    """One entry a generated token, reasoning too, with its bytes and the alternatives; a stream's add up to them."""
+    """Every token, of reasoning too, has an entry with its bytes and alternatives; a stream has the same entries."""
     text = "hm</think>Hi 🎉"
     tokens = tiny_tokenizer().encode(text)
     answer = (await api_saying(text).chat(logprobs=True, top_logprobs=2)).json()
@@ -274,7 +274,7 @@ async def test_logprobs_of_every_token_whole_and_streamed() -> None:
 
 
 async def test_logprobs_end_where_a_stop_string_cut_the_text() -> None:
-    """No entry for a token none of whose text is shown."""
+    """A token without text in the answer has no entry."""
     answer = (await api_saying("</think>ab STOP cd").chat(logprobs=True, stop=" STOP")).json()
     entries = answer["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "</think>ab"

@@ -1,4 +1,4 @@
-"""POST /v1/completions, whole and streamed, over a generator that says what it is told."""
+"""POST /v1/completions, whole and streamed, with a fake generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def api_saying(text: str, **options: Any) -> ApiClient:
 
 
 async def test_a_whole_answer_is_the_text_as_generated() -> None:
-    """Leading spaces and markers stay: nothing is parsed."""
+    """Leading spaces and markers stay, because the text is not parsed."""
     answer = (await api_saying(" Paris.<think>\n").complete()).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
@@ -30,7 +30,7 @@ async def test_a_whole_answer_is_the_text_as_generated() -> None:
 
 @pytest.mark.parametrize("as_tokens", [False, True])
 async def test_several_prompts_each_have_n_choices_in_order(as_tokens: bool) -> None:
-    """Choice p·n+i is the i-th of prompt p and has the seed plus i; each prompt counts once."""
+    """Choice p·n+i is answer i to prompt p and has the seed plus i; each prompt counts once."""
 
     def tell(request: GenerationRequest) -> str:
         return f"{len(request.prompt)}:{request.params.seed}"
@@ -46,14 +46,14 @@ async def test_several_prompts_each_have_n_choices_in_order(as_tokens: bool) -> 
 
 
 async def test_one_prompt_as_token_ids_is_used_as_it_is() -> None:
-    """No tokenizer between the client and the engine."""
+    """A prompt of token ids reaches the engine unchanged."""
     api = api_saying("x")
     await api.complete(prompt=[5, 6, 7])
     assert [request.prompt for request in api.generator.requests] == [(5, 6, 7)]
 
 
 async def test_a_stream_adds_up_to_the_whole_text() -> None:
-    """The same text, then the finish_reason, then [DONE]; prefill progress is told in comments."""
+    """A stream has the same text, the finish_reason and [DONE]; comments report the prefill progress."""
     text = "one 🎉 two three"
     events = await api_saying(text).stream("/v1/completions")
     entries = [entry for chunk in events.data for entry in chunk["choices"]]
@@ -64,7 +64,7 @@ async def test_a_stream_adds_up_to_the_whole_text() -> None:
 
 
 async def test_logprobs_name_each_token_its_offset_and_its_rivals() -> None:
-    """Tokens of one character share its offset and are named by their bytes; streamed offsets go on."""
+    """Tokens of one character share its offset and are named by their bytes; a stream has the same offsets."""
     text = "ab 🎉c"
     answer = (await api_saying(text).complete(logprobs=2)).json()
     told = answer["choices"][0]["logprobs"]
@@ -83,7 +83,7 @@ async def test_logprobs_name_each_token_its_offset_and_its_rivals() -> None:
 
 
 async def test_ignore_eos_and_stop_token_ids_reach_the_engine() -> None:
-    """ignore_eos leaves only the ids the request names."""
+    """With `ignore_eos` only the ids of the request stop the engine."""
     api = api_saying("x")
     await api.complete(ignore_eos=True, stop_token_ids=[3])
     await api.complete(stop_token_ids=[3])

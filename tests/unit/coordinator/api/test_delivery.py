@@ -1,4 +1,4 @@
-"""How an answer is sent: signs of life, errors before and amid it, clients that leave."""
+"""Delivery of answers: signs of life, errors before and during an answer, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 from coordinator.generation.request import Finished
 from proto.errors import (
     CapacityError,
@@ -20,8 +20,8 @@ from tests.support.api.api_client import (
     PATIENCE,
     USER,
     ApiClient,
+    DisconnectingClient,
     Events,
-    LeavingClient,
     tiny_tokenizer,
 )
 from tests.support.api.fake_generator import FakeGenerator
@@ -35,7 +35,7 @@ def api(*, keep_alive: float = 10.0, **generator: Any) -> ApiClient:
 
 
 async def tasks_end() -> None:
-    """Wait until nothing but this test runs."""
+    """Wait until this test is the only task."""
     async with asyncio.timeout(PATIENCE):
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
@@ -56,7 +56,7 @@ REFUSALS = [
 async def test_a_refusal_has_its_status_streamed_or_not(
     refusal: Exception, status: int, retry: str | None, stream: bool
 ) -> None:
-    """An error before the first event is no 200; Retry-After where waiting helps; never a path."""
+    """An error before the first event has its own status, `Retry-After` if waiting helps, and no path."""
     client = api(refuse=refusal)
     response = await client.chat(stream=stream)
     assert response.status_code == status
@@ -72,25 +72,47 @@ async def test_a_refusal_has_its_status_streamed_or_not(
     ("failure", "says"),
     [
         (WorkerLostError(SECRET, public="a worker was lost"), "a worker was lost"),
-        (ValueError(SECRET), "the server made an error"),
+        (ValueError(SECRET), "internal server error"),
     ],
 )
-async def test_an_error_amid_a_stream_is_an_event_and_the_end(
-    failure: Exception, says: str
-) -> None:
-    """Text so far, one error event, no [DONE], no silent cut, never a path."""
+async def test_an_error_during_a_stream_is_its_last_event(failure: Exception, says: str) -> None:
+    """The stream has the text so far and one error event without a path, and no [DONE]."""
     client = api(failure=failure, fail_after=2)
     events = await client.stream("/v1/completions")
     assert says in events.data[-1]["error"]["message"]
     assert SECRET not in str(events.data)
     assert [chunk for chunk in events.data[:-1] if "error" in chunk] == []
-    assert len(events.data) == 3
+    assert len(events.data) == 2 * client.generator.window + 1
     assert not events.done
     await tasks_end()
 
 
-async def test_an_error_amid_a_whole_answer_is_its_status() -> None:
-    """Nothing of the answer is sent."""
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+async def test_each_token_has_a_chunk_of_its_own_for_any_window(endpoint: str) -> None:
+    """The chunks of a stream, reasoning included, are the same for windows of 1, 3 and 50 tokens."""
+    streams = []
+    for window in (1, 3, 50):
+        client = api(text="I think\nso.</think>Hello 🎉 there, world", window=window)
+        data = (await client.stream(f"/v1/{endpoint}", seed=1)).data
+        streams.append([chunk["choices"] for chunk in data])
+    assert streams[0] == streams[1] == streams[2]
+    assert len(streams[0]) > 12
+
+
+async def test_the_chunks_of_a_window_are_sent_in_one_write() -> None:
+    """One chunk per token costs no write per token."""
+    served = api(text="one two three four five six", window=6)
+    client = DisconnectingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
+    async with asyncio.timeout(PATIENCE):
+        await client.task
+    tokens = len(tiny_tokenizer().encode(served.generator.text))
+    writes = [content for content in client.writes if b'"text"' in content]
+    assert sum(content.count(b"data: {") for content in writes) == tokens + 1
+    assert len(writes) <= -(-tokens // 6) + 1
+
+
+async def test_an_error_during_a_whole_answer_is_its_status() -> None:
+    """The response has no part of the answer."""
     response = await api(failure=WorkerLostError("lost"), fail_after=2).chat()
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "server_error"
@@ -98,7 +120,7 @@ async def test_an_error_amid_a_whole_answer_is_its_status() -> None:
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
 async def test_an_engine_that_gives_up_is_an_error(reason: Any) -> None:
-    """Finished with another reason than stop or length never looks like an answer."""
+    """An answer that the engine ends for another reason than stop or length is an error."""
     assert (await api(end=reason).chat()).status_code == 503
     events = await api(end=reason).stream()
     expected = "the last worker is gone" if reason == "error" else "cancelled"
@@ -107,7 +129,7 @@ async def test_an_engine_that_gives_up_is_an_error(reason: Any) -> None:
 
 
 async def test_an_engine_that_just_stops_is_an_error() -> None:
-    """A generator that ends without Finished must not leave its client waiting for ever."""
+    """A generator that ends without Finished produces an error and no endless wait."""
 
     class Mute(FakeGenerator):
         async def generate(self, request: Any) -> Any:
@@ -123,7 +145,7 @@ async def test_an_engine_that_just_stops_is_an_error() -> None:
 
 
 async def test_one_failing_choice_ends_the_answer_and_the_others() -> None:
-    """An answer is whole or an error; nothing of it runs on."""
+    """An error in one choice ends the answer and cancels the other choices."""
 
     def answer(request: Any) -> str:
         if request.params.seed == 1:
@@ -137,8 +159,8 @@ async def test_one_failing_choice_ends_the_answer_and_the_others() -> None:
     assert len(client.generator.cancelled) == 3
 
 
-async def test_an_error_of_a_choice_that_is_done_is_nobodys() -> None:
-    """A request that fails while it is cancelled, its text being complete, spoils no other choice."""
+async def test_an_error_of_a_completed_choice_is_ignored() -> None:
+    """A request that fails while it is cancelled after its stop string affects no other choice."""
 
     class Sore(FakeGenerator):
         async def generate(self, request: Any) -> Any:
@@ -159,55 +181,59 @@ async def test_an_error_of_a_choice_that_is_done_is_nobodys() -> None:
 
 
 async def test_silence_is_filled_with_keep_alives() -> None:
-    """While nothing comes the client hears a comment every so often, also amid an answer."""
+    """While the engine sends nothing the client gets a comment at regular intervals, also during an answer."""
     served = api(keep_alive=0.02, hang_after=1)
-    client = LeavingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
-    # Nothing more will come: before, a slow machine is silent too.
+    client = DisconnectingClient(served, "/v1/completions", {"prompt": "Hi", "stream": True})
+    # The generator now sends nothing more. Before, a slow machine may be silent too.
     async with asyncio.timeout(PATIENCE):
         await served.generator.hanging.acquire()
-    await client.hear(b"data: {")
-    start = len(client.heard)
-    await client.hear(b": keep-alive\n\n: keep-alive\n\n", start)
+    await client.wait_for(b"data: {")
+    start = len(client.received)
+    await client.wait_for(b": keep-alive\n\n: keep-alive\n\n", start)
     assert client.status == 200
-    assert b"data: {" not in client.heard[start:]
-    await client.leave()
+    assert b"data: {" not in client.received[start:]
+    await client.disconnect()
 
 
 async def test_a_long_queue_is_filled_with_keep_alives_too() -> None:
-    """No event yet, no refusal: the stream opens, and a refusal that comes later is an event."""
+    """The stream of a queued request opens with comments, and a later refusal is an event."""
 
-    heard = asyncio.Event()
+    refuse = asyncio.Event()
 
     class Slow(FakeGenerator):
         async def generate(self, request: Any) -> Any:
-            await heard.wait()
-            raise CapacityError("waited in vain")
+            await refuse.wait()
+            raise CapacityError("the queue timed out")
             yield
 
     served = ApiClient(Slow(tiny_tokenizer()), options=ApiOptions(keep_alive_seconds=0.02))
-    client = LeavingClient(served, "/v1/chat/completions", {"messages": [USER], "stream": True})
-    await client.hear(b": keep-alive")
-    heard.set()
+    client = DisconnectingClient(
+        served, "/v1/chat/completions", {"messages": [USER], "stream": True}
+    )
+    await client.wait_for(b": keep-alive")
+    refuse.set()
     async with asyncio.timeout(PATIENCE):
         await client.task
     assert client.status == 200
-    events = Events.read(200, client.heard.decode())
+    events = Events.read(200, client.received.decode())
     assert events.data[-1]["error"]["code"] == "server_full"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_a_client_that_leaves_cancels_its_requests(stream: bool, hang_after: int) -> None:
-    """In prefill or amid the text, streamed or not, every choice's request is cancelled soon."""
+async def test_a_client_that_disconnects_cancels_its_requests(
+    stream: bool, hang_after: int
+) -> None:
+    """Every choice's request is cancelled, during prefill and during the text, streamed and not."""
     served = api(hang_after=hang_after)
     body = {"messages": [USER], "stream": stream, "n": 2}
-    client = LeavingClient(served, "/v1/chat/completions", body)
+    client = DisconnectingClient(served, "/v1/chat/completions", body)
     async with asyncio.timeout(PATIENCE):
         await served.generator.hanging.acquire()
         await served.generator.hanging.acquire()
     if stream:
-        await client.hear(b"data: {")
-    await client.leave()
+        await client.wait_for(b"data: {")
+    await client.disconnect()
     await tasks_end()
     assert len(served.generator.cancelled) == 2
     assert b'mtp_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in (
@@ -217,18 +243,18 @@ async def test_a_client_that_leaves_cancels_its_requests(stream: bool, hang_afte
 
 
 async def test_a_client_that_reads_slowly_gets_everything() -> None:
-    """Sending may wait; the engine does not, and nothing is lost."""
+    """A slow client loses nothing and cancels nothing."""
     served = api(text="word " * 50, window=5)
     body = {"prompt": "Hi", "stream": True}
-    client = LeavingClient(served, "/v1/completions", body, seconds_to_read=0.002)
-    await client.hear(b"data: [DONE]")
-    entries = [chunk["choices"][0] for chunk in Events.read(200, client.heard.decode()).data]
+    client = DisconnectingClient(served, "/v1/completions", body, seconds_to_read=0.002)
+    await client.wait_for(b"data: [DONE]")
+    entries = [chunk["choices"][0] for chunk in Events.read(200, client.received.decode()).data]
     assert "".join(entry["text"] for entry in entries) == "word " * 50
     assert served.generator.cancelled == []
 
 
 async def test_a_body_that_never_ends_is_a_408() -> None:
-    """Every wait has a deadline, the one for the client too."""
+    """The wait for a client's body has a deadline."""
     served = ApiClient(options=ApiOptions(body_seconds=0.05))
 
     async def endless() -> Any:

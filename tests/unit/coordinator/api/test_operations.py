@@ -1,4 +1,4 @@
-"""Health, readiness, models, status, metrics, keys and pages: what operators rely on."""
+"""The operators' endpoints: health, readiness, models, status, metrics, keys and web pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
+from coordinator.api.request.hints import HINTS
 from coordinator.status.cluster_status import ClusterStatus
 from coordinator.status.metrics import Metrics
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
@@ -18,7 +19,7 @@ GUARDED = ["/v1/models", "/v1/models/tiny", "/status", "/metrics"]
 
 
 async def test_health_is_the_process_and_ready_is_the_plan() -> None:
-    """A supervisor restarts what is not healthy; a load balancer waits for what is not ready."""
+    """/health answers 200 while the process runs, /ready only while a plan is serving."""
     api = ApiClient(status=FakeStatus(ready=False))
     assert (await api.get("/health")).status_code == 200
     response = await api.get("/ready")
@@ -29,7 +30,7 @@ async def test_health_is_the_process_and_ready_is_the_plan() -> None:
 
 
 async def test_models_lists_the_one_model() -> None:
-    """Listed and by id or alias; another is OpenAI's 404."""
+    """The list and the lookup by id or alias describe the model; another name is OpenAI's 404."""
     api = ApiClient()
     listed = (await api.get("/v1/models")).json()
     described = {
@@ -38,6 +39,7 @@ async def test_models_lists_the_one_model() -> None:
         "created": 7,
         "owned_by": "mtp-cluster",
         "max_model_len": 500,
+        "ignored_fields": list(HINTS),
     }
     assert listed == {"object": "list", "data": [described]}
     assert (await api.get("/v1/models/default_model")).json() == described
@@ -47,7 +49,7 @@ async def test_models_lists_the_one_model() -> None:
 
 
 async def test_unknown_paths_and_methods_have_openais_shape() -> None:
-    """Also what no handler saw is an error object, and there are no generated pages."""
+    """An unknown path or method gets an error object, and no generated pages exist."""
     api = ApiClient()
     for path in ("/v1/embeddings", "/docs", "/openapi.json"):
         response = await api.get(path)
@@ -57,7 +59,7 @@ async def test_unknown_paths_and_methods_have_openais_shape() -> None:
 
 
 async def test_status_is_the_whole_snapshot() -> None:
-    """Every field of ClusterStatus, by its name."""
+    """/status has every field of ClusterStatus."""
     api = ApiClient()
     body = (await api.get("/status")).json()
     assert set(body) == set(ClusterStatus.__dataclass_fields__)
@@ -65,8 +67,8 @@ async def test_status_is_the_whole_snapshot() -> None:
     assert body["drafted_by_position"] == [100, 80]
 
 
-async def test_metrics_tell_of_requests_and_of_the_cluster() -> None:
-    """Counts by outcome, tokens, times, and the status source's figures as they are at the scrape."""
+async def test_metrics_cover_requests_and_the_cluster() -> None:
+    """/metrics has counts by outcome, tokens, times, and the status at the scrape."""
     api = ApiClient(FakeGenerator(tiny_tokenizer(), "one two three", cached=1, window=2))
     await api.complete(prompt=[1, 2, 3], n=2)
     await api.complete(max_tokens=1)
@@ -101,7 +103,7 @@ async def test_metrics_tell_of_requests_and_of_the_cluster() -> None:
 
 
 def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
-    """By a clock of the test's own, each choice for itself."""
+    """The meter measures each choice separately; the test supplies the clock."""
     times = iter([0.0, 1.0, 1.5, 3.0, 3.5, 5.0])
     metrics = Metrics(FakeStatus(), clock=lambda: next(times))
     meter = metrics.begin("chat")
@@ -116,7 +118,7 @@ def test_times_are_from_arrival_to_first_token_and_between_deliveries() -> None:
 
 
 async def test_two_apps_in_one_process_do_not_share_metrics() -> None:
-    """Each has its registry."""
+    """Each app has a registry of its own."""
     first, second = ApiClient(), ApiClient()
     await first.complete()
     assert "mtp_requests_total{" in (await first.get("/metrics")).text
@@ -127,10 +129,10 @@ async def test_two_apps_in_one_process_do_not_share_metrics() -> None:
     "header",
     [None, "Bearer wrong", "Bearer ", "Basic " + KEY, KEY, "Bearer key-ü-12", "Bearer key-ü"],
 )
-async def test_without_a_valid_key_nothing_but_health_is_told(
+async def test_without_a_valid_key_only_health_answers(
     header: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """401 in OpenAI's shape; the key itself is nowhere in answers or logs."""
+    """The error is a 401 in OpenAI's format, and no answer or log contains the key."""
     caplog.set_level(logging.DEBUG)
     api = ApiClient(options=ApiOptions(api_keys=("other", KEY)))
     headers = {"authorization": header.encode()} if header else {}
@@ -150,16 +152,16 @@ async def test_without_a_valid_key_nothing_but_health_is_told(
 
 @pytest.mark.parametrize("key", ["other", KEY])
 async def test_every_key_opens(key: str) -> None:
-    """Any of the keys, with the scheme in any case."""
+    """Any of the keys is valid, with the scheme in any case or in Anthropic's header."""
     api = ApiClient(options=ApiOptions(api_keys=("other", KEY)))
-    for scheme in ("Bearer", "bearer"):
-        headers = {"authorization": f"{scheme} {key}".encode()}
+    bearers = [{"authorization": f"{scheme} {key}".encode()} for scheme in ("Bearer", "bearer")]
+    for headers in (*bearers, {"x-api-key": key.encode()}):
         for path in GUARDED:
             assert (await api.get(path, headers=headers)).status_code == 200
 
 
-async def test_pages_of_other_origins_may_call_only_when_told() -> None:
-    """CORS is off by default."""
+async def test_pages_of_other_origins_may_call_only_if_allowed() -> None:
+    """CORS is off by default and admits only the listed origins."""
     origin = {"origin": "https://chat.example"}
     assert (
         "access-control-allow-origin"
@@ -172,8 +174,8 @@ async def test_pages_of_other_origins_may_call_only_when_told() -> None:
     assert "access-control-allow-origin" not in other
 
 
-async def test_replan_is_asked_for_in_json_alone() -> None:
-    """A page in a browser can post a form across sites, and must not move layers by it."""
+async def test_replan_requires_a_json_content_type() -> None:
+    """A web page can post a form across sites, and that request must not move layers."""
     asked: list[bool] = []
     api = ApiClient(replan=lambda: asked.append(True))
     refused = await api.post("/replan", {})

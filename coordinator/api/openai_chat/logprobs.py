@@ -1,20 +1,19 @@
-"""Log-probabilities of tokens, in the chat form and in the older completions form."""
+"""Log-probabilities of tokens, in the format of chat completions and in the older one of completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.text.detokenizer import Piece
 from coordinator.text.model_info import Json
 from coordinator.text.tokenizer import Tokenizer
 from proto.frame import TokenLogprob
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write; the number OpenAI documents."""
+"""The value for minus infinity, which JSON cannot represent; OpenAI documents this number."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> Json:
-    """`choices[].logprobs` of a chat completion: every generated token, those of reasoning and calls too."""
+    """Return `logprobs` of a chat choice, with an entry for every token, also of reasoning and calls."""
     content = [
         {
             **_token(tokenizer, entry.token, entry.logprob),
@@ -26,15 +25,15 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> Json
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, piece: Piece, entries: Sequence[TokenLogprob]
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Sequence[int]
 ) -> Json:
-    """`choices[].logprobs` of a text completion; `text_offset` counts characters of the choice's text."""
+    """Return `logprobs` of a text completion. `offsets` count characters of the choice's text."""
     top = [{_name(tokenizer, token): _finite(value) for token, value in e.top} for e in entries]
     return {
         "tokens": [_name(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": top if any(top) else None,
-        "text_offset": list(piece.offsets),
+        "text_offset": list(offsets),
     }
 
 
@@ -48,7 +47,7 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    """The token's text; of one that is not whole characters its bytes, so that no two have one name."""
+    """Return the token's text, or its bytes if they are not whole characters, so that all names differ."""
     content = tokenizer.token_bytes(token)
     try:
         return content.decode()

@@ -1,13 +1,14 @@
-"""What every handler has at hand: the engine behind the API, and how the API was told to behave."""
+"""The parts behind the app and the options of the API, which every handler uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.requests import Request
 
+from coordinator.api.request.hints import HintLog
 from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
@@ -17,11 +18,11 @@ from coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """How the API behaves. Seconds and bytes.
+    """The options of the API, in seconds and bytes.
 
-    With `api_keys` every request but `/health` and `/ready` needs one as a bearer token. `allowed_origins` are the web
-    pages that may call from a browser; none by default. An answer with no `max_tokens` ends at
-    `default_max_tokens`, the context's end or that of the K/V memory, whichever comes first.
+    With `api_keys` every request except `/health` and `/ready` requires one of them. Web pages of
+    `allowed_origins` may call the API from a browser; by default none may. A request without `max_tokens` gets at
+    most `default_max_tokens`, limited by the context and the K/V memory.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -34,12 +35,12 @@ class ApiOptions:
     def __post_init__(self) -> None:
         assert self.keep_alive_seconds > 0
         assert self.default_max_tokens > 0
-        assert all(self.api_keys), "an empty key would let everybody in"
+        assert all(self.api_keys), "an empty key would admit every client"
 
 
 @dataclass(frozen=True)
 class Api:
-    """One app's parts."""
+    """The parts of one app."""
 
     generator: Generator
     tokenizer: Tokenizer
@@ -48,8 +49,9 @@ class Api:
     options: ApiOptions
     metrics: Metrics
     replan: Callable[[], None] | None = None
+    hints: HintLog = field(default_factory=HintLog)
 
 
 def api_of(request: Request) -> Api:
-    """The parts behind the app a request came to."""
+    """Return the parts behind the app that received `request`."""
     return cast(Api, request.app.state.api)

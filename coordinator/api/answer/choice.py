@@ -1,0 +1,207 @@
+"""One choice of an answer: the engine's events in, the internal event stream out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.api.answer.events import (
+    AnswerEvent,
+    CallDelta,
+    ChoiceEnd,
+    EndReason,
+    ReasoningDelta,
+    TextDelta,
+)
+from coordinator.generation.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenChunk,
+)
+from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
+from coordinator.text.detokenizer import Piece, TextStream
+from coordinator.text.tokenizer import Tokenizer
+from proto.errors import WorkerLostError
+from proto.frame import TokenLogprob
+
+
+class Choice:
+    """One choice while it is generated. Each token that adds text makes its own event.
+
+    With `parser` the text is split into content, reasoning and calls; without it all text is content.
+    `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
+    drafts up to there. `content`, `reasoning`, `calls`, `logprobs` and `offsets` hold the choice so far.
+
+    `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
+    continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        parser: ChatParser | None = None,
+        *,
+        reasoning_budget: int | None = None,
+        one_call: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.tokens = 0
+        self.cached = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.reasoning_tokens = 0
+        self.finish_reason: EndReason | None = None
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.offsets: list[int] = []
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._text = TextStream(tokenizer.text_bytes, stop)
+        self._reasoning_budget = reasoning_budget
+        self._one_call = one_call
+        self._generated: list[int] = []  # tokens since the request's prompt
+        self._continuation: GenerationRequest | None = None
+        self._earlier_drafted = 0  # before the continuation
+        self._earlier_accepted = 0
+        self._new_logprobs: list[TokenLogprob] = []  # of tokens without a piece yet
+        self._held_logprobs: list[TokenLogprob] = []  # of tokens whose text the parser holds back
+
+    @property
+    def done(self) -> bool:
+        """True after the choice has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice, or None."""
+        return self._text.stop_string
+
+    def apply_event(self, event: GenerationEvent) -> list[AnswerEvent]:
+        """Apply one event of the engine; return the answer events it makes, which end with a ChoiceEnd once done.
+
+        Raises WorkerLostError if the engine failed the request.
+        """
+        match event:
+            case PrefillProgress():
+                self.cached = max(self.cached, event.cached)
+                return []
+            case TokenChunk():
+                return self._apply_tokens(event)
+            case Finished():
+                self.drafted = self._earlier_drafted + event.stats.drafted
+                self.accepted = self._earlier_accepted + event.stats.accepted
+                self.cached = max(self.cached, event.stats.cached_tokens)
+                if event.reason not in ("stop", "length"):
+                    raise WorkerLostError(event.error or f"the request was {event.reason}")
+                return self._end("stop" if event.reason == "stop" else "length")
+
+    def take_continuation(self) -> GenerationRequest | None:
+        """Return the request that replaces the current one, once; None if the current one goes on."""
+        taken, self._continuation = self._continuation, None
+        return taken
+
+    def _apply_tokens(self, chunk: TokenChunk) -> list[AnswerEvent]:
+        self._new_logprobs += chunk.logprobs
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
+        events: list[AnswerEvent] = []
+        for token in chunk.tokens:
+            self.tokens += 1
+            self._generated.append(token)
+            events += self._read_piece(self._text.add(token))
+            if self._text.stopped or (self._one_call and self.calls):
+                return events + self._end("stop")
+            if self._exceeds_budget():
+                return events + self._close_reasoning()
+        return events
+
+    def _exceeds_budget(self) -> bool:
+        return (
+            self._reasoning_budget is not None
+            and self._parser is not None
+            and self._parser.reasoning
+            and self.reasoning_tokens >= self._reasoning_budget
+        )
+
+    def _close_reasoning(self) -> list[AnswerEvent]:
+        """Close the reasoning in the text, and continue from a prompt that holds the tokens so far and its end marker.
+
+        Tokens after the budget are discarded, so the answer does not depend on the size of windows.
+        """
+        assert self._parser is not None
+        events = self._read_piece(self._text.finish())
+        closing = self._tokenizer.reasoning_end
+        events += self._record_parts(self._parser.add(closing))
+        self._text = TextStream(self._tokenizer.text_bytes, self._stop)
+        self._reasoning_budget = None
+        self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
+        self._new_logprobs.clear()
+        added = (*self._generated, *self._tokenizer.encode(closing))
+        room = self.request.max_tokens - len(added)
+        if room < 1:
+            return events + self._end("length")
+        self._continuation = replace(
+            self.request, prompt=self.request.prompt + added, max_tokens=room
+        )
+        return events
+
+    def _end(self, reason: EndReason) -> list[AnswerEvent]:
+        events = self._read_piece(self._text.finish())
+        if self._parser is not None:
+            events += self._record_parts(self._parser.finish())
+        if self.calls and reason == "stop":
+            reason = "tool_calls"
+        self.finish_reason = reason
+        logprobs = self._release_logprobs()
+        return [*events, ChoiceEnd(self.index, reason, self.stop_string, logprobs)]
+
+    def _read_piece(self, piece: Piece) -> list[AnswerEvent]:
+        taken = self._new_logprobs[: len(piece.tokens)]
+        del self._new_logprobs[: len(taken)]
+        self._held_logprobs += taken
+        if self._parser is None:
+            return self._record_text(piece)
+        was_reasoning = self._parser.reasoning
+        parts = self._parser.add(piece.text)
+        if was_reasoning or self._parser.reasoning:
+            self.reasoning_tokens += len(piece.tokens)
+        return self._record_parts(parts)
+
+    def _record_text(self, piece: Piece) -> list[AnswerEvent]:
+        self.offsets += piece.offsets
+        if not piece.text and not self._held_logprobs:
+            return []
+        self.content.append(piece.text)
+        return [TextDelta(self.index, piece.text, self._release_logprobs(), piece.offsets)]
+
+    def _record_parts(self, parts: list[Part]) -> list[AnswerEvent]:
+        events = [self._record_part(part) for part in join_parts(parts)]
+        if events:
+            events[-1] = replace(events[-1], logprobs=self._release_logprobs())
+        return events
+
+    def _record_part(self, part: Part) -> AnswerEvent:
+        match part:
+            case Content(text):
+                self.content.append(text)
+                return TextDelta(self.index, text)
+            case Reasoning(text):
+                self.reasoning.append(text)
+                return ReasoningDelta(self.index, text)
+            case call:
+                self.calls.append(call)
+                number = len(self.calls) - 1
+                return CallDelta(self.index, number, call.id, call.name, call.arguments)
+
+    def _release_logprobs(self) -> tuple[TokenLogprob, ...]:
+        released, self._held_logprobs = tuple(self._held_logprobs), []
+        self.logprobs += released
+        return released

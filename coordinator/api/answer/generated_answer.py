@@ -1,0 +1,90 @@
+"""The answer to one HTTP request while it is generated: its choices and their counts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from coordinator.api.answer.choice import Choice
+from coordinator.api.request.chat import ChatRequest, render_chat
+from coordinator.api.request.context import Api
+from coordinator.api.request.settings import GenerationSettings, requests_of, stops_of
+from coordinator.text.chat_parser import ChatParser
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id of an answer, for the body, `X-Request-Id`, the engine's requests and the log."""
+    return f"{prefix}{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """The choices of one prompt or several: each prompt has `per_prompt` consecutive choices.
+
+    `user` is the client's label for the log.
+    """
+
+    id: str
+    model: str
+    settings: GenerationSettings
+    choices: Sequence[Choice]
+    per_prompt: int = 1
+    user: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        assert len(self.choices) % self.per_prompt == 0
+        assert [choice.index for choice in self.choices] == list(range(len(self.choices)))
+
+    @property
+    def done(self) -> bool:
+        """True after all choices have ended."""
+        return all(choice.done for choice in self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts. A prompt counts once for all its choices."""
+        return sum(len(choice.request.prompt) for choice in self.choices[:: self.per_prompt])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had."""
+        return sum(choice.cached for choice in self.choices[:: self.per_prompt])
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.tokens for choice in self.choices)
+
+
+async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedAnswer:
+    """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request."""
+    prompt = await render_chat(api, chat)
+    stops = stops_of(api, chat.settings)
+    requests = [
+        replace(request, turn=prompt.turn, continued=prompt.continued)
+        for request in requests_of(
+            api, chat.settings, [prompt.tokens], request_id=answer_id, stops=stops
+        )
+    ]
+    return GeneratedAnswer(
+        id=answer_id,
+        model=api.model.id,
+        settings=chat.settings,
+        choices=[
+            Choice(
+                index,
+                request,
+                api.tokenizer,
+                stops.strings,
+                ChatParser(api.tokenizer, thinking=prompt.thinking, tools=chat.tools),
+                reasoning_budget=chat.reasoning_budget,
+                one_call=chat.one_call,
+            )
+            for index, request in enumerate(requests)
+        ],
+        per_prompt=len(requests),
+        user=chat.user,
+    )

@@ -1,0 +1,75 @@
+"""API keys, and request bodies with limits on size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from coordinator.api.request.context import api_of
+from coordinator.api.request.errors import request_error
+
+
+class Body(BaseModel):
+    """A JSON object that rejects unknown fields and converts no types: `"1"` is not a number, `1` is not a boolean."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def require_key(request: Request) -> None:
+    """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
+
+    The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
+    compared, in constant time.
+    """
+    keys = api_of(request).options.api_keys
+    if not keys:
+        return
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
+    matches = [secrets.compare_digest(content, key.encode()) for key in keys]
+    if not any(matches):
+        raise HTTPException(
+            401,
+            "API key: missing or invalid. Send Authorization: Bearer KEY.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+async def read_body(request: Request, kind: type[B]) -> B:
+    """Return the request's JSON body as a `kind`.
+
+    Raises RequestError for invalid content, HTTPException 413 for a body that is too large and 408 for one that is
+    too slow.
+    """
+    options = api_of(request).options
+    try:
+        async with asyncio.timeout(options.body_seconds):
+            content = await _read_bytes(request, options.max_body_bytes)
+    except TimeoutError:
+        raise HTTPException(
+            408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
+        ) from None
+    except ClientDisconnect:
+        raise HTTPException(400, "request body: the client disconnected while sending") from None
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise request_error(error) from error
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > limit:
+            raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
+    return bytes(content)

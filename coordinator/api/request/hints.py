@@ -1,0 +1,37 @@
+"""Hints: request fields that never change the answer's meaning here, accepted and reported instead of rejected."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger(__name__)
+
+HINTS = (
+    "cache_control",
+    "messages[].name",
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_details",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "tools[].strict",
+    "verbosity",
+)
+"""The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""
+
+
+class HintLog:
+    """The hints that clients have sent to this process, in `reported`. Each is logged once."""
+
+    def __init__(self) -> None:
+        self.reported: set[str] = set()
+
+    def report_hint(self, name: str) -> None:
+        """Log that the field `name` has no effect, unless it is logged already."""
+        assert name in HINTS, f"{name} is not a hint"
+        if name not in self.reported:
+            self.reported.add(name)
+            log.info("request field has no effect here", extra={"field": name})

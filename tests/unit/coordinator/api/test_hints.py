@@ -1,0 +1,151 @@
+"""Hints, reasoning effort and calls in the history: fields that agents send and that once were rejected."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from coordinator.api.request.reasoning import BUDGETS
+from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+}
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def api_saying(text: str, **options: Any) -> ApiClient:
+    """Return an API whose model answers with `text`. The template has opened a think block before it."""
+    return ApiClient(FakeGenerator(tiny_tokenizer(), text, **options))
+
+
+def prompt_text(api: ApiClient, index: int = -1) -> str:
+    """Return the text of a prompt that the engine got."""
+    prompt = api.generator.requests[index].prompt
+    return b"".join(map(tiny_tokenizer().token_bytes, prompt)).decode()
+
+
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+HINTS: list[tuple[dict[str, Any], str]] = [
+    ({"metadata": {"run": "1"}}, "metadata"),
+    ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+    ({"safety_identifier": "u"}, "safety_identifier"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"store": True}, "store"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"tools": [STRICT]}, "tools[].strict"),
+    ({"tools": [{**TOOL, **MARK}]}, "cache_control"),
+    ({"messages": [{**USER, "name": "Ann"}]}, "messages[].name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]}]},
+        "cache_control",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "reasoning_details": [{}]}, USER]},
+        "reasoning_details",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "hint"), HINTS)
+async def test_a_hint_is_accepted_and_reported_once(
+    body: dict[str, Any], hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hint changes no prompt, and its name is in the log once and in `/v1/models`."""
+    caplog.set_level(logging.INFO)
+    api = ApiClient()
+    for _ in range(2):
+        response = await api.chat(**body)
+        assert response.status_code == 200, response.text
+    fields = [vars(r)["field"] for r in caplog.records if "no effect here" in r.message]
+    assert fields == [hint]
+    assert hint in (await api.get("/v1/models")).json()["data"][0]["ignored_fields"]
+    assert "strict" not in prompt_text(api)
+    assert "ephemeral" not in prompt_text(api)
+
+
+async def test_without_parallel_calls_the_answer_ends_after_the_first_call() -> None:
+    """The second call is not generated, and the engine's request is cancelled."""
+    first = len(tiny_tokenizer().encode(f"</think>{CALL}"))
+    api = api_saying(f"</think>{CALL}\n{CALL}", window=1, hang_after=first + 2)
+    body: Any = {"tools": [TOOL], "parallel_tool_calls": False}
+    (choice,) = (await api.chat(**body)).json()["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(api.generator.cancelled) == 1
+
+
+async def test_a_call_with_broken_arguments_in_the_history_reaches_the_model_as_text() -> None:
+    """The prompt contains the arguments as they were written, and a valid call beside them."""
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"ci'}},
+        {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+    ]
+    api = api_saying("</think>ok")
+    result = {"role": "tool", "tool_call_id": "1", "content": "invalid JSON"}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, result]
+    response = await api.chat(messages=messages, tools=[TOOL])
+    assert response.status_code == 200, response.text
+    assert 'weather: {"ci' in prompt_text(api)
+    assert "<function=weather>\n</function>" in prompt_text(api)
+
+
+async def test_usage_in_every_chunk() -> None:
+    """`continuous_usage_stats` adds the tokens so far to each chunk."""
+    api = api_saying("</think>one two three", window=2)
+    events = await api.stream(stream_options={"continuous_usage_stats": True})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in events.data]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == len(tiny_tokenizer().encode("</think>one two three"))
+
+
+async def test_echo_puts_the_prompt_before_the_text() -> None:
+    """Whole and streamed answers begin with the prompt of their choice."""
+    whole = (await api_saying(" there").complete(echo=True, n=2)).json()
+    assert [choice["text"] for choice in whole["choices"]] == ["Hi there", "Hi there"]
+    events = await api_saying(" there").stream("/v1/completions", echo=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in events.data) == "Hi there"
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True)])
+async def test_reasoning_effort_drives_the_templates_switch(effort: str, thinks: bool) -> None:
+    """`none` closes the think block in the prompt; other levels leave it open."""
+    api = api_saying("ok")
+    assert (await api.chat(reasoning_effort=effort)).status_code == 200
+    assert prompt_text(api).endswith("<think>\n" if thinks else "</think>\n\n")
+
+
+@pytest.mark.parametrize("window", [1, 7])
+async def test_a_reasoning_budget_closes_the_reasoning(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the budget the engine continues from the reasoning so far and its end marker, for any window."""
+    monkeypatch.setitem(BUDGETS, "low", 4)
+    tokens = tiny_tokenizer().encode("one two three four five six seven")
+    prompts: list[tuple[int, ...]] = []
+
+    def answer(request: Any) -> str:
+        prompts.append(request.prompt)
+        return "The answer" if len(prompts) == 2 else "one two three four five six seven"
+
+    api = api_saying("", answer=answer, window=window)
+    body = {"reasoning_effort": "low", "seed": 3, "max_tokens": 100, "logprobs": True}
+    reply = (await api.chat(**body)).json()
+    (choice,) = reply["choices"]
+    kept = b"".join(map(tiny_tokenizer().token_bytes, tokens[:4])).decode()
+    assert choice["message"]["reasoning_content"] == kept
+    assert choice["message"]["content"] == "The answer"
+    assert prompts[1] == prompts[0] + tokens[:4] + tiny_tokenizer().encode("\n</think>\n\n")
+    first, second = api.generator.requests
+    assert first.params == second.params
+    assert len(second.prompt) + second.max_tokens == len(first.prompt) + first.max_tokens
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+    assert len(choice["logprobs"]["content"]) == reply["usage"]["completion_tokens"]
+    assert len(api.generator.cancelled) == 1
