@@ -1,10 +1,13 @@
-"""From what a person calls a model to the directory it lies in."""
+"""The resolution of a model name to the directory of its checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -15,38 +18,45 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
-from mtp.checkpoint.format.checkpoint import INDEX, weight_map_of
-from proto.errors import CheckpointError
+from mtp.checkpoint.format.checkpoint import INDEX, read_weight_map
+from mtp.checkpoint.hub.blobs import download_blobs, find_blobs
+from proto.errors import CheckpointError, ClusterError
+from proto.progress import OnProgress
 
 log = logging.getLogger(__name__)
 
 BUILTIN = "builtin"
+"""The name of the model that comes with the package."""
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-"""What a checkpoint and its tokenizer are made of; a repo's other formats are not fetched."""
+"""The files of a checkpoint and its tokenizer. The other formats of a repo are not downloaded."""
 
 
 _LAST = "config.json"
-"""Downloaded when all else is there and checked: without it there is no model."""
+"""The file that is downloaded last, after all others are checked. A directory without it is not a model."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def resolve_model(name: str) -> Path:
-    """The directory of model `name`: `builtin`, a directory, or a hub repo as `Qwen/Qwen3.5-4B`.
+def resolve_model(
+    name: str, on_progress: OnProgress | None = None, stop: threading.Event | None = None
+) -> Path:
+    """Return the directory of model `name`: `builtin`, a directory, or a hub repo such as `Qwen/Qwen3.5-4B`.
 
-    A repo in the local cache is used as it is; one that is not is downloaded whole, which `HF_ENDPOINT`,
-    `HF_TOKEN` and `HF_HUB_OFFLINE` govern. Raises CheckpointError when there is no such model.
+    A repo that is not complete in the local cache is downloaded; `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`
+    apply. `on_progress(done, total)` receives the bytes of weights on this disk. Raises CheckpointError when the model
+    is not found or the download fails, and NotReadyError when `stop` interrupts the download.
     """
-    return find_model(name) or _download(name)
+    return find_model(name) or _download(name, on_progress, stop)
 
 
 def find_model(name: str) -> Path | None:
-    """As `resolve_model`, but None for a repo that is not whole in the local cache. Nothing is asked of the hub."""
+    """Return the directory of `name` without the network; None for a repo that is not complete in the local cache."""
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
@@ -64,41 +74,48 @@ def find_model(name: str) -> Path | None:
 
 
 def snapshot_of(path: Path) -> tuple[str, str] | None:
-    """Repo and commit of a directory of the standard cache; None for any other."""
+    """Return the repo and commit of a directory in the standard cache; None for any other directory."""
     found = _SNAPSHOT.fullmatch("/".join(path.absolute().parts[-3:]))
     return (f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """The cache also keeps what a broken download, or another program that wanted one file, has left."""
+    """Return whether all files are there: an interrupted download, or another program, may have left a part."""
     index = snapshot / INDEX
     if not (snapshot / _LAST).exists():
         return False
     if not index.exists():
         return any(snapshot.glob("*.safetensors"))
-    return all((snapshot / file).exists() for file in set(weight_map_of(index).values()))
+    return all((snapshot / file).exists() for file in set(read_weight_map(index).values()))
 
 
 def _unknown(name: str) -> CheckpointError:
     return CheckpointError(
-        f"model {name!r:.200}: no such directory; give a directory, a hub repo as Qwen/Qwen3.5-4B, or "
-        f"{BUILTIN}"
+        f"model {name!r:.200}: no such directory. Give a directory, a hub repo such as Qwen/Qwen3.5-4B, or "
+        f"{BUILTIN}."
     )
 
 
-def _download(repo: str) -> Path:
-    """All of a repo, every file that the hub has a SHA-256 of held to it before config.json makes it a model."""
+def _download(repo: str, on_progress: OnProgress | None, stop: threading.Event | None) -> Path:
+    """Download a repo, and check every file for which the hub has a SHA-256 before downloading config.json."""
     log.info(
         "downloading all of the checkpoint", extra={"model": repo, "to": constants.HF_HUB_CACHE}
     )
-    found = _snapshot(repo, ignore_patterns=_LAST)
+    small = _snapshot(repo, ignore_patterns=[_LAST, "*.safetensors"])
+    with _hub_errors(repo):
+        blobs = find_blobs(repo, small.name)
+        download_blobs(repo, small.name, blobs, on_progress, stop)
+    found = _snapshot(repo, small.name, ignore_patterns=[_LAST])
     _check_hashes(repo, found)
     return _snapshot(repo, revision=found.name)
 
 
 def _check_hashes(repo: str, snapshot: Path) -> None:
-    """The hub's library looks at sizes only. It names a file of the cache by the hub's hash: of large files their
-    SHA-256. Raises CheckpointError for one that is not what its name says, and removes it."""
+    """Check the SHA-256 of every large file; the hub's library checks sizes only.
+
+    The library names each file of the cache by the hub's hash, which is the SHA-256 for large files. Raises
+    CheckpointError for a file that does not match its name, and removes the file.
+    """
     log.info("checking the files against the hub's hashes", extra={"model": repo})
     for link in sorted(snapshot.iterdir()):
         file = link.resolve()
@@ -110,35 +127,48 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
             link.unlink()
             file.unlink(missing_ok=True)
             raise CheckpointError(
-                f"model {repo}: {link.name} was damaged on its way or on this disk, its SHA-256 is not the hub's; "
-                "it is removed: try again",
+                f"model {repo}: {link.name} is damaged: its SHA-256 differs from the hub's. The file was removed. "
+                "Try again.",
                 public="a download was damaged",
             )
 
 
-def _snapshot(repo: str, revision: str | None = None, ignore_patterns: str | None = None) -> Path:
-    """Download what is missing. Every failure is a CheckpointError that says what to do."""
-    try:
+def _snapshot(
+    repo: str, revision: str | None = None, ignore_patterns: list[str] | None = None
+) -> Path:
+    """Download the missing files and return the snapshot's directory. Raises CheckpointError for every failure."""
+    disable_progress_bars()  # the caller shows progress, and log lines would break the library's bars
+    with _hub_errors(repo):
         return Path(
             snapshot_download(
                 repo, revision=revision, allow_patterns=FILES, ignore_patterns=ignore_patterns
             )
         )
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Raise the hub library's errors as CheckpointErrors that say what to do."""
+    try:
+        yield
+    except ClusterError:
+        raise
     except GatedRepoError as error:
         raise CheckpointError(
-            f"model {repo}: its owner asks you to accept terms first; do so on its page, then set HF_TOKEN"
+            f"model {repo}: the owner requires you to accept terms. Accept them on the page of the repo, then set "
+            "HF_TOKEN."
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"model {repo}: neither a directory here nor a repo on the hub that you may read; check the "
-            "spelling, and HF_TOKEN if it is private"
+            f"model {repo}: neither a directory here nor a repo on the hub that you may read. Check the spelling, "
+            "and HF_TOKEN if the repo is private."
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
-            f"model {repo}: no such directory, not in the local cache, and the hub cannot be reached; go "
-            f"online once, copy the checkpoint and give its directory, or use {BUILTIN}"
+            f"model {repo}: no such directory, not in the local cache, and the hub is unavailable. Connect to the "
+            f"network once, or copy the checkpoint and give its directory, or use {BUILTIN}."
         ) from error
-    except Exception as error:  # an HTTP client's errors are not all the hub library's own
+    except Exception as error:  # the hub library does not wrap all errors of its HTTP client
         raise CheckpointError(
             f"model {repo}: the download to {constants.HF_HUB_CACHE} failed: {error}"
         ) from error

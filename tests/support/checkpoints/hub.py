@@ -191,6 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, repo: Repo, found: re.Match[str]) -> None:
         self._json({"id": found["repo"], "sha": repo.commit, "siblings": []})
 
+    def _lfs(self, file: Path) -> dict[str, Any]:
+        """Return the entry that a hub has for a file it stores by SHA-256."""
+        if file.suffix != ".safetensors":
+            return {}
+        size = file.stat().st_size
+        return {"lfs": {"oid": self.server_hub.etag(file), "size": size, "pointerSize": 134}}
+
     def _tree(self, repo: Repo, found: re.Match[str]) -> None:
         self._json(
             [
@@ -199,6 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
                     "path": file.name,
                     "size": file.stat().st_size,
                     "oid": hashlib.sha1(file.name.encode()).hexdigest(),
+                    **self._lfs(file),
                 }
                 for file in sorted(repo.path.iterdir())
                 if file.is_file()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli import load_command
-from coordinator.local_engine.head_trial import check
+from coordinator.local_engine.head_trial import assess_head
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.header import read_header
 from mtp.checkpoint.hub.ranges import joined, read_tensors
@@ -97,7 +97,7 @@ def test_a_hub_that_is_busy_is_asked_again(hub: Hub, repo: HubRepo) -> None:
 def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
     """One error that names the repo, and nothing is asked for ever."""
     hub.faults.unavailable = 1000
-    with pytest.raises(CheckpointError, match=f"{REPO}/{FILE}.*cannot be reached.*try again later"):
+    with pytest.raises(CheckpointError, match=f"{REPO}/{FILE}.*is unavailable.*Try again later"):
         list(repo.read_range(FILE, 0, 5))
     hub.faults.unavailable = 0
     hub.faults.cut_after = [0] * ATTEMPTS
@@ -111,7 +111,7 @@ def test_a_hub_that_is_not_there(hub: Hub, repo: HubRepo, monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 is unavailable"):
         repo.size(FILE)
 
 
@@ -124,7 +124,7 @@ def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
 
 @pytest.mark.parametrize(
     ("gate", "message"),
-    [("GatedRepo", "accept terms first"), ("RepoNotFound", "you may not read it.*HF_TOKEN")],
+    [("GatedRepo", "accept terms"), ("RepoNotFound", "not readable by you.*HF_TOKEN")],
 )
 def test_a_repo_without_access(
     hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str, message: str
@@ -153,7 +153,7 @@ def test_names_that_are_not_there(hub: Hub, repo: HubRepo) -> None:
 def test_offline_asks_nobody(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
     """HF_HUB_OFFLINE holds for us as for the hub's own library."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids"):
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         repo.read("config.json")
     assert hub.requests == []
 
@@ -227,7 +227,7 @@ def interrupt(*args: object) -> None:
 @pytest.mark.parametrize(
     ("gate", "name", "message"),
     [
-        ("GatedRepo", REPO, "accept terms first.*HF_TOKEN"),
+        ("GatedRepo", REPO, "accept terms.*HF_TOKEN"),
         ("RepoNotFound", REPO, "may read.*HF_TOKEN if it is private"),
         (None, "no/such-repo", "may read; check the spelling"),
     ],
@@ -281,7 +281,7 @@ def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str
 
 
 def verdict(checkpoint: Checkpoint) -> str:
-    return check(checkpoint, trial=True, on_progress=lambda done, total: None).verdict
+    return assess_head(checkpoint, trial=True, on_progress=lambda done, total: None).verdict
 
 
 def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
