@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from coordinator.cli.printed_answer import Answer
+from coordinator.cli.printed_answer import PrintedAnswer
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import GenerationRequest, PrefillProgress
 from coordinator.local_engine.generator import local_generator
@@ -101,7 +101,7 @@ def generate(
     request = _request(
         checkpoint, tokenizer, source.read(checkpoint, tokenizer), max_tokens, params
     )
-    answer = Answer(tokenizer, stops, stream=not as_json)
+    answer = PrintedAnswer(tokenizer, stops, stream=not as_json)
     with Bars() as bars, naming_flags():
         engine = local_generator(
             checkpoint,
@@ -263,7 +263,7 @@ class Bars:
 async def _run(
     engine: AbstractAsyncContextManager[GenerationLoop],
     request: GenerationRequest,
-    answer: Answer,
+    answer: PrintedAnswer,
     bars: Bars,
 ) -> None:
     """Generate until the text ends. Interrupted (Ctrl-C), `answer` holds what there is, its reason `cancelled`."""
@@ -273,10 +273,9 @@ async def _run(
                 if isinstance(event, PrefillProgress):
                     bars.prefill(event)
                 answer.take(event)
-                # A sequence that has ended is not there any more; its Finished follows and has the figures.
-                running = list(loop.scheduler.running.values())
-                if running:
-                    answer.stats = running[0].stats(loop.clock())
+                # A finished sequence is not in the snapshot. Its Finished event carries its figures.
+                if requests := loop.snapshot().requests:
+                    answer.stats = requests[0].stats
                     if answer.reason is not None:
                         return
         except asyncio.CancelledError:

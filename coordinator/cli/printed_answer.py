@@ -17,7 +17,7 @@ from proto.frame import TokenLogprob
 from proto.terminal.size import format_size
 
 
-class Answer:
+class PrintedAnswer:
     """What has come out so far. With `stream` text goes to stdout as soon as it is final.
 
     A stop string ends it as soon as it is whole: `tokens` then end with the token that completed it.

@@ -19,7 +19,7 @@ ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class DescribeResult:
     """What became of one candidate: a node to plan with, or the reason why not."""
 
     address: str
@@ -30,10 +30,10 @@ class Answer:
 
 async def ask_all(
     candidates: Sequence[Candidate], model: pb.ModelRef, me: pb.Coordinator
-) -> list[Answer]:
+) -> list[DescribeResult]:
     """One answer a worker, in the order of `candidates`; those who are the same worker answer once."""
     answers = await asyncio.gather(*(_ask_one(c, model, me) for c in candidates))
-    found: dict[str, Answer] = {}
+    found: dict[str, DescribeResult] = {}
     for answer in answers:
         found.setdefault(answer.worker_id or answer.address, answer)
     return list(found.values())
@@ -46,10 +46,10 @@ def node_of(info: pb.WorkerInfo) -> NodeSpec:
     return NodeSpec(info.name, info.hardware.memory_limit, speed, pinned)
 
 
-async def _ask_one(candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator) -> Answer:
+async def _ask_one(candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator) -> DescribeResult:
     """Ask a candidate at its addresses, one after another, until the worker meant answers."""
     announced = candidate.announcement
-    answer = Answer(candidate.addresses[0], reason="does not answer")
+    answer = DescribeResult(candidate.addresses[0], reason="does not answer")
     for address in candidate.addresses:
         client = WorkerClient(address, me)
         try:
@@ -57,16 +57,16 @@ async def _ask_one(candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator)
             if announced is None or announced.worker_id == info.worker_id:
                 return _judge(address, info, model)
         except ClusterError as error:
-            answer = Answer(candidate.addresses[0], reason=str(error))
+            answer = DescribeResult(candidate.addresses[0], reason=str(error))
         finally:
             await client.close()
     return answer
 
 
-def _judge(address: str, info: pb.WorkerInfo, model: pb.ModelRef) -> Answer:
+def _judge(address: str, info: pb.WorkerInfo, model: pb.ModelRef) -> DescribeResult:
     reason = ""
     if info.fingerprint and info.fingerprint != model.fingerprint:
         reason = f"{info.name} has another checkpoint ({info.model or 'of the same name'})"
     elif info.state == pb.WORKER_STATE_DRAINING:
         reason = f"{info.name} is leaving"
-    return Answer(address, info.worker_id, None if reason else node_of(info), reason)
+    return DescribeResult(address, info.worker_id, None if reason else node_of(info), reason)

@@ -1,4 +1,4 @@
-"""Many users at once on two real workers: the same answers, bounded queues, and nothing left of those who leave."""
+"""Many concurrent clients on two real workers: equal answers, bounded queues, no state of disconnected clients."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.text.prompts import PROMPTS
 Body = dict[str, Any]
 
 SEQUENCES = 6
-"""Served at once by the coordinator of most tests: sixteen requests have to take turns."""
+"""Sequences that the coordinator of most tests runs at once: fewer than its sixteen requests."""
 
 CHUNK = 48
-"""Tokens of a prompt that travel together: most prompts here take several."""
+"""Tokens per prefill chunk: most prompts here need several chunks."""
 
 GONE_SECONDS = 60.0
-"""Longest time a request may outlive its client on any worker; a prefill chunk takes a fraction of it."""
+"""Seconds. Maximum time a request may outlive its client on a worker; a prefill chunk takes a fraction of it."""
 
 LONG = " ".join(PROMPTS) + " ".join(reversed(PROMPTS))
 
@@ -51,7 +51,7 @@ def workers(pool: Pool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """It drafts: three tokens a window, whether that pays or not."""
+    """Serve with three drafts per window, whether that pays or not."""
     folder = tmp_path_factory.mktemp("many")
     flags = ("--mtp", "3", "--dtype", "float32", "--max-sequences", str(SEQUENCES))
     with serving(folder, "builtin", workers, *flags, "--prefill-chunk", str(CHUNK)) as coordinator:
@@ -59,7 +59,7 @@ def url(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def bodies(tokenizer: Tokenizer) -> list[Body]:
-    """Sixteen requests: prompts of 1 to 200 tokens, answers of 1 to 40, every sampling setting there is."""
+    """Return sixteen requests: prompts of 1 to 200 tokens, answers of 1 to 40, and all sampling settings."""
     long = tokenizer.encode(LONG)
     prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS[:13]]
     prompts += [[long[5]], list(long[100:300]), list(long[250:400])]
@@ -79,25 +79,25 @@ def bodies(tokenizer: Tokenizer) -> list[Body]:
 
 
 def as_request(body: Body) -> GenerationRequest:
-    """The same request, as the engine takes it."""
+    """Return the same request in the engine's format."""
     given = {**body}
     prompt, most = tuple(given.pop("prompt")), given.pop("max_tokens")
     given.pop("ignore_eos")
     if bias := given.get("logit_bias"):
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
-    if given.get("xtc_probability"):  # the API spares line breaks
+    if given.get("xtc_probability"):  # the API exempts line breaks
         given["xtc_exempt"] = Tokenizer.load(checkpoint_dir()).encode("\n")
     return GenerationRequest(prompt, most, SamplingParams(logprobs=0, **given))
 
 
 Words = list[tuple[str, float]]
-"""Every token of an answer with its log-probability: in float32 equal to the last bit, or computed otherwise."""
+"""Every token of an answer with its log-probability. In float32, equal computations give equal bits."""
 
 
 def alone(
     requests: Sequence[GenerationRequest], tokenizer: Tokenizer, kv_bits: int | None = None
 ) -> list[Words]:
-    """Each answer in one process, nothing beside it, no drafts, nothing kept of the one before."""
+    """Return each answer as one process computes it, without other requests, drafts or a prefix cache."""
     answers = run(
         checkpoint_dir(),
         requests,
@@ -137,7 +137,7 @@ def cached(reply: dict[str, Any]) -> int:
 
 
 def drafted(url: str) -> list[int]:
-    """Drafts so far, by position."""
+    """Return the drafts so far, by position."""
     found: list[int] = status_of(url)["drafted_by_position"]
     return found or [0, 0, 0]
 
@@ -148,7 +148,7 @@ def status_of(url: str) -> dict[str, Any]:
 
 
 def report_state(address: str) -> pb.StateReport:
-    """What a worker says it holds."""
+    """Return the state report of a worker."""
     with grpc.insecure_channel(address) as channel:
         reply: pb.StateReport = pb_grpc.WorkerStub(channel).ReportState(
             pb.StateReportRequest(), timeout=10
@@ -157,7 +157,7 @@ def report_state(address: str) -> pb.StateReport:
 
 
 def assert_nothing_is_held(addresses: Sequence[str]) -> None:
-    """No worker holds any sequence, soon: prefixes may stay, that is what they are for."""
+    """Assert that within GONE_SECONDS no worker holds a sequence. Prefixes may stay, equal on all workers."""
     deadline = time.monotonic() + GONE_SECONDS
     while left := [s for address in addresses for s in report_state(address).sequences]:
         assert time.monotonic() < deadline, left
@@ -170,7 +170,7 @@ def assert_nothing_is_held(addresses: Sequence[str]) -> None:
 
 
 def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: Tokenizer) -> None:
-    """Whatever stands beside it, waits before it or drafts for it, each request gets the answer it gets alone."""
+    """Batches, queues and drafts change no answer: each request gets the one it gets alone."""
     asked = bodies(tokenizer)
     expected = alone([as_request(body) for body in asked], tokenizer)
     before = drafted(url)
@@ -184,10 +184,10 @@ def test_sixteen_at_once_as_each_alone(url: str, workers: list[str], tokenizer: 
 
 
 def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
-    """Asked again, a prompt skips what is cached, says how much, and answers the same: all of it, a part, a turn."""
+    """A prompt whose beginning is cached reports the cached tokens and gets the same answer."""
     text = tokenizer.encode(LONG)
     first = list(text[:190])
-    inside = [*text[:150], *text[400:440]]  # parts from it inside a chunk
+    inside = [*text[:150], *text[400:440]]  # differs from `first` inside a chunk
     turn = {"max_tokens": 24, "temperature": 0.8, "seed": 21, "ignore_eos": True}
     asked: list[Body] = [{"prompt": prompt, **turn} for prompt in (first, inside, inside)]
     replies = [asyncio.run(ask_all(url, [body]))[0] for body in (*asked, asked[0])]
@@ -195,7 +195,7 @@ def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
     assert [said(reply) for reply in replies] == [*expected, expected[0]]
     hits = [cached(reply) for reply in replies]
     assert hits[0] == 0
-    assert hits[2] >= 128  # what the two share, in whole blocks, once it was seen that they do
+    assert hits[2] >= 128  # the shared tokens in whole blocks, cached after the second request
     assert hits[3] >= 160
     answer = tokenizer.encode("".join(word for word, _ in expected[0]))
     following = {"prompt": [*first, *answer, *text[600:620]], **turn}
@@ -208,7 +208,7 @@ def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
 def test_a_chats_next_turn_skips_the_one_before(
     url: str, tokenizer: Tokenizer, thinking: bool
 ) -> None:
-    """All of it but the opening of its answer, which histories leave out; and no token is another for it."""
+    """The cache has the previous turn up to the opening of its answer, and the answer has the same tokens."""
     kwargs = {"enable_thinking": thinking}
     chat = [{"role": "user", "content": ""}]
     while True:  # until a whole number of blocks ends inside the opening
@@ -235,7 +235,7 @@ def test_a_chats_next_turn_skips_the_one_before(
     assert prompt.turn >= len(prompt.tokens) - 9  # <|im_start|>assistant and a think block
 
 
-def test_prompts_that_part_inside_a_chunk_at_once(url: str, tokenizer: Tokenizer) -> None:
+def test_concurrent_prompts_that_differ_inside_a_chunk(url: str, tokenizer: Tokenizer) -> None:
     """Four prompts with one beginning, sent together twice, each get their own answer both times."""
     text = tokenizer.encode(LONG)
     shared = text[700:840]
@@ -256,7 +256,7 @@ def test_prompts_that_part_inside_a_chunk_at_once(url: str, tokenizer: Tokenizer
 def test_quantized_keys_and_values(
     pool: Pool, tokenizer: Tokenizer, tmp_path: Path, bits: int
 ) -> None:
-    """--kv-bits with drafts, a batch and prefix hits gives what --kv-bits gives alone without any of them."""
+    """With --kv-bits, drafts, a batch and prefix hits change no answer."""
     workers = pool(4)[2:]  # the others serve the coordinator of this module
     asked = bodies(tokenizer)[2:15:3]
     expected = alone([as_request(body) for body in asked], tokenizer, bits)
@@ -270,48 +270,53 @@ def test_quantized_keys_and_values(
         assert not coordinator.records("serving alone")
 
 
-# ---- those who leave
+# ---- clients that disconnect
 
 
-async def leave_after(
+async def disconnect_after(
     client: httpx.AsyncClient, body: Body, beginning: str, lines: int
 ) -> tuple[str, dict[str, Any]]:
-    """Open a stream, read so many of its lines that begin like this, and hang up.
+    """Open a stream, read `lines` of its lines that start with `beginning`, and disconnect.
 
-    Returns the last of them, and the status while the stream was still open.
+    Return the last of these lines, and the status while the stream was open.
     """
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
         assert reply.status_code == 200
-        heard = (line async for line in reply.aiter_lines() if line.startswith(beginning))
+        matching = (line async for line in reply.aiter_lines() if line.startswith(beginning))
         for _ in range(lines):
-            last = await anext(heard)
+            last = await anext(matching)
         return last, (await client.get("/status")).json()
 
 
-async def leave_unanswered(client: httpx.AsyncClient, body: Body, seconds: float) -> None:
-    """Hang up on a request that is answered whole, before it is."""
+async def disconnect_unanswered(client: httpx.AsyncClient, body: Body, seconds: float) -> None:
+    """Send a request that is not streamed, and disconnect before its answer."""
     with pytest.raises(httpx.ReadTimeout):
         await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=seconds))
 
 
-def test_clients_that_vanish_leave_nothing(
+def test_clients_that_disconnect_leave_no_state(
     url: str, workers: list[str], tokenizer: Tokenizer
 ) -> None:
-    """Mid-prefill, mid-decode, while queued, streamed or not: no worker keeps anything of them, and those that stay
-    get their answers. `status` tells of the prompts under way and of the queue."""
+    """Disconnecting in prefill, decode or queue leaves no state on a worker and changes no other answer.
+
+    The status shows the prompts in prefill and the queue.
+    """
     text = list(tokenizer.encode(LONG))
     stays = {"prompt": text[40:90], "max_tokens": 40, "temperature": 0.6, "seed": 9}
     stays["ignore_eos"] = True
     endless = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.5}
-    prefill: Body = {**endless, "prompt": 4 * text[::-1]}  # seconds of it, whoever looks late
+    prefill: Body = {
+        **endless,
+        "prompt": 4 * text[::-1],
+    }  # several seconds, so that a slow test sees it
     decode = {**endless, "prompt": text[7:19]}
 
     async def scene() -> tuple[list[dict[str, Any]], list[tuple[str, dict[str, Any]]]]:
         async with httpx.AsyncClient(base_url=url, timeout=90) as client:
             staying = [asyncio.create_task(ask(client, stays)) for _ in range(2)]
-            leaving = [leave_after(client, prefill, ": prefill", 1) for _ in range(2)]
-            leaving += [leave_after(client, decode, "data: {", 6) for _ in range(4)]
-            unanswered = [leave_unanswered(client, decode, 0.7) for _ in range(4)]
+            leaving = [disconnect_after(client, prefill, ": prefill", 1) for _ in range(2)]
+            leaving += [disconnect_after(client, decode, "data: {", 6) for _ in range(4)]
+            unanswered = [disconnect_unanswered(client, decode, 0.7) for _ in range(4)]
             left, _ = await asyncio.gather(asyncio.gather(*leaving), asyncio.gather(*unanswered))
             return list(await asyncio.gather(*staying)), left
 
@@ -333,7 +338,7 @@ def test_clients_that_vanish_leave_nothing(
 
 
 def test_the_shortest_requests(url: str, tokenizer: Tokenizer) -> None:
-    """One token of prompt, one token of answer; nothing at all is refused by name."""
+    """A prompt of one token gets an answer of one token; an empty prompt is rejected by its field's name."""
     body = {"prompt": [tokenizer.encode("x")[0]], "max_tokens": 1, "temperature": 0}
     body["ignore_eos"] = True
     (reply,) = asyncio.run(ask_all(url, [body]))
@@ -352,7 +357,7 @@ def test_the_shortest_requests(url: str, tokenizer: Tokenizer) -> None:
 
 
 def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
-    """What does not run waits; what cannot wait is told when to come back; nothing of it is left behind."""
+    """Requests beyond the running limit queue; beyond the queue they get a 429 and leave no state."""
     limit = status_of(url)["waiting_limit"]
     assert limit == 16 * SEQUENCES
     half = limit // 2
@@ -363,9 +368,8 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
             waiting = [
                 asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)
             ]
-            async with asyncio.timeout(
-                60
-            ):  # until a third of them is too many, though some may have ended
+            # Until the queue has no room for a third half, although some requests may have ended.
+            async with asyncio.timeout(60):
                 while True:
                     status = (await client.get("/status")).json()
                     if status["running"] == SEQUENCES and status["waiting"] > limit - half:
@@ -374,7 +378,7 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
             assert status["running_limit"] == SEQUENCES
             refused = await client.post("/v1/completions", json=body)
             after = (await client.get("/status")).json()["waiting"]
-            assert after <= limit - SEQUENCES  # none of the refused request's stayed
+            assert after <= limit - SEQUENCES  # no part of the refused request stayed in the queue
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
@@ -395,7 +399,7 @@ def test_over_the_queue_comes_429(url: str, workers: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    """One worker with memory for the weights and a few thousand tokens."""
+    """Serve with one worker that has memory for the weights and a few thousand tokens."""
     folder = tmp_path_factory.mktemp("tight")
     with running_cluster(
         folder, "builtin", 1, "--mtp", "off", worker_flags=("--memory-limit", "45MB")
@@ -403,9 +407,8 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
         yield cluster.coordinator
 
 
-def test_what_can_never_fit_is_refused_at_once(tight: Coordinator) -> None:
-    """A small memory makes a small limit, which `status` shows: beyond it 400, within it an answer, without a wish
-    the most that fits."""
+def test_a_request_that_can_never_fit_is_refused_at_once(tight: Coordinator) -> None:
+    """A request beyond the K/V limit in the status is a 400; without max_tokens the answer gets what fits."""
     limit = status_of(tight.url)["kv_limit"]
     assert 256 <= limit < 8192
     url = f"{tight.url}/v1/completions"

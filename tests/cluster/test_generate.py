@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli import PROGRAM, app
-from coordinator.cli.printed_answer import Answer
+from coordinator.cli.printed_answer import PrintedAnswer
 from coordinator.generation.request import Finished, GenerationStats
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
@@ -193,7 +193,7 @@ def test_tokens_need_no_tokenizer(call: Call, tmp_path: Path) -> None:
 
 def test_an_engine_that_fails_is_an_error() -> None:
     """Not a short answer."""
-    answer = Answer(None, (), stream=False)
+    answer = PrintedAnswer(None, (), stream=False)
     with pytest.raises(WorkerLostError, match="out of memory"):
         answer.take(Finished("error", GenerationStats(1, 0), error="out of memory"))
 
