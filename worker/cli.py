@@ -62,6 +62,13 @@ def worker(
         str | None,
         typer.Option(metavar="SIZE", help="Most memory to use, such as 48GB.  [default: 3/4]"),
     ] = None,
+    no_wired_memory: Annotated[
+        bool,
+        typer.Option(
+            "--no-wired-memory",
+            help="Let macOS page the weights out. The default on machines of 16 GB and less.",
+        ),
+    ] = False,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")
     ] = False,
@@ -115,6 +122,7 @@ def worker(
         memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),
         mdns=not no_mdns,
         state_dir=state_dir,
+        wired=not no_wired_memory,
     )
     asyncio.run(run(options))
 

@@ -108,6 +108,13 @@ def serve(
             "repeatable.",
         ),
     ] = None,
+    no_wired_memory: Annotated[
+        bool,
+        typer.Option(
+            "--no-wired-memory",
+            help="Let macOS page the weights of this process out. The default on machines of 16 GB and less.",
+        ),
+    ] = False,
     insecure: Annotated[
         bool,
         typer.Option("--insecure", help="Allow --host on a network, unencrypted and open to all."),
@@ -153,6 +160,7 @@ def serve(
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
+        wired=not no_wired_memory,
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

@@ -43,6 +43,7 @@ from coordinator.cluster.view import Phase, View
 from coordinator.pipeline.base import Pipeline
 from coordinator.planning.plan import Plan
 from coordinator.workers.client import WorkerClient
+from coordinator.workers.this_machine import on_this_machine
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
@@ -119,6 +120,15 @@ class ClusterManager:
     def clients(self) -> dict[str, WorkerClient]:
         """Watched workers, by address."""
         return self.membership.clients
+
+    def local_worker_bytes(self) -> int:
+        """Return the bytes that watched workers on this machine use. A pipeline of this process must leave them free."""
+        statuses = (
+            client.worker_status
+            for address, client in self.clients.items()
+            if on_this_machine(address)
+        )
+        return sum(status.memory_used for status in statuses if status is not None)
 
     # ---- PipelineSource
 

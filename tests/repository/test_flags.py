@@ -33,6 +33,7 @@ WORKER: Rows = {
     "--memory-limit": (["3GB"], {"memory_limit": 3 * 10**9}),
     "--no-mdns": ([], {"mdns": False}),
     "--state-dir": (["state"], {"state_dir": Path("state")}),
+    "--no-wired-memory": ([], {"wired": False}),
     "--insecure": (["--listen", "0.0.0.0:7"], {"host": "0.0.0.0", "port": 7}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),
@@ -60,6 +61,7 @@ SERVE: Rows = {
     "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),
     "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
     "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
+    "--no-wired-memory": ([], {"wired": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),
 }

@@ -24,6 +24,9 @@ Work = Callable[[], None]
 USUAL_SECONDS = 1.0
 """What a piece of work may take that expects nothing else."""
 
+IDLE_SECONDS = 1.0
+"""Seconds without work after which the thread calls `on_idle`, once."""
+
 CLOSE_SECONDS = 5.0
 """How long closing waits for the work in hand. The thread is a daemon: a process that must go, goes."""
 
@@ -32,6 +35,7 @@ class EngineThread:
     """Runs work one piece at a time. Made on the event loop that waits for its results."""
 
     def __init__(self) -> None:
+        self.on_idle: Work = _nothing
         self._loop = asyncio.get_running_loop()
         self._usual = max(USUAL_SECONDS, compile_seconds())
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -107,8 +111,16 @@ class EngineThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
+    def _next_work(self) -> Work | None:
+        """Wait for the next work. Call `on_idle` once if none comes within IDLE_SECONDS."""
+        try:
+            return self._queue.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            self.on_idle()
+            return self._queue.get()
+
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self._next_work()) is not None:
             started = self._working_since = time.monotonic()
             self.expect(self._usual)
             while self._urgent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 import time
 
 import mlx.core as mx
@@ -13,13 +14,18 @@ import psutil
 from proto import cluster_pb2 as pb
 
 DEFAULT_SHARE = 0.75
-"""Of the machine's memory, what a worker may use when nobody says otherwise: the system needs the rest."""
+"""Default memory limit as a share of the machine's memory. The system needs the rest."""
 
+RECOMMENDED_SHARE = 0.85
+"""Default memory limit as a share of the bytes Metal recommends. Other programs use the GPU's memory too."""
 
 PROBE_ROWS = 4096
 """Of a square fp32 matrix: 64 MB, more than any cache."""
 
 PROBES = 10
+
+REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
+"""Environment variable of MLX, read when its Metal device is created. macOS 26 unwires idle memory after a second."""
 
 DEVICE = "MTP_DEVICE"
 """Environment variable. The value "cpu" makes both programs compute on the CPU, as the tests of this project do."""
@@ -29,6 +35,12 @@ def use_requested_device() -> None:
     """Make the CPU MLX's default device if the environment variable MTP_DEVICE says so."""
     if os.environ.get(DEVICE) == "cpu":
         mx.set_default_device(mx.Device(mx.cpu))
+
+
+def renew_residency() -> None:
+    """Ask MLX to renew wired memory twice a second on macOS, unless the environment says otherwise."""
+    if sys.platform == "darwin":
+        os.environ.setdefault(REFRESH, "500")
 
 
 def backend() -> str:
@@ -46,11 +58,11 @@ def compile_seconds() -> float:
 
 
 def default_memory_limit() -> int:
-    """Bytes a worker may use: what Metal recommends for the GPU, else a share of the machine's memory."""
+    """Return the bytes a process may use: a share of what Metal recommends, or of the machine's memory."""
     if backend() == "metal":
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if isinstance(recommended, int):
-            return recommended
+            return int(recommended * RECOMMENDED_SHARE)
     return int(psutil.virtual_memory().total * DEFAULT_SHARE)
 
 
@@ -79,19 +91,16 @@ def measured_bandwidth() -> float:
     return float(2 ** (round(2 * octaves) / 2))
 
 
-def describe(memory_limit: int, dtypes: list[str], bytes_per_second: float) -> pb.Hardware:
-    """The Hardware message of Describe."""
-    return pb.Hardware(
-        platform=platform.system().lower(),
-        machine=platform.machine(),
-        chip=chip(),
-        backend=backend(),
-        memory_total=psutil.virtual_memory().total,
-        memory_limit=memory_limit,
-        memory_used=mx.get_active_memory(),
-        dtypes=dtypes,
-        bytes_per_second=bytes_per_second,
-    )
+def describe(memory_limit: int, bytes_per_second: float) -> pb.Hardware:
+    """Return the Hardware message of Describe."""
+    return pb.Hardware(chip=chip(), memory_limit=memory_limit, bytes_per_second=bytes_per_second)
 
 
-use_requested_device()  # at import, so that it precedes every use of MLX by an engine
+def memory_used() -> int:
+    """Return the bytes that MLX uses."""
+    return mx.get_active_memory()
+
+
+# At import, because both must precede the first call that creates MLX's device.
+renew_residency()
+use_requested_device()

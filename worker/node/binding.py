@@ -28,6 +28,7 @@ from proto.rpc.link import Link
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds
+from worker.engine.memory import CacheTrimmer
 from worker.engine.stage_engine import StageEngine
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ class Machinery:
     thread: EngineThread = field(default_factory=EngineThread)
     allowance: DeadlineEstimate = field(default_factory=lambda: DeadlineEstimate(compile_seconds()))
     traffic: Traffic = field(default_factory=Traffic)
+    cache_trimmer: CacheTrimmer = field(default_factory=CacheTrimmer)
+
+    def __post_init__(self) -> None:
+        self.thread.on_idle = self.cache_trimmer.clear_if_idle
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Binding:
         self.thread = machinery.thread
         self.allowance = machinery.allowance
         self.traffic = machinery.traffic
+        self._cache_trimmer = machinery.cache_trimmer
         self.engine: StageEngine | None = None
         self.link: Link | None = None
         self.results: asyncio.Queue[bytes | ClusterError] = asyncio.Queue()
@@ -202,6 +208,7 @@ class Binding:
             self._engine_failed(error)
         else:
             self.thread.post(self._pass_on, encoded, out)
+            self._cache_trimmer.record_frame(out)
 
     def _engine_failed(self, error: Exception) -> None:
         """On the engine thread: a bug, or no memory. What the engine was at is half done."""

@@ -19,5 +19,6 @@ class Identity:
     memory_limit: int
     models: LocalModels
     bytes_per_second: float = 0.0
+    wired: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.monotonic)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import mlx.core as mx
 
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.progress import OnProgress
+from worker.engine.memory import release_weights, wire_weights
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.node.identity import Identity
@@ -54,8 +52,7 @@ def read_stage(
     CheckpointError for a checkpoint that is not here or not whole.
     """
     expect(PART_SECONDS)
-    gc.collect()  # an error that ended the last stage may still point to its weights
-    mx.clear_cache()
+    release_weights()
     checkpoint = identity.models.find(model)
     sizes = checkpoint.part_bytes()
     parts = checkpoint.stage_parts(key.span, first=key.first, last=key.last, with_head=key.mtp)
@@ -85,5 +82,6 @@ def read_stage(
             "no MTP: config.json announces a head that the checkpoint does not have whole",
             extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
         )
+    wire_weights(wanted=identity.wired)
     stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
     return LoadedStage(key, stage, weight_bytes)

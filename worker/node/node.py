@@ -18,6 +18,7 @@ from proto.errors import NotReadyError, StaleEpochError
 from proto.progress import OnProgress
 from proto.rpc.data_plane import StreamBinding
 from proto.terminal.progress_bar import byte_bar
+from worker.engine.memory import release_weights
 from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.verifier import Verifier
 from worker.node.binding import Binding, Machinery, Place
@@ -186,7 +187,7 @@ class WorkerNode:
         self._check_epoch(request.epoch)
         self.release()
         self.loaded = None
-        self.machinery.thread.submit(mx.clear_cache)  # its last work, the load, still holds them
+        self.machinery.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
 
     # ---- what comes for the plan in force

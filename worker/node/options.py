@@ -27,6 +27,7 @@ class WorkerOptions:
     memory_limit: int
     mdns: bool
     state_dir: Path | None
+    wired: bool = True
 
 
 def remembered_port(state_dir: Path | None, name: str, host: str) -> int:

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import signal
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc.aio
 
 from proto.announcement import Announcement
 from proto.errors import UsageError
 from worker.engine.hardware import measured_bandwidth
+from worker.engine.memory import set_limits
 from worker.node.announce import announced
 from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
@@ -32,8 +34,11 @@ async def run(options: WorkerOptions) -> None:
     """
     models = LocalModels(options.model)
     models.check_own(options.layers)
-    identity = Identity(options.name, options.layers, options.memory_limit, models)
+    identity = Identity(
+        options.name, options.layers, options.memory_limit, models, wired=options.wired
+    )
     node = WorkerNode(identity)
+    await node.machinery.thread.call(partial(set_limits, options.memory_limit))
     identity.bytes_per_second = await node.machinery.thread.call(measured_bandwidth)
     server = make_server(node)
     stopping = asyncio.Event()

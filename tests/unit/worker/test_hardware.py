@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import mlx.core as mx
 import pytest
 
@@ -18,3 +20,18 @@ def test_the_environment_can_choose_the_cpu(
     monkeypatch.setenv(hardware.DEVICE, value)
     hardware.use_requested_device()
     assert asked == chosen
+
+
+def test_residency_is_renewed_on_macos_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's refresh interval is set on macOS, and a value of the user is left."""
+    monkeypatch.setenv(hardware.REFRESH, "")  # restored after the test
+    monkeypatch.delenv(hardware.REFRESH)
+    monkeypatch.setattr("sys.platform", "linux")
+    hardware.renew_residency()
+    assert hardware.REFRESH not in os.environ
+    monkeypatch.setattr("sys.platform", "darwin")
+    hardware.renew_residency()
+    assert os.environ[hardware.REFRESH] == "500"
+    monkeypatch.setenv(hardware.REFRESH, "100")
+    hardware.renew_residency()
+    assert os.environ[hardware.REFRESH] == "100"
