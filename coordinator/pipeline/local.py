@@ -29,6 +29,7 @@ from proto.terminal.progress_bar import OnProgress, byte_bar
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
+from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
 from worker.engine.stage_engine import StageEngine
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -57,9 +58,10 @@ class LocalModel:
     with_head: bool = True
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
+    wired: bool = True
 
-    def capacity(self) -> Capacity:
-        """What this machine's memory has room for. Raises MemoryLimitError when that is not one sequence."""
+    def capacity(self, reserved: int = 0) -> Capacity:
+        """What this machine's memory less `reserved` bytes has room for. Raises MemoryLimitError when that is not one sequence."""
         name = None if self.dtype is None else str(self.dtype).removeprefix("mlx.core.")
         costs = model_costs(
             self.checkpoint, dtype=name, kv_bits=self.kv_format.bits, with_head=self.with_head
@@ -67,7 +69,7 @@ class LocalModel:
         return whole_model_capacity(
             costs,
             "this machine",
-            default_memory_limit(),
+            default_memory_limit() - reserved,
             self.checkpoint.config.max_positions,
             self.max_sequences,
             self.prefix_cache,
@@ -110,11 +112,14 @@ class LocalPipeline:
     Raises MemoryLimitError, before anything is read, for a model that does not fit.
     """
 
-    def __init__(self, model: LocalModel, epoch: int = 1) -> None:
+    def __init__(self, model: LocalModel, epoch: int = 1, *, reserved: int = 0) -> None:
         self.epoch = epoch
         self.stages = len(model.spans)
-        self.capacity = model.capacity()
+        self.capacity = model.capacity(reserved)
+        self._memory_limit = default_memory_limit() - reserved
+        self._cache_trimmer = CacheTrimmer()
         self.thread = EngineThread()
+        self.thread.on_idle = self._cache_trimmer.clear_if_idle
         self._model = model
         self._deadline_estimate = DeadlineEstimate(compile_seconds())
         self._engines: list[StageEngine] = []
@@ -139,7 +144,10 @@ class LocalPipeline:
 
     def _load(self, on_progress: OnProgress | None) -> None:
         """On the engine thread."""
+        set_limits(self._memory_limit)
+        release_weights()
         stages = self._model.load(self.thread.expect, on_progress)
+        wire_weights(wanted=self._model.wired)
         last = stages[-1]
         verifier = Verifier(last.modules, last.kv_format)
         self._engines = [
@@ -184,6 +192,7 @@ class LocalPipeline:
             self._deadline_estimate.observe(frame, time.monotonic() - started)
         # Not from within `except`: until its end, the error there leads to the engine.
         self.thread.post(self._outbox.put_nowait, result)
+        self._cache_trimmer.record_frame(frame)
 
     def _chain(self, frame: Frame) -> Frame:
         """Through every stage. A call of its own: once it has failed, no variable holds an engine."""
@@ -216,6 +225,7 @@ class LocalPipeline:
     def _drop_engines(self) -> None:
         """On the engine thread."""
         self._engines = []
+        release_weights()
 
 
 class LocalPipelines:
@@ -223,6 +233,8 @@ class LocalPipelines:
 
     def __init__(self, model: LocalModel) -> None:
         self.model = model
+        self.reserved_bytes: Callable[[], int] = lambda: 0
+        """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None
 
     def status(self) -> NodeStatus:
@@ -244,7 +256,9 @@ class LocalPipelines:
             await self._ended(self._last.thread)
             self._last = None
             gc.collect()  # whatever still points to the weights
-        pipeline = self._last = LocalPipeline(self.model, epoch)
+        pipeline = self._last = LocalPipeline(
+            self.model, epoch, reserved=self.reserved_bytes()
+        )
         if on_progress is not None:
             await pipeline.start(on_progress)
             return pipeline
