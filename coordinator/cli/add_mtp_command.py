@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mtp.checkpoint.convert.add_head import Graft, plan_graft
+from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
 from mtp.checkpoint.convert.output import HEAD_FILE
 from mtp.checkpoint.convert.settings import FloatType, HeadBits
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -62,33 +62,37 @@ def add_mtp(
     found = find_model(hf_path)
     if found is not None:
         source = Checkpoint.open(found)
-        graft = plan_graft(target, source, mtp_bits, mtp_dtype, replace=replace)
+        addition = plan_head_addition(target, source, mtp_bits, mtp_dtype, replace=replace)
         if not dry_run:
-            _write(graft, source)
-        _tell(graft, hf_path, 0, dry_run)
+            _write(addition, source)
+        _tell(addition, hf_path, 0, dry_run)
         return
     with RemoteHead(hf_path) as remote:
-        graft = plan_graft(target, remote.checkpoint, mtp_bits, mtp_dtype, replace=replace)
+        addition = plan_head_addition(
+            target, remote.checkpoint, mtp_bits, mtp_dtype, replace=replace
+        )
         if not dry_run:
             directory = mlx_path / _DOWNLOADS
             with byte_bar("downloading") as on_progress:
-                source = remote.fetch(graft.needed, directory, on_progress, beside=graft.nbytes)
-            _write(graft, source)
+                source = remote.fetch(
+                    addition.needed, directory, on_progress, beside=addition.nbytes
+                )
+            _write(addition, source)
             shutil.rmtree(directory)
-        _tell(graft, hf_path, graft.source_bytes if dry_run else remote.received, dry_run)
+        _tell(addition, hf_path, addition.source_bytes if dry_run else remote.received, dry_run)
 
 
-def _write(graft: Graft, source: Checkpoint) -> None:
+def _write(addition: HeadAddition, source: Checkpoint) -> None:
     with byte_bar("adding") as on_progress:
-        graft.write(source, on_progress)
+        addition.write(source, on_progress)
 
 
-def _tell(graft: Graft, source: str, downloaded: int, dry_run: bool) -> None:
-    packed = sorted({how["bits"] for how in graft.quantization.values()})
+def _tell(addition: HeadAddition, source: str, downloaded: int, dry_run: bool) -> None:
+    packed = sorted({how["bits"] for how in addition.quantization.values()})
     bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
     would = "would be " if dry_run else ""
-    typer.echo(f"{graft.target.path / HEAD_FILE}: {would}{format_size(graft.nbytes)}, {bits}")
+    typer.echo(f"{addition.target.path / HEAD_FILE}: {would}{format_size(addition.nbytes)}, {bits}")
     if downloaded:
         typer.echo(f"{would}downloaded from {source}: {format_size(downloaded)}")
     if not dry_run:
-        typer.echo(f"mtp-coord inspect {graft.target.path} says whether it works.")
+        typer.echo(f"mtp-coord inspect {addition.target.path} says whether it works.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mtp.checkpoint.convert.convert import Outcome
+from mtp.checkpoint.convert.convert import ConversionResult
 from mtp.checkpoint.convert.convert import convert as convert_checkpoint
 from mtp.checkpoint.convert.settings import (
     FloatType,
@@ -90,7 +90,7 @@ def _check_needs_quantize(
             raise UsageError(f"{flag} needs --quantize")
 
 
-def _summary(outcome: Outcome) -> list[str]:
+def _summary(outcome: ConversionResult) -> list[str]:
     lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
     if outcome.resumed:
         lines[0] += f", {format_size(outcome.resumed)} of them from an earlier run"

@@ -14,7 +14,7 @@ from rich.table import Table
 from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
 from coordinator.local_engine.head_trial import HeadAssessment, assess_head
 from coordinator.planning.even_cut import even_spans
-from mtp.checkpoint.format.names import few
+from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.report import report
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from proto.terminal.progress_bar import byte_bar
@@ -102,11 +102,11 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
         table.add_row("vision", f"{format_size(sizes['vision'])}, not used")
     if missing := facts["missing_tensors"]:
         table.add_row(
-            "incomplete", f"[red]{_tensors(missing)} missing: {escape(few(missing))}[/red]"
+            "incomplete", f"[red]{_tensors(missing)} missing: {escape(join_names(missing))}[/red]"
         )
     if unknown := facts["unknown_tensors"]:
         table.add_row(
-            "unknown", f"[red]{_tensors(unknown)} of no part: {escape(few(unknown))}[/red]"
+            "unknown", f"[red]{_tensors(unknown)} of no part: {escape(join_names(unknown))}[/red]"
         )
     return table
 
@@ -140,7 +140,7 @@ def _mtp(mtp: dict[str, Any]) -> str:
     if mtp["complete"]:
         return "complete"
     if mtp["present"]:
-        return f"[red]incomplete[/red]: {_tensors(missing)} missing: {escape(few(missing))}"
+        return f"[red]incomplete[/red]: {_tensors(missing)} missing: {escape(join_names(missing))}"
     if mtp["announced"]:
         return "[yellow]none[/yellow]: config.json announces one, its tensors are missing"
     return "none"

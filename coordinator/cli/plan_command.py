@@ -109,7 +109,7 @@ def plan(
         )
         raise NotReadyError(f"no worker to plan for: {reasons}")
     if missing := missing_from_backbone(checkpoint):
-        raise checkpoint.lacks(missing)
+        raise checkpoint.missing_tensors_error(missing)
     facts = answer(checkpoint, specs, question)
     facts["refused"] = refused
     if as_json:

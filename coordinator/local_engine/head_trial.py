@@ -95,7 +95,9 @@ def assess_head(checkpoint: Checkpoint, *, trial: bool, on_progress: OnProgress)
     `on_progress(done, total)` receives the bytes loaded.
     """
     if missing := missing_from_backbone(checkpoint):
-        return HeadAssessment(False, f"this checkpoint cannot run: {checkpoint.lacks(missing)}")
+        return HeadAssessment(
+            False, f"this checkpoint cannot run: {checkpoint.missing_tensors_error(missing)}"
+        )
     if not checkpoint.mtp.present:
         return HeadAssessment(False, f"head missing. {repair_hint(checkpoint, replace=False)}")
     if not checkpoint.mtp.complete:

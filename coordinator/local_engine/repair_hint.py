@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.names import few
+from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.hub.resolve import snapshot_of
 
 
 def missing_head_tensors(checkpoint: Checkpoint) -> str:
     """Return the missing tensors of the head, for use in a sentence."""
     missing = checkpoint.mtp.missing
-    return few(missing) if checkpoint.mtp.present else f"all {len(missing)} mtp.* tensors"
+    return join_names(missing) if checkpoint.mtp.present else f"all {len(missing)} mtp.* tensors"
 
 
 def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:

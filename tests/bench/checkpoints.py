@@ -21,7 +21,7 @@ import pytest
 
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.weight_provider import WeightProvider
-from mtp.checkpoint.convert.add_head import plan_graft
+from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.remote_head import RemoteHead
@@ -85,11 +85,11 @@ def from_hub(checkpoint: Checkpoint, folder: Path, hub: Hub) -> list[Row]:
     lost = Checkpoint.open(folder / "out 4")
     start = time.perf_counter()
     with RemoteHead(REPO) as remote:
-        graft = plan_graft(lost, remote.checkpoint, replace=True)
-        head = remote.fetch(graft.needed, folder / "head", lambda done, total: None)
-        graft.write(head)
+        addition = plan_head_addition(lost, remote.checkpoint, replace=True)
+        head = remote.fetch(addition.needed, folder / "head", lambda done, total: None)
+        addition.write(head)
     seconds = time.perf_counter() - start
-    return [*rows, Row("add-mtp from a repo", graft.source_bytes, hub.sent.total(), seconds)]
+    return [*rows, Row("add-mtp from a repo", addition.source_bytes, hub.sent.total(), seconds)]
 
 
 async def spans(checkpoint: Checkpoint, hub: Hub, patch: pytest.MonkeyPatch) -> list[Row]:

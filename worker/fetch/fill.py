@@ -1,6 +1,6 @@
-"""Fill a copy with what the coordinator offers: bytes from it or from a hub, every tensor held to its hash.
+"""The transfer of offered tensors into a local copy, from the coordinator or from a hub, each checked by its hash.
 
-All of it blocks, and runs on a thread of its own. Broken off at any byte, the next call goes on from there.
+All functions block and run on a separate thread. A call that was interrupted at any byte continues in the next call.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from proto.terminal.size import format_size
 from worker.fetch.span_copy import SpanCopy
 
 PROGRESS_SECONDS = 0.5
-"""Between two words of progress: the coordinator takes long silence for a failure."""
+"""Seconds between two progress messages. The coordinator treats a long silence as a failure."""
 
 BUSY_SECONDS = 0.2
-"""Between two looks at a file that another worker of this machine is fetching."""
+"""Seconds between two checks of a file that another worker of this machine fetches."""
 
 READ_BACK_BYTES = 4 * 1024 * 1024
+"""Bytes read at once to hash the part of a tensor that an earlier call wrote."""
 
 Pull = Callable[[], pb.Weights]
-"""The coordinator's next message; raises when there is none."""
+"""Returns the coordinator's next message; raises when the call has ended."""
 
-Tell = Callable[[pb.WeightsReply], None]
+SendReply = Callable[[pb.WeightsReply], None]
 
 
 class StoppedError(Exception):
-    """The call has ended; nobody waits for the rest."""
+    """The end of the call, for the thread that fills the copy."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One offered tensor: its `number` in the offer, where it lies in the repo, and what it is."""
+    """One offered tensor: its `number` in the offer, its part, and its place in the repo."""
 
     number: int
     part: str
@@ -54,41 +55,43 @@ class Tensor:
 
 
 class Source(Protocol):
-    """Where the bytes of tensors come from."""
+    """A source of the bytes of tensors."""
 
     def start(self, infos: list[TensorInfo], skip: int) -> None:
-        """All bytes of these but the first `skip` are wanted next."""
+        """Begin to read the tensors `infos`, without the first `skip` bytes."""
 
     def piece(self, most: int) -> bytes:
-        """The next of them, at most so many."""
+        """Return the next bytes, `most` at the most."""
 
     def mismatch(self, name: str) -> CheckpointError:
-        """What to say of a tensor that is not the coordinator's."""
+        """Return the error for a tensor whose hash differs from the coordinator's."""
 
 
 class _Shared:
-    """Bytes from the coordinator: pieces of a tensor, in order."""
+    """The source that receives pieces of tensors from the coordinator, in order."""
 
     def __init__(self, pull: Pull) -> None:
         self._pull = pull
 
     def start(self, infos: list[TensorInfo], skip: int) -> None:
-        """The coordinator knows from the wanted tensors what to send."""
+        """Do nothing: the request for the tensors already starts the coordinator."""
 
     def piece(self, most: int) -> bytes:
+        """See Source."""
         message = self._pull()
         if message.WhichOneof("body") != "piece" or not 0 < len(message.piece) <= most:
-            raise ProtocolError("the coordinator sent something else than the next bytes")
+            raise ProtocolError("the coordinator sent another message instead of the next bytes")
         return message.piece
 
     def mismatch(self, name: str) -> CheckpointError:
+        """See Source."""
         return CheckpointError(
-            f"tensor {name} was damaged on its way from the coordinator: its SHA-256 is another; try again"
+            f"tensor {name} was damaged in transfer: its SHA-256 differs from the coordinator's. Try again"
         )
 
 
 class _FromHub:
-    """Bytes from a hub; what does not fit into one piece waits for the next."""
+    """The source that reads tensors from a hub. It keeps the surplus of one read for the next piece."""
 
     def __init__(self, hub: HubRepo) -> None:
         self._hub = hub
@@ -96,67 +99,72 @@ class _FromHub:
         self._rest = b""
 
     def start(self, infos: list[TensorInfo], skip: int) -> None:
+        """See Source."""
         self._pieces, self._rest = read_tensors(self._hub, infos, skip), b""
 
     def piece(self, most: int) -> bytes:
+        """See Source."""
         try:
             data = self._rest or next(self._pieces)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. With mtp-coord serve --share-weights the coordinator sends its own copy",
+                f"{str(error).rstrip('.')}. With mtp-coord serve --share-weights the coordinator sends its own copy",
                 public=error.public,
             ) from error
         self._rest = data[most:]
         return data[:most]
 
     def mismatch(self, name: str) -> CheckpointError:
+        """See Source."""
         return CheckpointError(
-            f"{self._hub.repo}: tensor {name} is not the coordinator's, its SHA-256 is another; one of the two "
-            "copies is damaged. With mtp-coord serve --share-weights the coordinator sends its own"
+            f"{self._hub.repo}: the SHA-256 of tensor {name} differs from the coordinator's; one of the two "
+            "copies is damaged. With mtp-coord serve --share-weights the coordinator sends its own copy"
         )
 
 
-def fill(offer: pb.WeightsOffer, pull: Pull, tell: Tell, stop: threading.Event) -> int:
-    """Bring what `offer` has and this machine lacks. Returns how many bytes came.
+def fill(offer: pb.WeightsOffer, pull: Pull, send_reply: SendReply, stop: threading.Event) -> int:
+    """Fetch the offered tensors that this machine lacks, and return the number of received bytes.
 
-    Raises ProtocolError for an offer or a message that makes no sense; CheckpointError for a tensor that is not the
-    coordinator's, a hub that cannot be read, or a disk that is full; StoppedError once `stop` is set.
+    Raises ProtocolError for an invalid offer or message, and CheckpointError for a tensor with another hash, an
+    unreadable hub or a full disk. Raises StoppedError after `stop` is set.
     """
     copy = SpanCopy.of(offer.model.fingerprint, offer.config, offer.layout)
     tensors = _tensors(offer, copy)
     copy.begin()
     if offer.share:
-        return _Filling(copy, tensors, _Shared(pull), pull, tell, stop).run()
+        return _Filling(copy, tensors, _Shared(pull), pull, send_reply, stop).run()
     hub = HubRepo(offer.model.repo, offer.model.revision)
     try:
-        return _Filling(copy, tensors, _FromHub(hub), pull, tell, stop).run()
+        return _Filling(copy, tensors, _FromHub(hub), pull, send_reply, stop).run()
     finally:
         hub.close()
 
 
 def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
-    """The offered tensors, checked before any byte of them is taken."""
+    """Return the offered tensors after checks that precede every transfer."""
     if not offer.share and not (offer.model.repo and offer.model.revision):
-        raise ProtocolError("an offer that shares no bytes names no repo and revision")
+        raise ProtocolError("an offer without bytes names no repo and revision")
     found = []
     for number, offered in enumerate(offer.tensors):
         entry = Entry(offered.name, offered.dtype, tuple(offered.shape))
         if offered.dtype not in STORED_BYTES or entry.nbytes != offered.nbytes:
-            raise ProtocolError(f"tensor {offered.name!r:.120} has not the size of its shape")
+            raise ProtocolError(
+                f"the size of tensor {offered.name!r:.120} does not match its shape"
+            )
         info = TensorInfo(
             Path(offered.file), offered.dtype, entry.shape, offered.start, entry.nbytes
         )
         found.append(Tensor(number, copy.part_of(offered.name), entry, info))
     if len({tensor.entry.name for tensor in found}) != len(found):
-        raise ProtocolError("a tensor is offered twice")
+        raise ProtocolError("the offer names a tensor twice")
     runs = [part for part, _ in groupby(tensor.part for tensor in found)]
     if len(set(runs)) != len(runs):
-        raise ProtocolError("the tensors of a part do not stand together")
+        raise ProtocolError("the tensors of a part are not adjacent")
     return found
 
 
 class _Filling:
-    """One call of `fill`: part after part, each under the lock of its file."""
+    """One call of `fill`. It fetches part after part, each under the lock of its file."""
 
     def __init__(
         self,
@@ -164,7 +172,7 @@ class _Filling:
         tensors: list[Tensor],
         source: Source,
         pull: Pull,
-        tell: Tell,
+        send_reply: SendReply,
         stop: threading.Event,
     ) -> None:
         self.parts: list[tuple[ShardWriter, list[Tensor]]] = []
@@ -175,14 +183,15 @@ class _Filling:
         self.copy = copy
         self.source = source
         self.pull = pull
-        self.tell = tell
+        self.send_reply = send_reply
         self.stop = stop
         self.received = 0
         self.done = 0
         self.total = 0
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def run(self) -> int:
+        """Fetch all missing parts, and return the number of received bytes."""
         missing = [(w, tensors) for w, tensors in self.parts if not w.is_finished()]
         self.total = sum(writer.nbytes for writer, _ in missing)
         self._check_room(sum(writer.missing_bytes() for writer, _ in missing))
@@ -191,12 +200,14 @@ class _Filling:
             while not writer.is_finished():
                 try:
                     with writer:
-                        if writer.is_finished():  # by another worker, just before we had its lock
+                        if (
+                            writer.is_finished()
+                        ):  # another worker finished it before this one got the lock
                             writer.discard()
                         else:
                             self._part(writer, tensors)
-                except BusyFileError:  # another worker of this machine fetches it: it is for both
-                    self._tell_progress()
+                except BusyFileError:  # another worker of this machine fetches it for both
+                    self._send_progress()
                     self._check_stop(BUSY_SECONDS)
             self.done = before + writer.nbytes
         return self.received
@@ -205,20 +216,20 @@ class _Filling:
         free = shutil.disk_usage(self.copy.path).free
         if needed > free:
             raise CheckpointError(
-                f"{self.copy.path}: {format_size(needed)} are to be fetched, and the disk has {format_size(free)} "
-                "left; make room, or set HF_HOME to a directory on another disk",
+                f"{self.copy.path}: the disk has {format_size(free)} left, and the layers need {format_size(needed)}. "
+                "Make room, or set HF_HOME to a directory on another disk",
                 public="a worker's disk is full",
             )
 
     def _part(self, writer: ShardWriter, tensors: list[Tensor]) -> None:
-        """Receive what is missing of one part, and give its file its name."""
+        """Receive the missing tensors of one part, and give its file its final name."""
         wanted = pb.WantedTensors()
         start = 0
         for tensor in tensors:
             have = min(max(0, writer.written - start), tensor.info.nbytes)
             wanted.tensors.add(number=tensor.number, have=have)
             start += tensor.info.nbytes
-        self.tell(pb.WeightsReply(wanted=wanted))
+        self.send_reply(pb.WeightsReply(wanted=wanted))
         self.done += writer.written
         self.source.start([tensor.info for tensor in tensors], writer.written)
         start = 0
@@ -228,7 +239,7 @@ class _Filling:
         writer.finish()
 
     def _tensor(self, writer: ShardWriter, tensor: Tensor, start: int) -> None:
-        """Receive the rest of a tensor that begins at byte `start` of the part, and hold the whole to its hash."""
+        """Receive the rest of a tensor that begins at byte `start` of the part, and check the hash of the whole."""
         end = start + tensor.info.nbytes
         digest = hashlib.sha256()
         for at in range(start, min(writer.written, end), READ_BACK_BYTES):
@@ -241,19 +252,19 @@ class _Filling:
             writer.write(piece)
             self.received += len(piece)
             self.done += len(piece)
-            if time.monotonic() - self._told > PROGRESS_SECONDS:
-                self._tell_progress()
+            if time.monotonic() - self._reported_at > PROGRESS_SECONDS:
+                self._send_progress()
         message = self.pull()
         if message.WhichOneof("body") != "sha256":
-            raise ProtocolError("the coordinator sent something else than a tensor's hash")
+            raise ProtocolError("the coordinator sent another message instead of a tensor's hash")
         if message.sha256 != digest.digest():
-            writer.rewind(start)  # the next call fetches it anew
+            writer.rewind(start)  # the next call fetches it again
             raise self.source.mismatch(tensor.entry.name)
 
-    def _tell_progress(self) -> None:
-        self._told = time.monotonic()
+    def _send_progress(self) -> None:
+        self._reported_at = time.monotonic()
         progress = pb.LoadBytes(done=self.done, total=self.total)
-        self.tell(pb.WeightsReply(progress=progress))
+        self.send_reply(pb.WeightsReply(progress=progress))
 
     def _check_stop(self, seconds: float = 0.0) -> None:
         if self.stop.wait(seconds) if seconds else self.stop.is_set():

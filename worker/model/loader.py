@@ -70,7 +70,7 @@ def load_stage(
             "download both again"
         )
     if missing := missing_tensors(checkpoint, parts):
-        raise checkpoint.lacks(missing)
+        raise checkpoint.missing_tensors_error(missing)
     for part in parts:
         check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}

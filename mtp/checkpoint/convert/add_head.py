@@ -1,7 +1,7 @@
-"""An MTP head for a converted checkpoint that has none: taken from another checkpoint, made to match.
+"""The addition of an MTP head to a converted checkpoint: a head of another checkpoint, converted to match.
 
-The head's tensors go into a file of their own, the index and config.json come to name them. Nothing else is touched,
-and until the head's file is whole the checkpoint is what it was.
+The tensors of the head go into a file of their own. Then the index and config.json are updated. No other file changes,
+and the checkpoint stays unchanged until the file of the head is complete.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
-from mtp.checkpoint.convert.converted_weights import PREFIX, SAFETENSORS, Choice, Group, grouped
+from mtp.checkpoint.convert.converted_weights import (
+    PREFIX,
+    SAFETENSORS,
+    Choice,
+    Group,
+    group_parameters,
+)
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
-    check_room,
+    check_free_space,
     save_config,
     save_index,
+    shard_writer,
     write_shard,
-    writer_of,
 )
 from mtp.checkpoint.convert.settings import FloatType, HeadBits, Quantization
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -46,16 +52,16 @@ _COMPARED = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-"""What head and backbone must have in common, by mlx-lm's name."""
+"""The fields that must be equal in the configs of head and backbone, by mlx-lm's names."""
 
 _HEAD = f"{PREFIX}mtp"
 
 
 @dataclass(frozen=True)
-class Graft:
-    """A head of `source` for `target`, checked as far as headers tell. Nothing has been read or written.
+class HeadAddition:
+    """The plan to add the head of `source` to `target`, checked by headers. No tensor has been read or written.
 
-    `quantization` says of each of the head's modules how it is packed; a module not in it stays unquantized.
+    `quantization` maps the quantized modules of the head to their settings; all other modules stay unquantized.
     """
 
     target: Checkpoint
@@ -65,28 +71,29 @@ class Graft:
 
     @property
     def needed(self) -> list[str]:
-        """Stored names of the source's head."""
+        """The stored names of the source's head."""
         plan = self.source.plans["mtp"]
         return sorted({name for source in plan.values() for name in source.stored})
 
     @property
     def source_bytes(self) -> int:
+        """Bytes of the head in the source."""
         return sum(self.source.tensors[name].nbytes for name in self.needed)
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be written."""
+        """Bytes to write."""
         return sum(group.nbytes for group in self._groups(None))
 
     def write(self, source: Checkpoint, on_progress: OnProgress = lambda done, total: None) -> None:
-        """Add the head. `source` has the same tensors as the one planned with, and they lie on this machine.
+        """Add the head. `source` is the planned source, with its tensors on this machine.
 
-        Raises CheckpointError when a shape is not what config.json asks for, or the disk cannot take it.
+        Raises CheckpointError when a shape differs from config.json, or when the disk is full.
         """
         groups = self._groups(read_part(source, "mtp", self.dtype))
-        writer = writer_of(self.target.path / HEAD_FILE, groups)
+        writer = shard_writer(self.target.path / HEAD_FILE, groups)
         total, done = writer.nbytes, 0
-        check_room(self.target.path, total)
+        check_free_space(self.target.path, total)
 
         def on_bytes(count: int) -> None:
             nonlocal done
@@ -99,7 +106,7 @@ class Graft:
         self._save_index(names, total)
 
     def _groups(self, weights: dict[str, mx.array] | None) -> list[Group]:
-        """The head's tensors as they are written; without `weights` their names and shapes only."""
+        """Return the head's tensors as they are written; without `weights`, only their names and shapes."""
         model = nn.Module()
         model.mtp = MTPHead(self.target.config.text_args())
         model.set_dtype(self.dtype)
@@ -111,7 +118,7 @@ class Graft:
         if weights is not None and packed:
             _load(model, weights, self.source)
         parameters = dict(tree_flatten(model.parameters()))
-        return grouped({f"{PREFIX}{name}": weight for name, weight in parameters.items()})
+        return group_parameters({f"{PREFIX}{name}": weight for name, weight in parameters.items()})
 
     def _choose(self, path: str, module: nn.Module) -> Choice:
         return self.quantization.get(path.removeprefix("mtp."), False)
@@ -138,64 +145,68 @@ class Graft:
         save_index(path, {"total_size": total}, weight_map)
 
 
-def plan_graft(
+def plan_head_addition(
     target: Checkpoint,
     source: Checkpoint,
     bits: HeadBits | None = None,
     dtype: FloatType | None = None,
     *,
     replace: bool = False,
-) -> Graft:
-    """Check that the head of `source` fits `target`, and choose how to pack it; headers are enough for both.
+) -> HeadAddition:
+    """Check by headers that the head of `source` fits `target`, and choose its quantization and type.
 
-    Unless `bits` and `dtype` say otherwise the head becomes like the target's last attention layer. Raises UsageError
-    when there is nothing to add, CheckpointError when it does not fit, naming what differs.
+    Without `bits` and `dtype` the head gets those of the target's last attention layer. Raises UsageError when the
+    target needs no head. Raises CheckpointError, naming the difference, when the head does not fit.
     """
     _check_target(target, replace)
     if not source.mtp.complete:
         missing = source.mtp.missing[0] if source.mtp.missing else "all of it"
-        raise CheckpointError(f"{source.path}: has no complete MTP head: {missing} is missing")
+        raise CheckpointError(
+            f"{source.path}: no complete MTP head: {missing} is missing. Give a checkpoint that has its head."
+        )
     mine, theirs = target.config.text_args(), source.config.text_args()
     for name in _COMPARED:
         if getattr(mine, name) != getattr(theirs, name):
             raise CheckpointError(
                 f"the head of {source.path} does not fit {target.path}: {name} is {getattr(theirs, name)} there "
-                f"and {getattr(mine, name)} here; take it from the checkpoint this one was converted from"
+                f"and {getattr(mine, name)} here. Use the checkpoint that this one was converted from."
             )
     packed = _packed(source)
     if packed and bits is not None:
-        raise UsageError("--mtp-bits: the source's head is quantized already; leave the flag out")
+        raise UsageError(
+            "--mtp-bits: the head of the source is quantized already. Leave the flag out."
+        )
     if not packed:
         _check_shapes(source, mine)
     quantization = packed or _like_backbone(target, bits)
-    return Graft(target, source, _dtype(target, dtype), quantization)
+    return HeadAddition(target, source, _dtype(target, dtype), quantization)
 
 
 def _check_target(target: Checkpoint, replace: bool) -> None:
     if target.layout == "raw":
         raise UsageError(
-            f"{target.path}: is a raw checkpoint; mtp-coord convert makes an MLX one of it, head and all"
+            f"{target.path}: is a raw checkpoint. Convert it with mtp-coord convert, which keeps its head."
         )
     if target.mtp.present and not replace:
         state = "has an MTP head" if target.mtp.complete else "has a part of an MTP head"
-        raise UsageError(f"{target.path}: {state} already; --replace puts another in its place")
+        raise UsageError(f"{target.path}: {state} already. Use --replace to replace it.")
 
 
 def _check_shapes(source: Checkpoint, args: TextModelArgs) -> None:
     skeleton = dict(tree_flatten(MTPHead(args).parameters()))
     expected = {name: weight.shape for name, weight in skeleton.items()}
     for name, made in source.plans["mtp"].items():
-        shape = made_shape(made, source.tensors[made.stored[0]].shape)
+        shape = parameter_shape(made, source.tensors[made.stored[0]].shape)
         if shape != expected.get(name):
             raise CheckpointError(
-                f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, and the model's "
-                f"config.json asks for {expected.get(name)}"
+                f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, but config.json "
+                f"of the model requires {expected.get(name)}"
             )
 
 
-def made_shape(source: Source, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a parameter of the head, from that of the tensors it is made of."""
-    match source.how:
+def parameter_shape(source: Source, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter from the shape of the tensors it is made of."""
+    match source.transform:
         case "stack":
             return (len(source.stored), *stored)
         case "gate half" | "up half":
@@ -211,11 +222,11 @@ def _load(model: nn.Module, weights: dict[str, mx.array], source: Checkpoint) ->
         raise CheckpointError(f"{source.path}: {error}") from error
 
 
-# ---- how it is packed
+# ---- the choice of quantization
 
 
 def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Of a source whose head is quantized, how; empty for one that is not."""
+    """Return the quantization of the source's head by module; empty when the head is not quantized."""
     if source.config.quantization is None:
         return {}
     shapes = {
@@ -227,7 +238,7 @@ def _packed(source: Checkpoint) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What mlx-lm's rule looks at of a weight, from a header."""
+    """The properties of a stored weight that mlx-lm's inference of the quantization reads."""
 
     shape: tuple[int, ...]
     stored: str
@@ -238,7 +249,7 @@ class _Stored:
 
 
 def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By path, the parameters of every module of `module` that is stored with scales."""
+    """Return the quantization of every module of `module` that is stored with scales, by path."""
     return {
         path: infer_quant_config(path, leaf, stored)
         for path, leaf in module.named_modules()
@@ -247,7 +258,7 @@ def _inferred(module: nn.Module, stored: dict[str, Any]) -> dict[str, dict[str, 
 
 
 def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[str, Any]]:
-    """The head's layer as the target's last attention layer, or with `bits`; routers at 8 bits then."""
+    """Return the quantization of the target's last attention layer, or of `bits` with routers at 8 bits."""
     args = target.config.text_args()
     head = MTPHead(args)
     if bits is None:
@@ -280,7 +291,7 @@ def _twins(target: Checkpoint, head: MTPHead) -> dict[str, dict[str, Any]]:
 
 
 def _dtype(target: Checkpoint, asked: FloatType | None) -> mx.Dtype:
-    """The one asked for, or that of the target's own norms."""
+    """Return the type asked for, or the type of the target's norms."""
     if asked is not None:
         dtype: mx.Dtype = getattr(mx, asked)
         return dtype

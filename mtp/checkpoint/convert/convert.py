@@ -1,8 +1,8 @@
-"""A raw checkpoint becomes an MLX one with its MTP head, one module at a time.
+"""The conversion of a raw checkpoint to an MLX one that keeps its MTP head, one module at a time.
 
-What is written first says what is being written (`conversion.json`), what is written last makes it a checkpoint
-(`config.json`); between them come whole files only. So a conversion that was cut off goes on where it was, and
-nobody takes half of one for a model.
+`conversion.json` is written first and names the source and the settings. `config.json` is written last and makes the
+directory a checkpoint. All files between them appear complete. So an interrupted conversion resumes after its last
+complete file, and no program loads an unfinished one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp.checkpoint.convert.converted_weights import Converted, convert_weights
+from mtp.checkpoint.convert.converted_weights import ConvertedWeights, convert_weights
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
     SHARD_BYTES,
-    check_room,
+    check_free_space,
     copy_beside,
     cut_shards,
     save_config,
     shard_names,
+    shard_writer,
     write_index,
     write_shard,
-    writer_of,
 )
 from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -32,11 +32,12 @@ from proto.errors import CheckpointError, UsageError
 from proto.progress import OnProgress
 
 JOURNAL = "conversion.json"
+"""The file that describes an unfinished conversion."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a conversion did. `resumed` counts the bytes an earlier, interrupted one had written."""
+class ConversionResult:
+    """The result of a conversion. `resumed` counts the bytes that an earlier, interrupted run wrote."""
 
     path: Path
     nbytes: int
@@ -51,15 +52,15 @@ def convert(
     settings: Settings,
     on_progress: OnProgress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
-) -> Outcome:
-    """Write `source` into the directory `path` as `settings` ask.
+) -> ConversionResult:
+    """Convert `source` into the directory `path` with `settings`.
 
-    Peak memory is that of the largest module, with the tensors it is made of. Raises UsageError when `path` holds
-    something else, CheckpointError for a source that cannot be converted or a disk that cannot take it.
+    The peak memory is that of the largest module and the tensors it is made of. Raises UsageError when `path` holds
+    something else. Raises CheckpointError when the source cannot be converted or the disk is full.
     """
     if source.mtp.present and not source.mtp.complete:
         raise CheckpointError(
-            f"{source.path}: its MTP head lacks {source.mtp.missing[0]}; download the checkpoint again"
+            f"{source.path}: tensor {source.mtp.missing[0]} of the MTP head is missing. Download the checkpoint again."
         )
     weights = convert_weights(source, settings)
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
@@ -67,43 +68,43 @@ def convert(
     copy_beside(source.path, path)
     save_config(path, _config(source, weights))
     (path / JOURNAL).unlink()
-    return Outcome(path, nbytes, resumed, source.mtp.complete, dtypes)
+    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes)
 
 
 def _open(path: Path, journal: dict[str, Any]) -> None:
-    """Begin in a new or empty directory, or go on in one that the same conversion has begun."""
+    """Start in a new or empty directory, or resume in the directory of the same conversion."""
     text = json.dumps(journal, indent=2)
     found = path / JOURNAL
     if found.is_file():
         if found.read_text(encoding="utf-8") != text:
             raise UsageError(
-                f"{path}: an unfinished conversion of another checkpoint, or with other flags, lies there; repeat "
-                "that one, or remove the directory"
+                f"{path}: holds an unfinished conversion of another checkpoint or with other flags. Repeat that "
+                "conversion, or remove the directory."
             )
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path}: exists already; name a new directory")
+        raise UsageError(f"{path}: exists already. Give a new directory.")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be made: {error.strerror or error}") from error
+        raise UsageError(f"{path}: cannot be created: {error.strerror or error}") from error
     replace_text(found, text)
 
 
 def _write(
-    path: Path, weights: Converted, on_progress: OnProgress, shard_bytes: int
+    path: Path, weights: ConvertedWeights, on_progress: OnProgress, shard_bytes: int
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Write the files that are not there yet, and the index. Returns bytes that were there, bytes in all, and types."""
+    """Write the missing files and the index. Returns the resumed bytes, the total bytes and the types."""
     shards = cut_shards(weights.backbone, shard_bytes)
     files = dict(zip(shard_names(len(shards)), shards, strict=True))
     if weights.head:
         files[HEAD_FILE] = weights.head
-    writers = {name: writer_of(path / name, groups) for name, groups in files.items()}
+    writers = {name: shard_writer(path / name, groups) for name, groups in files.items()}
     dtypes = {entry.dtype for writer in writers.values() for entry in writer.entries}
     total = sum(writer.nbytes for writer in writers.values())
     finished = {name for name, writer in writers.items() if writer.is_finished()}
     resumed = done = sum(writers[name].nbytes for name in finished)
-    check_room(path, total - done)
+    check_free_space(path, total - done)
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -111,7 +112,7 @@ def _write(
         on_progress(done, total)
 
     on_progress(done, total)
-    weights.backbone, weights.head = [], []  # what is written is not to be kept
+    weights.backbone, weights.head = [], []  # release each group after it is written
     for name, groups in files.items():
         if name not in finished:
             write_shard(writers[name], groups, on_bytes)
@@ -119,8 +120,8 @@ def _write(
     return resumed, total, tuple(sorted(dtypes))
 
 
-def _config(source: Checkpoint, weights: Converted) -> dict[str, Any]:
-    """The source's config.json, without the part for images, and true about the head and the quantization."""
+def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
+    """Return the source's config.json without the vision part, updated for the head and the quantization."""
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     for key in ("_name_or_path", "vision_config", "quantization_config"):
         config.pop(key, None)

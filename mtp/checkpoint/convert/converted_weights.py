@@ -1,7 +1,7 @@
-"""A checkpoint's weights as an MLX checkpoint stores them: named, cast and quantized, and not yet read.
+"""The weights of a checkpoint as an MLX checkpoint stores them: named, cast and quantized, but lazy.
 
-The modules are mlx-lm's own, so what they are called and which of them can be quantized is not decided here. Their
-weights are lazy: shapes and types are known at once, a tensor is read and packed when it is evaluated, and only then.
+The modules are mlx-lm's own, so mlx-lm decides their names and which of them can be quantized. Shapes and types of the
+lazy weights are known at once. Evaluating a weight reads its tensor and packs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 
 PREFIX = "language_model."
-"""Before every name, as mlx-lm writes it; the head's are `language_model.mtp.…`."""
+"""The prefix of every name, as mlx-lm writes it. The names of the head begin with `language_model.mtp.`."""
 
 SAFETENSORS: dict[mx.Dtype, str] = {
     **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
@@ -43,42 +43,43 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 @dataclass
 class Group:
-    """One module's tensors: a quantized weight comes with its scales, and all are made in one go."""
+    """The tensors of one module. A quantized weight and its scales are computed together."""
 
     entries: list[Entry]
     arrays: list[mx.array]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors of the group."""
         return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass
-class Converted:
-    """`backbone` and `head` in the order they are written; `quantization` is config.json's, None for none."""
+class ConvertedWeights:
+    """The groups of `backbone` and `head` in writing order, and the `quantization` object of config.json or None."""
 
     backbone: list[Group]
     head: list[Group]
     quantization: dict[str, Any] | None
 
 
-def convert_weights(checkpoint: Checkpoint, settings: Settings) -> Converted:
-    """All that the MLX checkpoint of `checkpoint` will hold. The head is left out where it is not complete.
+def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
+    """Return the weights of the MLX checkpoint, without the head if the head is not complete.
 
-    Raises CheckpointError when tensors are missing or of the wrong shape, and for a source that is quantized.
+    Raises CheckpointError when tensors are missing or have a wrong shape, and when the source is quantized.
     """
     config = checkpoint.config
     if config.quantization is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: is quantized already; convert from the checkpoint as Qwen publishes it"
+            f"{checkpoint.path}: is quantized already. Convert from the checkpoint that Qwen publishes."
         )
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {checkpoint.unknown[0]} belongs to no part of this model "
-            f"({len(checkpoint.unknown)} such): config.json is of another checkpoint; download both again"
+            f"({len(checkpoint.unknown)} in total): config.json may belong to another checkpoint. Download both again."
         )
     if missing := missing_from_backbone(checkpoint):
-        raise checkpoint.lacks(missing)
+        raise checkpoint.missing_tensors_error(missing)
     with_head = checkpoint.mtp.complete
     model = nn.Module()
     model.language_model = TextModel(config.text_args())
@@ -89,11 +90,11 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> Converted:
     parameters = dict(tree_flatten(model.parameters()))
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{PREFIX}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
-    return Converted(grouped(backbone), grouped(head), found)
+    return ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
 
 
 def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> None:
-    """Put the checkpoint's lazy weights in place of the modules' own, which were never computed."""
+    """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint."""
     weights: list[tuple[str, mx.array]] = []
     for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
@@ -112,8 +113,8 @@ def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_hea
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
-def grouped(parameters: dict[str, mx.array]) -> list[Group]:
-    """Parameters by the module they belong to, in their own order."""
+def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
+    """Return the parameters group_parameters by module, in their order."""
     groups = []
     for _, members in groupby(parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
         tensors = list(members)
@@ -122,13 +123,13 @@ def grouped(parameters: dict[str, mx.array]) -> list[Group]:
     return groups
 
 
-# ---- what is quantized, and how
+# ---- the choice of quantization
 
 
 def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
-    """Quantize in place, lazily. Returns what config.json says of it: the default, and what differs from it by path.
+    """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
-    Head and backbone are asked about alike, a module of the head as if it were the same of layer 0.
+    The same predicate decides for backbone and head; a module of the head counts as the same module of layer 0.
     """
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
@@ -163,12 +164,12 @@ def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
 
 
 def _predicate(model: TextModel, settings: Settings) -> Predicate:
-    """mlx-lm's own choice by module, or that of one of its recipes; routers stay at 8 bits under every recipe."""
+    """Return mlx-lm's predicate, or that of one of its recipes; routers stay at 8 bits under every recipe."""
     routers = _routers(model)
     if settings.recipe is None:
         return routers
     assert settings.quantization is not None
-    # Annotated upstream with a third argument that nothing passes.
+    # The annotation in mlx-lm has a third argument that no caller passes.
     recipe = cast(
         Predicate,
         mixed_quant_predicate_builder(settings.recipe, model, settings.quantization.group_size),

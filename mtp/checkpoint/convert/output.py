@@ -1,4 +1,4 @@
-"""The directory a converted checkpoint is written into: its shards, its index, and what lies beside them."""
+"""The output directory of a conversion: its shards, its index, and the small files of the source."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from proto.errors import CheckpointError
 from proto.terminal.size import format_size
 
 SHARD_BYTES = 2 * 1024**3
-"""Of a finished file, about: as much as an interrupted conversion may have to do again."""
+"""Bytes. Approximate size of a shard, and the most that an interrupted conversion does again."""
 
 HEAD_FILE = "mtp.safetensors"
-"""The head's own file. mlx-lm reads `model*.safetensors`, and its releases up to 0.31.3 take an `mtp.` tensor in
-there for a sign that norms are raw: they would shift the backbone's a second time, and write nonsense.
+"""The file of the MTP head. mlx-lm reads `model*.safetensors` only.
+
+In these files, mlx-lm up to 0.31.3 treats an `mtp.` tensor as a sign of raw norms. It would shift the norms of the
+backbone a second time, and the output would be wrong.
 """
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_BESIDE = ("config.json", INDEX, "*preprocessor_config.json")
-"""What a tokenizer is made of is copied; what describes weights is written anew, and images are not read."""
+"""The files that are copied: those of the tokenizer, not those that describe weights or images."""
 
 
 def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
-    """Files of about `limit` bytes, each a run of whole groups."""
+    """Split `groups` into shards of about `limit` bytes; a group is never split."""
     shards: list[list[Group]] = []
     size = limit
     for group in groups:
@@ -44,18 +46,19 @@ def cut_shards(groups: Sequence[Group], limit: int) -> list[list[Group]]:
 
 
 def shard_names(count: int) -> list[str]:
-    """As mlx-lm and transformers name them."""
+    """Return the names of `count` shards, as mlx-lm and transformers name them."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def writer_of(path: Path, groups: Sequence[Group]) -> ShardWriter:
+def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
+    """Return the writer of a file with the tensors of `groups`."""
     return ShardWriter(path, [entry for group in groups for entry in group.entries])
 
 
 def write_shard(writer: ShardWriter, groups: list[Group], on_bytes: Callable[[int], None]) -> None:
-    """Make and write group after group, and let each go; `groups` is empty afterwards."""
+    """Compute, write and release group after group; `groups` is empty afterwards."""
     with writer:
         writer.rewind(0)
         groups.reverse()
@@ -66,7 +69,7 @@ def write_shard(writer: ShardWriter, groups: list[Group], on_bytes: Callable[[in
 
 
 def _write_group(writer: ShardWriter, group: Group) -> int:
-    """Returns its bytes. When it does, nothing refers to the group's arrays any more."""
+    """Write one group and return its bytes. Afterwards nothing refers to the arrays of the group."""
     mx.eval(group.arrays)
     for array in group.arrays:
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
@@ -74,30 +77,31 @@ def _write_group(writer: ShardWriter, group: Group) -> int:
     return group.nbytes
 
 
-def check_room(path: Path, needed: int) -> None:
+def check_free_space(path: Path, needed: int) -> None:
     """Raise CheckpointError unless the disk under `path` has `needed` bytes left."""
     free = shutil.disk_usage(path).free
     if needed > free:
         raise CheckpointError(
-            f"{path}: {format_size(needed)} are to be written, and the disk has {format_size(free)} left",
+            f"{path}: {format_size(needed)} are needed, and the disk has {format_size(free)} left. Free some space.",
             public="a disk is full",
         )
 
 
 def write_index(path: Path, shards: dict[str, ShardWriter]) -> None:
-    """Which tensor lies in which file."""
+    """Write the index that maps each tensor to its file."""
     weight_map = {entry.name: file for file, writer in shards.items() for entry in writer.entries}
     total = sum(writer.nbytes for writer in shards.values())
     save_index(path, {"total_size": total}, weight_map)
 
 
 def save_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
+    """Write the index `weight_map`, from tensor name to file name, into the directory `path`."""
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     replace_text(path / INDEX, json.dumps(index, indent=2))
 
 
 def save_config(path: Path, config: dict[str, Any]) -> None:
-    """With its keys sorted, as mlx-lm writes it."""
+    """Write config.json with sorted keys, as mlx-lm writes it."""
     replace_text(path / "config.json", json.dumps(dict(sorted(config.items())), indent=2))
 
 

@@ -1,4 +1,4 @@
-"""What a conversion does to the weights: the flags of mlx-lm's own converter, and the head's beside them."""
+"""The settings of a conversion: the flags of mlx-lm's own converter, and those of the head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _USUAL: dict[Mode, tuple[int, int]] = {
     "nvfp4": (16, 4),
     "mxfp8": (32, 8),
 }
-"""Group size and bits of each mode where nobody asks for others; those of all but affine are fixed."""
+"""Default group size and bits of each mode. Only affine allows other values."""
 
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 _AFFINE_GROUPS = (32, 64, 128)
@@ -26,9 +26,9 @@ _AFFINE_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a module's weight is packed: `bits` each, one scale a group of `group_size`.
+    """The quantization of a module: `bits` per weight, one scale per group of `group_size` weights.
 
-    Raises UsageError for what MLX has no kernels for.
+    The constructor raises UsageError for values that MLX has no kernels for.
     """
 
     bits: int
@@ -38,33 +38,36 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.mode == "affine":
             if self.bits not in _AFFINE_BITS:
-                raise UsageError(f"{self.bits} bits: choose one of {_listed(_AFFINE_BITS)}")
+                raise UsageError(
+                    f"{self.bits} bits are not supported. Choose one of {_listed(_AFFINE_BITS)}."
+                )
             if self.group_size not in _AFFINE_GROUPS:
                 raise UsageError(
-                    f"groups of {self.group_size}: choose one of {_listed(_AFFINE_GROUPS)}"
+                    f"groups of {self.group_size} are not supported. Choose one of {_listed(_AFFINE_GROUPS)}."
                 )
         elif (self.group_size, self.bits) != _USUAL[self.mode]:
             group_size, bits = _USUAL[self.mode]
             raise UsageError(
-                f"{self.mode} is {bits} bits in groups of {group_size}; leave out --q-bits and --q-group-size"
+                f"{self.mode} has {bits} bits in groups of {group_size}. Leave out --q-bits and --q-group-size."
             )
 
     @classmethod
     def of(cls, bits: int | None, group_size: int | None, mode: Mode = "affine") -> Quantization:
-        """With the mode's usual values for what is None."""
+        """Return a quantization with the default values of `mode` in place of None."""
         usual_group, usual_bits = _USUAL[mode]
         return cls(bits or usual_bits, group_size or usual_group, mode)
 
     def to_json(self) -> dict[str, int | str]:
-        """As config.json has it."""
+        """Return the object that config.json holds."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`quantization` None leaves the backbone as it is; `dtype` None keeps each tensor's own type.
+    """The settings of a conversion.
 
-    The head follows the backbone where `head_bits` and `head_dtype` are None.
+    With `quantization` None the backbone is not quantized. With `dtype` None each tensor keeps its own type. With
+    `head_bits` and `head_dtype` None the head has the settings of the backbone.
     """
 
     quantization: Quantization | None = None
@@ -76,12 +79,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.recipe and (self.quantization is None or self.quantization.mode != "affine"):
             raise UsageError(
-                f"--quant-predicate {self.recipe} needs --quantize, and --q-mode affine"
+                f"--quant-predicate {self.recipe} needs --quantize and --q-mode affine"
             )
 
     @property
     def head_quantization(self) -> Quantization | None:
-        """Of the head's layer where a recipe does not say otherwise; None leaves it unquantized."""
+        """The quantization of the head's layer, unless a recipe overrides it; None leaves the layer unquantized."""
         if self.head_bits is None:
             return self.quantization
         if self.head_bits == "none":

@@ -1,4 +1,4 @@
-"""An opened checkpoint: what it holds, known from config.json and the headers alone."""
+"""The contents of a checkpoint, read from config.json and the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mtp.checkpoint.format.header import Header, TensorInfo, read_header
 from mtp.checkpoint.format.names import (
     Layout,
     Source,
-    few,
     fused_name,
     is_head,
+    join_names,
     local_name,
     module_path,
     mtp_parameters,
@@ -30,7 +30,7 @@ from proto.errors import CheckpointError
 from proto.span import Span
 
 INDEX = "model.safetensors.index.json"
-"""Says which file each tensor of a sharded checkpoint is in."""
+"""The file that maps each tensor of a sharded checkpoint to its file."""
 
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
@@ -38,7 +38,7 @@ _SAMPLED_BYTES = 64
 
 @dataclass(frozen=True)
 class MtpStatus:
-    """Whether config.json announces an MTP head, and which of its tensors (local names) are not there."""
+    """The state of the MTP head: announced by config.json, present, and the local names of its missing tensors."""
 
     announced: bool
     present: bool
@@ -46,15 +46,16 @@ class MtpStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether a head can be loaded."""
+        """True when the head can be loaded."""
         return self.present and not self.missing
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`tensors` by stored name; `plans` by part: each parameter's name and how it is made of them.
+    """An opened checkpoint: its config, its tensors by stored name, and its plans by part.
 
-    `unknown` are stored names that belong to no part of this model; the vision part's are not among them.
+    A plan maps each parameter's name to its Source. `unknown` are the stored names that belong to no part of this
+    model; the names of the vision part are not included.
     """
 
     path: Path
@@ -66,19 +67,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read config.json and the headers of the safetensors files; no tensor is read.
+        """Read config.json and the headers of the safetensors files, but no tensor.
 
-        Raises CheckpointError for whatever is missing, truncated or contradictory, naming the file.
+        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory.
         """
         config = ModelConfig.load(path)
         headers = _read_headers(path)
-        return cls.assemble(path, config, layout_of(path, headers), merge_headers(headers))
+        return cls.assemble(path, config, detect_layout(path, headers), merge_headers(headers))
 
     @classmethod
     def assemble(
         cls, path: Path, config: ModelConfig, layout: Layout, tensors: dict[str, TensorInfo]
     ) -> Checkpoint:
-        """From tensors whose whereabouts are known. Raises CheckpointError when two would be one parameter."""
+        """Build a checkpoint from tensors whose places are known.
+
+        Raises CheckpointError when two tensors would become the same parameter.
+        """
         pairs: dict[str, list[tuple[str, str]]] = {
             part: [] for part in part_names(config.num_layers)
         }
@@ -100,7 +104,7 @@ class Checkpoint:
 
     @cached_property
     def mtp(self) -> MtpStatus:
-        """What there is of the MTP head. An unfinished stack of experts counts as missing, by its experts."""
+        """The state of the MTP head. The missing experts of an incomplete stack are listed one by one."""
         plan = self.plans["mtp"]
         missing = [
             module_path("mtp", name)
@@ -111,44 +115,46 @@ class Checkpoint:
         return MtpStatus(self.config.mtp_layers > 0, bool(plan), tuple(missing))
 
     def missing_sources(self, part: str) -> tuple[str, ...]:
-        """Stored names a part's plan needs and the checkpoint lacks."""
+        """Return the stored names that the plan of `part` needs and the checkpoint lacks."""
         needed = (name for source in self.plans[part].values() for name in source.stored)
         return tuple(name for name in needed if name not in self.tensors)
 
     def stored_name(self, local: str) -> str:
-        """What this checkpoint would call a tensor it lacks, going by the names of those it has."""
+        """Return the name under which this checkpoint would store the missing tensor `local`."""
         known = next((n for n in self.tensors if (local_name(n) or "").startswith("layers.")), "")
         prefix = known.removesuffix(local_name(known) or "")
         if local.startswith(("mtp.", "lm_head.")):
             prefix = "language_model." if prefix == "language_model.model." else ""
         return prefix + (fused_name(local) if self.layout == "raw" else local)
 
-    def lacks(self, missing: Sequence[str]) -> CheckpointError:
-        """The error that says that tensors are not there, by their stored names."""
+    def missing_tensors_error(self, missing: Sequence[str]) -> CheckpointError:
+        """Return the error for missing tensors, given their stored names."""
         index, files = self.path / INDEX, {info.file for info in self.tensors.values()}
         place = index if index.exists() else files.pop() if len(files) == 1 else self.path
-        what = f"tensors {few(missing)} are" if len(missing) > 1 else f"tensor {missing[0]} is"
+        what = (
+            f"tensors {join_names(missing)} are" if len(missing) > 1 else f"tensor {missing[0]} is"
+        )
         return CheckpointError(
-            f"{place}: {what} missing; download the checkpoint again, or convert it again"
+            f"{place}: {what} missing. Download the checkpoint again, or convert it again."
         )
 
     def part_bytes(self) -> dict[str, int]:
-        """Bytes on disk by part: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
+        """Return the bytes on disk of each part: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
         return {
             part: sum(self.tensors[n].nbytes for n in self._stored(part) if n in self.tensors)
             for part in self.plans
         }
 
     def _stored(self, part: str) -> set[str]:
-        """Stored names a part is made of; both halves of a fused tensor name it, so a set."""
+        """Return the stored names that a part is made of; a set, since both halves of a fused tensor share its name."""
         return {name for source in self.plans[part].values() for name in source.stored}
 
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True
     ) -> tuple[str, ...]:
-        """The parts a stage holds: what a loader reads is what a planner counts.
+        """Return the parts that a stage holds. The loader reads these parts and the planner counts their bytes.
 
-        Raises SpanError when the model has no such layers.
+        Raises SpanError when `span` exceeds the model.
         """
         span.check_within(self.config.num_layers)
         head = last and with_head and self.mtp.complete
@@ -159,11 +165,11 @@ class Checkpoint:
         return (*(("embed",) if embed else ()), *layers, *(ends if last else ()))
 
     def fingerprint(self) -> str:
-        """Hex digest that two copies of the same weights share, however they are cut into files.
+        """Return a hex digest that is equal for two copies of the same weights, however they are split into files.
 
-        Covers the fields that decide the computation, every tensor's name, dtype and shape, and the first and
-        last 64 bytes of up to 1,024 tensors spread over the sorted names: cheap, and different weights
-        of one shape differ. It guards against mix-ups, not against someone who forges it.
+        The digest covers the config fields that decide the computation, and every tensor's name, dtype and shape. It
+        also covers the first and last 64 bytes of up to 1,024 tensors, spread over the sorted names. So it is cheap,
+        and different weights of the same shape differ. It detects mistakes, not forgery.
         """
         digest = hashlib.sha256()
         config = [
@@ -194,28 +200,30 @@ class Checkpoint:
 
 
 def _read_headers(path: Path) -> dict[Path, Header]:
-    """Headers of the files the index names, or of all safetensors files when there is no index.
+    """Read the headers of the files in the index, or of all safetensors files when there is no index.
 
-    Where those have no `mtp.*` tensors, a file the index does not name may bring them: a head put beside a
-    finished checkpoint, whose index nobody rewrote.
+    If these files have no `mtp.*` tensors, the tensors may come from a file outside the index: a head that was added
+    to a finished checkpoint without an update of the index.
     """
     found = sorted(path.glob("*.safetensors"))
     index = path / INDEX
     if not index.exists():
         if not found:
-            raise CheckpointError(f"{path}: no *.safetensors files; download the checkpoint again")
+            raise CheckpointError(f"{path}: no *.safetensors files. Download the checkpoint again.")
         return {file: read_header(file) for file in found}
-    weight_map = weight_map_of(index)
+    weight_map = read_weight_map(index)
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (path / name).exists():
             raise CheckpointError(
-                f"{path}: {name} is missing, and {INDEX} needs it: download it again"
+                f"{path}: {name} is missing, and {INDEX} needs it. Download it again."
             )
         headers[path / name] = read_header(path / name)
     for tensor, name in weight_map.items():
         if tensor not in headers[path / name].tensors:
-            raise CheckpointError(f"{path / name}: has no tensor {tensor}, though {INDEX} says so")
+            raise CheckpointError(
+                f"{path / name}: has no tensor {tensor}, which {INDEX} expects there. Download both again."
+            )
     drop_replaced(headers, weight_map)
     if not any(is_head(name) for header in headers.values() for name in header.tensors):
         for file in found:
@@ -227,9 +235,10 @@ def _read_headers(path: Path) -> dict[Path, Header]:
 
 
 def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> None:
-    """A tensor counts where the index says it is, and a head it names is the only one.
+    """Remove from `headers` the tensors that the index replaces.
 
-    So one that was replaced may stay in its file: nobody rewrites gigabytes to be rid of it.
+    A tensor counts only in the file that the index names for it, and a head in the index excludes any other head.
+    So a replaced tensor can stay in its file, and replacing it does not rewrite gigabytes.
     """
     head_named = any(is_head(name) for name in weight_map)
     for file, header in headers.items():
@@ -239,37 +248,42 @@ def drop_replaced(headers: dict[Path, Header], weight_map: dict[str, str]) -> No
                 del header.tensors[name]
 
 
-def weight_map_of(index: Path) -> dict[str, str]:
-    """Which file each tensor is in, by an index. Raises CheckpointError when it makes no sense."""
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor, read from `index`. Raises CheckpointError when the index is invalid."""
     try:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: cannot be read: {error!r:.120}") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is not an object with entries")
+        raise CheckpointError(
+            f"{index}: weight_map is not an object with entries. Download it again."
+        )
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r:.120} is not the name of a file beside it")
+            raise CheckpointError(
+                f"{index}: {name!r:.120} is not the name of a file in the same directory."
+            )
     return weight_map
 
 
 def merge_headers(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
-    """All files' tensors by name. Raises CheckpointError for one that is in two of them."""
+    """Return the tensors of all files by name. Raises CheckpointError for a tensor in two files."""
     tensors: dict[str, TensorInfo] = {}
     for header in headers.values():
         for name, info in header.tensors.items():
             if (other := tensors.setdefault(name, info)) is not info:
                 raise CheckpointError(
-                    f"{other.file}: tensor {name} is in {info.file.name} as well; remove the stale file"
+                    f"{other.file}: tensor {name} is in {info.file.name} as well. Remove the stale file."
                 )
     return tensors
 
 
-def layout_of(path: Path, headers: dict[Path, Header]) -> Layout:
-    """One decision for the whole checkpoint, so that a stage without GDN layers is right too.
+def detect_layout(path: Path, headers: dict[Path, Header]) -> Layout:
+    """Return the layout of the whole checkpoint, so that it is right for a stage without GDN layers too.
 
-    A convolution is `[C, 1, K]` raw and `[C, K, 1]` for mlx. Where no header has one (or K is 1), files
-    say `format` `pt` or `mlx`, as transformers and mlx write it.
+    The shape of a convolution is `[C, 1, K]` in raw and `[C, K, 1]` in mlx layout. When no header has a convolution
+    (or K is 1), the metadata decides: `format` is `pt` when transformers wrote the file and `mlx` when mlx did.
+    Raises CheckpointError when the files contradict each other or do not tell the layout.
     """
     votes: dict[Layout, str] = {}
     for header in headers.values():
@@ -285,11 +299,12 @@ def layout_of(path: Path, headers: dict[Path, Header]) -> Layout:
                 votes[layout] = f"the metadata of {file.name}"
     if len(votes) > 1:
         raise CheckpointError(
-            f"{path}: raw and converted files are mixed: {votes['raw']} is raw, {votes['mlx']} is converted"
+            f"{path}: raw and converted files are mixed: {votes['raw']} is raw, {votes['mlx']} is converted. "
+            "Remove the files of one of them."
         )
     if not votes:
         raise CheckpointError(
-            f"{path}: cannot tell a raw checkpoint from a converted one: no conv1d tensor, no format "
-            "metadata"
+            f"{path}: the layout is unknown: the files have neither a conv1d tensor nor format metadata. "
+            "Download the checkpoint again, or convert it again."
         )
     return next(iter(votes))

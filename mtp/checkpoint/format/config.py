@@ -1,4 +1,4 @@
-"""The model a checkpoint describes: its config.json, checked once and read from here afterwards."""
+"""The config.json of a checkpoint as checked fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LayerKind = Literal["gdn", "attention"]
 
 SUPPORTED = ("qwen3_5", "qwen3_5_moe")
 _TEXT_ONLY = {f"{name}_text": name for name in SUPPORTED}
-"""What transformers calls a checkpoint saved without its vision part."""
+"""The model types of checkpoints that transformers saved without the vision part."""
 
 _LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "attention"}
 
@@ -25,8 +25,8 @@ _LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention
 class ModelConfig:
     """The fields of config.json that decide a stage's modules, memory and stop tokens.
 
-    `text_config` is the raw dict the fields were read from (`text_config` of config.json, or its top
-    level), and `quantization` the raw dict of mlx-lm's own quantization, None when there is none.
+    `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level.
+    `quantization` is the raw dict of mlx-lm's own quantization, None when there is none.
     """
 
     model_type: str
@@ -51,14 +51,14 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Read `path/config.json`, and the stop tokens of generation_config.json beside it.
+        """Read `path/config.json`, and the stop tokens of generation_config.json in the same directory.
 
-        Raises CheckpointError for a missing directory or file, invalid JSON, another architecture, or
-        a field that is missing or that this version cannot honour.
+        Raises CheckpointError for a missing directory or file, invalid JSON, another architecture, or a missing or
+        unsupported field.
         """
         if not path.is_dir():
             raise CheckpointError(
-                f"{path}: no such directory; name a directory with config.json and *.safetensors"
+                f"{path}: no such directory. Give a directory with config.json and *.safetensors."
             )
         file = path / "config.json"
         config = read_json_object(file)
@@ -68,32 +68,35 @@ class ModelConfig:
     def parse(
         cls, file: Path, config: dict[str, Any], eos_token_ids: tuple[int, ...] = ()
     ) -> ModelConfig:
-        """From the object of a config.json, which `file` names in errors. Raises CheckpointError as `load` does."""
+        """Check the object of a config.json; errors name it as `file`.
+
+        Raises CheckpointError for another architecture, or a missing or unsupported field.
+        """
         return _Reader(file, config, _text(file, config)).read(eos_token_ids)
 
     def text_args(self) -> TextModelArgs:
-        """mlx-lm's arguments for the same model; a fresh copy, since they edit what they are given."""
+        """Return mlx-lm's arguments for the same model, built from a copy, since mlx-lm modifies its input."""
         args: TextModelArgs = TextModelArgs.from_dict(copy.deepcopy(self.text_config))
         args.tie_word_embeddings = self.tie_word_embeddings
         return args
 
     @property
     def gdn_conv_dim(self) -> int:
-        """Channels of a GDN layer's convolution: q, k and v side by side."""
+        """Channels of the convolution of a GDN layer: those of q, k and v."""
         return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values one attention layer keeps a token; `itemsize` bytes an element."""
+        """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
         return 2 * self.num_kv_heads * self.head_dim * itemsize
 
     def gdn_bytes_per_sequence(self, itemsize: int) -> int:
-        """Bytes one GDN layer keeps a sequence: convolution state, and recurrent state in fp32."""
+        """Return the bytes per sequence in one GDN layer: the convolution state, and the recurrent state in fp32."""
         conv = (self.gdn_kernel - 1) * self.gdn_conv_dim * itemsize
         return conv + 4 * self.gdn_value_heads * self.gdn_value_dim * self.gdn_key_dim
 
 
 class _Reader:
-    """Reads fields with errors that name the file and the field."""
+    """A reader of fields whose errors name the file and the field."""
 
     def __init__(self, file: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
         self.file = file
@@ -101,6 +104,7 @@ class _Reader:
         self.text = text
 
     def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+        """Read and check every field. Raises CheckpointError."""
         model_type = self._model_type()
         self._check_rope()
         layers = self._positive("num_hidden_layers")
@@ -144,7 +148,7 @@ class _Reader:
         value = self.text.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             found = "is missing" if value is None else f"is {value!r:.60}"
-            raise self._error(f"{name} {found}; a positive integer is needed")
+            raise self._error(f"{name} {found}. It must be a positive integer.")
         return value
 
     def _count(self, name: str) -> int:
@@ -155,8 +159,8 @@ class _Reader:
         model_type = _TEXT_ONLY.get(found, found) if isinstance(found, str) else None
         if model_type not in SUPPORTED:
             raise self._error(
-                f"model_type {found!r:.60} is not supported; Qwen3.5 and Qwen3.6 checkpoints are "
-                f"({' and '.join(SUPPORTED)})"
+                f"model_type {found!r:.60} is not supported. Use a Qwen3.5 or Qwen3.6 checkpoint "
+                f"({' or '.join(SUPPORTED)})."
             )
         return model_type
 
@@ -170,13 +174,13 @@ class _Reader:
         )
 
     def _check_rope(self) -> None:
-        """mlx-lm would go on with its default base, silently: the text would be nonsense."""
+        """Raise unless the config has a RoPE base: mlx-lm would use a default base, and the output would be wrong."""
         rope = self.text.get("rope_parameters")
         if not isinstance(rope, dict) or "rope_theta" not in rope:
-            raise self._error("rope_parameters has no rope_theta")
+            raise self._error("rope_parameters has no rope_theta. Download config.json again.")
 
     def _layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
-        """mlx-lm derives the kinds from the interval alone, so layer_types has to say the same."""
+        """Return the kind of each layer. mlx-lm derives the kinds from the interval, so layer_types must agree."""
         interval = self._count("full_attention_interval") or 4
         kinds: list[LayerKind] = [
             "gdn" if (layer + 1) % interval else "attention" for layer in range(layers)
@@ -185,33 +189,34 @@ class _Reader:
         if types is not None and types != [_type_of(kind) for kind in kinds]:
             raise self._error(
                 f"layer_types is not linear attention with full attention every {interval}th of "
-                f"{layers} layers; mlx-lm cannot build another pattern. Download config.json "
-                "again, if full_attention_interval was left out or num_hidden_layers edited"
+                f"{layers} layers, and mlx-lm supports no other pattern. Download config.json again: "
+                "full_attention_interval may be missing, or num_hidden_layers edited."
             )
         return tuple(kinds)
 
     def _tied(self) -> bool:
         tied = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
         if not isinstance(tied, bool):
-            raise self._error(f"tie_word_embeddings is {tied!r:.60}; true or false is needed")
+            raise self._error(f"tie_word_embeddings is {tied!r:.60}. It must be true or false.")
         return tied
 
     def _mtp_layers(self) -> int:
         layers = self._count("mtp_num_hidden_layers")
         if layers > 1:
             raise self._error(
-                f"mtp_num_hidden_layers is {layers}; heads of one layer are supported, 0 goes on without"
+                f"mtp_num_hidden_layers is {layers}, and only heads of one layer are supported. Set it to 0 to use the "
+                "model without its head."
             )
         if layers and self.text.get("mtp_use_dedicated_embeddings"):
             raise self._error(
-                "mtp_use_dedicated_embeddings is true; an MTP head with its own embeddings is not "
-                "supported. Set mtp_num_hidden_layers to 0 to go on without the head"
+                "mtp_use_dedicated_embeddings is true, and a head with its own embeddings is not supported. "
+                "Set mtp_num_hidden_layers to 0 to use the model without its head."
             )
         return layers
 
     def _quantization(self) -> dict[str, Any] | None:
         if self.config.get("quantize_activations"):
-            raise self._error("quantize_activations is not supported; convert without it")
+            raise self._error("quantize_activations is not supported. Convert without it.")
         found = self.config.get("quantization")
         if found is None:
             foreign = self.config.get("quantization_config", self.text.get("quantization_config"))
@@ -220,8 +225,8 @@ class _Reader:
             method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
             if method is not None:
                 raise self._error(
-                    f"quantized by {method!r:.60}, which is not supported; take the unquantized "
-                    "checkpoint, or one quantized with mlx_lm.convert"
+                    f"quantized by {method!r:.60}, which is not supported. Use the unquantized "
+                    "checkpoint, or one quantized with mlx_lm.convert."
                 )
             found = foreign
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
@@ -241,7 +246,7 @@ def _text(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Stop tokens; generation_config.json comes first, as in mlx-lm."""
+    """Return the stop tokens; generation_config.json has precedence, as in mlx-lm."""
     text = _text(path / "config.json", config)
     generation = path / "generation_config.json"
     sources = [read_json_object(generation)] if generation.exists() else []

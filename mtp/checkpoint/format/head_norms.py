@@ -1,9 +1,9 @@
-"""Whether an MTP head's norms are what they should be, as far as a look at them tells.
+"""A plausibility check of the norms of an MTP head.
 
-Published conversions got them wrong both ways: a raw head beside a converted model, whose offsets from 1 are taken for
-weights, and weights that had 1 added twice. No tensor says by itself which it is (MTP_HEAD.md has the means), but the
-head's layer is a layer like the model's own: its norms lie near those of the last attention layer, or 1 off. Only a
-trial of the head is proof; `with_other_norms` is for that.
+Published conversions have two faults. In the first, a raw head lies beside a converted model, and its offsets from 1
+are used as weights. In the second, 1 was added to the weights twice. No single tensor shows which case it is
+(MTP_HEAD.md has the means). But the layer of the head resembles the layers of the model: its norms are close to those
+of the last attention layer, or differ by 1. Only a trial of the head is a proof; `with_other_norms` serves for it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import mlx.core as mx
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.lazy_weights import read_part
-from mtp.checkpoint.format.names import How, is_shifted_norm
+from mtp.checkpoint.format.names import Transform, is_shifted_norm
 
 Norms = Literal["as they should be", "not shifted", "shifted twice"]
 
 _OFF = 0.6
-"""Means differ by 1 where a shift is missing or doubled; between a right head and its model, by .3."""
+"""Difference of the means above which a shift is missing or doubled. A fault gives 1, a correct head up to .3."""
 
 
 def head_norms(checkpoint: Checkpoint) -> Norms:
-    """What the head's norms look like, of a checkpoint whose head is complete. Reads a few vectors."""
+    """Return the verdict on the norms of a complete head. Reads a few vectors."""
     head = _norm_means(checkpoint, "mtp", "layers.0.")
     kinds = checkpoint.config.layer_kinds
     attention = [layer for layer, kind in enumerate(kinds) if kind == "attention"]
@@ -39,7 +39,7 @@ def head_norms(checkpoint: Checkpoint) -> Norms:
 
 
 def with_other_norms(checkpoint: Checkpoint) -> dict[Norms, Checkpoint]:
-    """The same checkpoint read as if its head's norms were wrong, by the fault that each reading makes good."""
+    """Return the checkpoint with the head's norms read in another way, by the fault that this reading corrects."""
     if checkpoint.layout == "raw":
         return {"shifted twice": _with_norms(checkpoint, "as stored")}
     return {
@@ -48,16 +48,16 @@ def with_other_norms(checkpoint: Checkpoint) -> dict[Norms, Checkpoint]:
     }
 
 
-def _with_norms(checkpoint: Checkpoint, how: How) -> Checkpoint:
+def _with_norms(checkpoint: Checkpoint, transform: Transform) -> Checkpoint:
     head = {
-        name: replace(source, how=how) if is_shifted_norm("mtp", name) else source
+        name: replace(source, transform=transform) if is_shifted_norm("mtp", name) else source
         for name, source in checkpoint.plans["mtp"].items()
     }
     return replace(checkpoint, plans={**checkpoint.plans, "mtp": head})
 
 
 def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, float]:
-    """Mean of each norm of a layer, as it is used, by its name within the layer."""
+    """Return the mean of each norm of a layer, as the layer uses it, by its name within the layer."""
     weights = read_part(checkpoint, part, mx.float32)
     return {
         name.removeprefix(prefix): float(mx.mean(weight))
@@ -67,6 +67,9 @@ def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, flo
 
 
 def _all_negative(checkpoint: Checkpoint) -> bool:
-    """Of the 27B's raw embedding norm every offset is negative; a norm that is used so would turn its input over."""
+    """Return whether every weight of the embedding norm is negative, which would invert the sign of its input.
+
+    The raw offsets of the 27B's embedding norm are all negative.
+    """
     weight = read_part(checkpoint, "mtp", mx.float32)["pre_fc_norm_embedding.weight"]
     return float(mx.max(weight)) < 0

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what tensors it holds and where, without reading one of them.
+"""The header of a safetensors file: its tensors and their places.
 
 Format: header length (u64, little endian), JSON header, tensor bytes. Offsets in the header count from the
 end of the header; `TensorInfo.start` counts from the start of the file.
@@ -17,7 +17,7 @@ from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit the safetensors library itself sets."""
+"""Bytes. Largest header accepted; the safetensors library has the same limit."""
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -25,7 +25,7 @@ LENGTH_BYTES = _LENGTH.size
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes from byte `start` of `file`."""
+    """The place of a tensor: `nbytes` bytes from byte `start` of `file`."""
 
     file: Path
     dtype: str
@@ -36,7 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's tensors by name, and its free-form metadata."""
+    """The tensors of a file by name, and its free-form metadata."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -58,14 +58,20 @@ def read_header(file: Path) -> Header:
 
 
 def header_bytes(file: Path, prefix: bytes, size: int) -> int:
-    """How long the JSON header is, from a file's first 8 bytes and its size in bytes."""
+    """Return the length of the JSON header in bytes.
+
+    `prefix` are the first 8 bytes of the file, `size` is its size. Raises CheckpointError when the file is too short,
+    is not safetensors or is truncated.
+    """
     if len(prefix) < _LENGTH.size:
-        raise CheckpointError(f"{file}: {size} bytes are no safetensors file; download it again")
+        raise CheckpointError(
+            f"{file}: {size} bytes are too short for a safetensors file. Download it again."
+        )
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{file}: is no safetensors file (a header of {length} bytes), but perhaps a Git LFS pointer: "
-            "fetch it with git lfs pull or hf download"
+            f"{file}: not a safetensors file (a header of {length} bytes); it may be a Git LFS pointer. "
+            "Fetch it with git lfs pull or hf download."
         )
     if _LENGTH.size + length > size:
         raise _truncated(file, _LENGTH.size + length, size)
@@ -73,13 +79,18 @@ def header_bytes(file: Path, prefix: bytes, size: int) -> int:
 
 
 def parse_header(file: Path, text: bytes, size: int) -> Header:
-    """Check the JSON header `text` of a file of `size` bytes, and return what it says."""
+    """Parse and check the JSON header `text` of a file of `size` bytes.
+
+    Raises CheckpointError, naming the file, for an invalid header or a truncated file.
+    """
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: its header is not JSON: {error}") from error
+        raise CheckpointError(
+            f"{file}: the header is not JSON: {error}. Download the file again."
+        ) from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: its header is not an object")
+        raise CheckpointError(f"{file}: the header is not a JSON object. Download the file again.")
     metadata = entries.pop("__metadata__", None)
     first = _LENGTH.size + len(text)
     tensors = {name: _tensor(file, name, entry, first) for name, entry in entries.items()}
@@ -98,10 +109,10 @@ def _tensor(file: Path, name: str, entry: Any, first: int) -> TensorInfo:
             return TensorInfo(file, dtype, shape, first + start, end - start)
     except (KeyError, TypeError, ValueError):
         pass
-    raise CheckpointError(f"{file}: the header's entry for {name!r:.120} is wrong: {entry!r:.120}")
+    raise CheckpointError(f"{file}: the header entry for {name!r:.120} is invalid: {entry!r:.120}")
 
 
 def _truncated(file: Path, needed: int, size: int) -> CheckpointError:
     return CheckpointError(
-        f"{file}: truncated: {size} bytes of at least {needed}; download or copy it again"
+        f"{file}: truncated: {size} bytes of at least {needed}. Download or copy it again."
     )

@@ -17,7 +17,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file; give the directory of a checkpoint") from None
+        raise CheckpointError(
+            f"{file}: no such file. Give the directory of a checkpoint."
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
     return parse_json_object(content, str(file))

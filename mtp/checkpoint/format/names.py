@@ -1,8 +1,8 @@
-"""Tensor names: from what a checkpoint stores to what our modules call their parameters. Pure text.
+"""The mapping from the tensor names of a checkpoint to the parameter names of our modules. Pure functions on text.
 
-A *part* is what a stage loads or leaves whole: `embed`, `layers.N`, `norm`, `lm_head`, `mtp`. Within a part a
-parameter has the name mlx-lm's module gives it, as `mlp.switch_mlp.up_proj.weight`. `plan_part` says, for
-every parameter, which stored tensors it is made of and how (MTP_HEAD.md lists the facts).
+A *part* is the unit that a stage loads: `embed`, `layers.N`, `norm`, `lm_head`, `mtp`. Within a part a parameter
+has the name that mlx-lm's module gives it, such as `mlp.switch_mlp.up_proj.weight`. `plan_part` returns, for every
+parameter, the stored tensors that it is made of and the transform (MTP_HEAD.md lists the facts).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from proto.errors import CheckpointError
 
 Layout = Literal["raw", "mlx"]
-How = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
+Transform = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
 
 _VISION = ("vision_tower.", "visual.", "model.visual.", "model.vision_tower.")
 _PREFIXES = (
@@ -30,7 +30,7 @@ _SHIFTED_NORM = re.compile(
     r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|pre_fc_norm_embedding|pre_fc_norm_hidden)"
     r"\.weight"
 )
-"""RMSNorms whose raw weight is an offset from 1, by the end of the name; `linear_attn.norm` is not one."""
+"""Endings of the RMSNorms whose raw weight is an offset from 1. `linear_attn.norm` is not one of them."""
 
 _EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
 _SWITCH = re.compile(r"\bswitch_mlp\.(gate|up|down)_proj\.weight$")
@@ -41,16 +41,16 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Source:
-    """How one parameter is made of stored tensors."""
+    """The stored tensors that one parameter is made of, and their transform."""
 
     stored: tuple[str, ...]
-    how: How = "as stored"
+    transform: Transform = "as stored"
 
 
 def local_name(stored: str) -> str | None:
-    """The name without what differs between layouts: `layers.3.mlp.…`, `embed_tokens.weight`, `mtp.fc.weight`.
+    """Return the name without the prefixes of the layouts: `layers.3.mlp.…`, `embed_tokens.weight`, `mtp.fc.weight`.
 
-    None for a tensor of the vision part.
+    Returns None for a tensor of the vision part.
     """
     if stored.startswith(_VISION):
         return None
@@ -61,12 +61,12 @@ def local_name(stored: str) -> str | None:
 
 
 def is_head(stored: str) -> bool:
-    """Whether a stored tensor belongs to the MTP head."""
+    """Return whether a stored tensor belongs to the MTP head."""
     return (local_name(stored) or "").startswith("mtp.")
 
 
 def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
-    """A local name as (part, name within the part); None when no part of this model has such a tensor."""
+    """Split a local name into (part, name within the part); None when no part of this model has this tensor."""
     head, _, rest = local.partition(".")
     if not rest:
         return None
@@ -81,25 +81,25 @@ def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
 
 
 def part_names(num_layers: int) -> tuple[str, ...]:
-    """Every part of a model, in the order a token passes them."""
+    """Return every part of a model, in the order in which a token passes them."""
     return ("embed", *(f"layers.{i}" for i in range(num_layers)), "norm", "lm_head", "mtp")
 
 
 def module_path(part: str, within: str) -> str:
-    """The local name of a module or parameter of a part; inverse of `split_part`."""
+    """Return the local name of a module or parameter of a part; the inverse of `split_part`."""
     ends = {part: head for head, part in _ENDS.items()}
     return f"{ends.get(part, part)}.{within}".removesuffix(".")
 
 
 def fused_name(local: str) -> str:
-    """What a raw checkpoint stores in place of an expert's parameter: all experts in one tensor."""
+    """Return the name that a raw checkpoint uses for an expert's parameter, with all experts in one tensor."""
     return _SWITCH.sub(
         lambda found: "experts.down_proj" if found[1] == "down" else "experts.gate_up_proj", local
     )
 
 
-def few(names: Sequence[str]) -> str:
-    """The first of `names`, for a message: fifteen would hide what to do about them."""
+def join_names(names: Sequence[str]) -> str:
+    """Return the first of `names` for a message; a longer list would hide the advice that follows it."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -107,9 +107,9 @@ def few(names: Sequence[str]) -> str:
 def plan_part(
     part: str, stored: Iterable[tuple[str, str]], layout: Layout, num_experts: int
 ) -> dict[str, Source]:
-    """How to make each parameter of a part. `stored` are pairs (name within the part, stored name).
+    """Return the Source of each parameter of a part. `stored` are pairs (name within the part, stored name).
 
-    A stack names all experts, whether they are there or not, so that the caller sees which one is missing.
+    A stack lists all experts, present or not, so that the caller finds the missing ones.
     Raises CheckpointError when two stored tensors would become the same parameter.
     """
     plan: dict[str, Source] = {}
@@ -137,24 +137,24 @@ def _sources(
             (f"{switch}.gate_proj.weight", Source((name,), "gate half")),
             (f"{switch}.up_proj.weight", Source((name,), "up half")),
         ]
-    return [(within, Source((name,), _how(part, within) if layout == "raw" else "as stored"))]
+    return [(within, Source((name,), _transform(part, within) if layout == "raw" else "as stored"))]
 
 
-def _how(part: str, within: str) -> How:
+def _transform(part: str, within: str) -> Transform:
     if within == "linear_attn.conv1d.weight":
         return "conv1d"
     return "norm + 1" if is_shifted_norm(part, within) else "as stored"
 
 
 def is_shifted_norm(part: str, within: str) -> bool:
-    """Whether a parameter is an RMSNorm's whose raw weight is an offset from 1."""
+    """Return whether a parameter belongs to an RMSNorm whose raw weight is an offset from 1."""
     final_norm = (part, within) in (("norm", "weight"), ("mtp", "norm.weight"))
     leaf = ".".join(within.split(".")[-2:])
     return final_norm or _SHIFTED_NORM.fullmatch(leaf) is not None
 
 
 def mtp_parameters(num_experts: int) -> tuple[str, ...]:
-    """Names within the part `mtp` that a complete head has: 15 when dense."""
+    """Return the names within the part `mtp` that a complete head has; a dense head has 15."""
     attention = [f"self_attn.{p}_proj" for p in "qkvo"] + ["self_attn.q_norm", "self_attn.k_norm"]
     projections = ("gate_proj", "up_proj", "down_proj")
     if num_experts:

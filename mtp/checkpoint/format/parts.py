@@ -1,4 +1,4 @@
-"""The modules a model is made of, part by part, and what a checkpoint lacks of them, from its headers alone."""
+"""The modules of each part of a model, and the tensors that a checkpoint lacks for them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from proto.span import Span
 _FLOATS = tuple(STORED_NAMES.values())
 _PACKED = ("U32",)
 _SCALES = (*_FLOATS, "U8")
-"""Scales of the modes other than affine are bytes."""
+"""Types of quantization scales. The modes other than affine store them as bytes."""
 
 
 def part_module(config: ModelConfig, part: str) -> nn.Module:
-    """The unquantized module of a part. Its random weights are lazy and never computed."""
+    """Return the unquantized module of a part. Its random weights are lazy and never computed."""
     module = _part_module(config, part)
-    # Every random weight hangs a split on the generator's key, lazy as the weight is: unless the key is computed, they
-    # add up over the loads of a worker.
+    # Every lazy random weight adds a lazy split to the key of the generator. Without this evaluation the splits
+    # accumulate over the loads of a worker.
     mx.eval(mx.random.state)
     return module
 
@@ -48,12 +48,12 @@ def _part_module(config: ModelConfig, part: str) -> nn.Module:
 
 
 def missing_tensors(checkpoint: Checkpoint, parts: Iterable[str]) -> tuple[str, ...]:
-    """Stored names that `parts` need and the checkpoint lacks."""
+    """Return the stored names that `parts` need and the checkpoint lacks."""
     return tuple(dict.fromkeys(name for part in parts for name in _missing(checkpoint, part)))
 
 
 def missing_from_backbone(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """As `missing_tensors`, of all that a model without its MTP head is made of."""
+    """Return the missing tensors of the whole model without its MTP head."""
     whole = Span(0, checkpoint.config.num_layers)
     parts = checkpoint.stage_parts(whole, first=True, last=True, with_head=False)
     return missing_tensors(checkpoint, parts)
@@ -71,7 +71,7 @@ def _missing(checkpoint: Checkpoint, part: str) -> Iterator[str]:
 
 
 def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
-    """What a packed parameter cannot do without: a weight its scales, and scales in floats their biases."""
+    """Return the parameters that `name` requires: a packed weight needs scales, and float scales need biases."""
     module, _, kind = name.rpartition(".")
     stored = checkpoint.tensors.get(checkpoint.plans[part][name].stored[0])
     if stored is None:
@@ -84,8 +84,10 @@ def _beside(checkpoint: Checkpoint, part: str, name: str) -> tuple[str, ...]:
 
 
 def check_types(checkpoint: Checkpoint, part: str) -> None:
-    """Raise CheckpointError for a tensor of `part` in a type that its parameter cannot have: a float stored as
-    integers would load, and mean nothing."""
+    """Raise CheckpointError for a tensor of `part` whose type is invalid for its parameter.
+
+    Without this check a float stored as integers would load, with wrong values.
+    """
     plan = checkpoint.plans[part]
     quantized = checkpoint.config.quantization is not None
     for name, source in plan.items():
@@ -93,13 +95,13 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
         if name.endswith("scales"):
             wanted = _SCALES
         elif name.endswith("weight") and f"{name.removesuffix('weight')}scales" in plan:
-            # Scales that config.json does not tell of are refused as such.
+            # Scales without quantization in config.json are refused elsewhere, with an error of their own.
             wanted = _PACKED if quantized else (*_FLOATS, *_PACKED)
         for stored in source.stored:
             info = checkpoint.tensors[stored]
             if info.dtype not in wanted:
                 raise CheckpointError(
-                    f"{info.file}: tensor {stored} is stored as {info.dtype}, and has to be "
-                    f"{' or '.join(wanted)}; take the checkpoint as Qwen publishes it in BF16, or one that "
-                    "mtp-coord convert made"
+                    f"{info.file}: tensor {stored} is stored as {info.dtype}; "
+                    f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "
+                    "that mtp-coord convert made."
                 )

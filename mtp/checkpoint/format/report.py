@@ -1,4 +1,4 @@
-"""What a checkpoint is and what each of N nodes would hold of it: plain data, for people and for JSON."""
+"""The report on a checkpoint and on the parts of each of N nodes, as plain data for people and for JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from proto.span import Span
 
 
 def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
-    """The object `mtp-coord inspect --json` prints, with one entry in `nodes` a span. Sizes are bytes on disk.
+    """Return the object that `mtp-coord inspect --json` prints, with one entry in `nodes` per span.
 
-    `norms` says whether RMSNorm weights are stored as offsets from 1 ("raw") or as they are used ("shifted").
-    `missing_tensors` are those without which the model cannot be loaded; the head's own are under `mtp`.
+    Sizes are bytes on disk. `norms` is "raw" when RMSNorm weights are stored as offsets from 1, and "shifted" when they
+    are stored as the model uses them. `missing_tensors` are the tensors without which the model cannot be loaded; the
+    tensors that the head lacks are under `mtp`.
     """
     config = checkpoint.config
     return {
@@ -48,7 +49,7 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _parameters(checkpoint: Checkpoint) -> int:
-    """Weights of backbone and head, quantized ones counted as what they stand for; lm_head once if tied."""
+    """Count the weights of backbone and head before quantization; a tied lm_head counts once."""
     args = checkpoint.config.text_args()
     modules = [TextModel(args), *([MTPHead(args)] if checkpoint.mtp.complete else [])]
     return sum(sum(w.size for w in dict(tree_flatten(m.parameters())).values()) for m in modules)
@@ -63,7 +64,7 @@ def _bytes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes by stored dtype, largest first; the vision part left out."""
+    """Return the bytes by stored dtype, largest first, without the vision part."""
     count: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
         if local_name(name) is not None:
@@ -72,7 +73,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Default bits and group size, and by module path what differs from them; False is unquantized."""
+    """Return the default bits and group size, and the overrides by module path; False is unquantized."""
     found = checkpoint.config.quantization
     if found is None:
         return None
@@ -112,7 +113,7 @@ def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
 
 
 def _nodes(checkpoint: Checkpoint, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """What each stage holds: the ends it owns among them."""
+    """Return the layers, ends and bytes of each stage."""
     config, sizes = checkpoint.config, checkpoint.part_bytes()
     nodes = []
     for number, span in enumerate(spans):

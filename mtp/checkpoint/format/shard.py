@@ -1,8 +1,8 @@
-"""A safetensors file written tensor by tensor, so that no more than one of them need be in memory.
+"""A safetensors file that is written tensor by tensor, so that only one tensor is in memory.
 
-It grows under `NAME.part` and gets its name when it is whole and on the disk: what bears the name can be trusted, what
-does not is never read as a checkpoint. Names, dtypes and shapes are known before the first byte, so the header comes
-first and a broken-off file says by its length how far it got.
+The file grows under `NAME.part` and gets its name when it is complete and on the disk. So a file with the final name
+is complete, and no program reads a part file as a checkpoint. Names, dtypes and shapes are known before the first
+byte, so the header comes first. The length of an interrupted file tells how much of it was written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from proto.terminal.size import format_size
 Buffer = bytes | bytearray | memoryview
 
 _ALIGNMENT = 8
-"""The format's own: the first tensor starts at a multiple of it."""
+"""Bytes. The safetensors format starts the first tensor at a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to be written; `dtype` as safetensors names it."""
+    """One tensor of a file to write. `dtype` is the safetensors name."""
 
     name: str
     dtype: str
@@ -40,11 +40,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return STORED_BYTES[self.dtype] * math.prod(self.shape)
 
 
 def encode_header(entries: Sequence[Entry], form: str) -> bytes:
-    """The length and JSON header of a file that holds `entries` one after another; `form` is `pt` or `mlx`."""
+    """Return the length and JSON header of a file that holds `entries` in order; `form` is `pt` or `mlx`."""
     header: dict[str, object] = {"__metadata__": {"format": form}}
     start = 0
     for entry in entries:
@@ -61,14 +62,14 @@ def encode_header(entries: Sequence[Entry], form: str) -> bytes:
 
 
 class BusyFileError(CheckpointError):
-    """A file that another process is writing."""
+    """The file is being written by another process."""
 
 
 class ShardWriter:
-    """Writes `path`; a context manager, which leaves the part file behind unless `finish` was called.
+    """A context manager that writes the file `path`. It leaves the part file on the disk unless `finish` was called.
 
-    `written` counts bytes of tensors, the header not among them. Every error of the file system is a CheckpointError
-    that says what to do.
+    `written` counts the bytes of tensors, without the header. Every error of the file system is raised as a
+    CheckpointError that says what to do.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
@@ -81,22 +82,22 @@ class ShardWriter:
         self._file = -1
 
     def is_finished(self) -> bool:
-        """Whether `path` is there, with just these tensors, and not damaged as far as its size tells."""
+        """Return whether `path` exists with exactly these tensors and the right size."""
         try:
             return self.path.is_file() and read_header(self.path).tensors == self.tensors()
         except CheckpointError:
             return False
 
     def missing_bytes(self) -> int:
-        """About how much is still to be written, by the part file there is."""
+        """Return an estimate of the bytes still to write, from the size of the part file."""
         try:
             there = self._part.stat().st_size - len(self._header)
-        except FileNotFoundError:  # or it has been finished this moment
+        except FileNotFoundError:  # there is none yet, or another writer has just finished the file
             there = 0
         return self.nbytes - max(0, min(there, self.nbytes))
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Where each tensor lies once the file is finished."""
+        """Return the place of each tensor in the finished file."""
         found: dict[str, TensorInfo] = {}
         start = len(self._header)
         for entry in self.entries:
@@ -105,16 +106,16 @@ class ShardWriter:
         return found
 
     def __enter__(self) -> ShardWriter:
-        """Open the part file. One with the same header is gone on with: `written` says where.
+        """Open the part file. A part file with the same header is continued after its `written` bytes.
 
-        Raises BusyFileError while another writer has it.
+        Raises BusyFileError while another process writes the file.
         """
         try:
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 self._begin()
             except BaseException:
-                os.close(self._file)  # and with it the lock, for which later calls would wait
+                os.close(self._file)  # this releases the lock too
                 raise
         except OSError as error:
             raise self._error(error) from error
@@ -131,14 +132,16 @@ class ShardWriter:
         self.rewind(self.written)
 
     def _lock(self) -> None:
-        """Two writers of one file would spoil it: processes of one machine share a cache."""
+        """Lock the part file: processes of one machine share a cache, and two writers would corrupt the file."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = os.fstat(self._file).st_ino == self._part.stat().st_ino
         except (BlockingIOError, FileNotFoundError):
-            mine = False  # or another has it, or had, and it has its name meanwhile
+            mine = False  # another process holds the lock, or has just finished the file
         if not mine:
-            raise BusyFileError(f"{self.path}: another process is writing it; wait for its end")
+            raise BusyFileError(
+                f"{self.path}: another process is writing this file. Wait until it ends."
+            )
 
     def __exit__(
         self,
@@ -162,29 +165,29 @@ class ShardWriter:
             rest = rest[os.write(self._file, rest) :]
 
     def read(self, start: int, length: int) -> bytes:
-        """Up to `length` tensor bytes written so far, from `start`."""
+        """Return up to `length` of the tensor bytes written so far, from `start`."""
         end = min(start + length, self.written)
         return os.pread(self._file, max(0, end - start), len(self._header) + start)
 
     def rewind(self, written: int) -> None:
-        """Forget all tensor bytes after the first `written`."""
+        """Discard all tensor bytes after the first `written`."""
         os.ftruncate(self._file, len(self._header) + written)
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
 
     def discard(self) -> None:
-        """Leave no part file behind: another writer has finished the file since it was looked for."""
+        """Remove the part file, when another writer has finished the file in the meantime."""
         self._part.unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Flush the file, and return when all written bytes are on the disk."""
         try:
             os.fsync(self._file)
         except OSError as error:
             raise self._error(error) from error
 
     def finish(self) -> None:
-        """Give the file its name, once its bytes are on the disk."""
+        """Flush the file and rename it to `path`."""
         assert self.written == self.nbytes, f"{self.path}: {self.written} of {self.nbytes} bytes"
         self.sync()
         try:
@@ -196,22 +199,22 @@ class ShardWriter:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             rest = format_size(self.nbytes - self.written)
             return CheckpointError(
-                f"{self.path.parent}: the disk is full, and {self.path.name} needs {rest} more; make room and "
-                "do the same again: it goes on from here",
+                f"{self.path.parent}: the disk is full, and {self.path.name} needs {rest} more. Free some space and "
+                "repeat the command: it resumes here.",
                 public="a disk is full",
             )
         return CheckpointError(f"{self._part}: cannot be written: {error.strerror or error}")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """As `replace_bytes`, in UTF-8."""
+    """Write `text` in UTF-8 with `replace_bytes`."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a small file so that it has its old content or the new, and nothing between, whoever else writes it.
+    """Replace the content of a small file atomically, even when several processes write it.
 
-    Raises CheckpointError when it cannot be written.
+    Raises CheckpointError when the file cannot be written.
     """
     try:
         file, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)

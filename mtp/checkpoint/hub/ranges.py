@@ -1,4 +1,4 @@
-"""The bytes of many tensors, in their order, with one request for those that lie one after another."""
+"""Reads of many tensors from a hub, with one request for tensors that are adjacent in their file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtp.checkpoint.hub.repo import HubRepo
 
 
 def read_tensors(hub: HubRepo, infos: Sequence[TensorInfo], skip: int = 0) -> Iterator[bytes]:
-    """All bytes of `infos` but the first `skip`, in pieces that may span tensors."""
+    """Yield the bytes of `infos` after the first `skip`, in pieces that may span tensors."""
     for file, start, end in joined(infos):
         if skip < end - start:
             yield from hub.read_range(file, start + skip, end)
@@ -17,7 +17,7 @@ def read_tensors(hub: HubRepo, infos: Sequence[TensorInfo], skip: int = 0) -> It
 
 
 def joined(infos: Sequence[TensorInfo]) -> list[tuple[str, int, int]]:
-    """Files and ranges, those that touch made one."""
+    """Return the byte ranges of `infos` as (file name, start, end), with adjacent ranges joined."""
     runs: list[tuple[str, int, int]] = []
     for info in infos:
         file, start, end = info.file.name, info.start, info.start + info.nbytes

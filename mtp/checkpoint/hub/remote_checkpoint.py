@@ -1,4 +1,4 @@
-"""A checkpoint on a hub, known from its config.json and its headers: some hundred kilobytes, not all of it."""
+"""A checkpoint on a hub, opened from its config.json and its headers: a few hundred kilobytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from mtp.checkpoint.format.checkpoint import (
     INDEX,
     Checkpoint,
+    detect_layout,
     drop_replaced,
-    layout_of,
     merge_headers,
 )
 from mtp.checkpoint.format.config import ModelConfig
@@ -25,10 +25,10 @@ _ONLY_FILE = "model.safetensors"
 
 
 def open_model(name: str) -> Checkpoint:
-    """Model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
+    """Open model `name` (see `resolve_model`), without downloading a repo that is not in the local cache.
 
-    Of such a one `path` is no directory, and there are no tensors to read. Raises CheckpointError when there is no such
-    model, or the repo cannot be read or is no checkpoint.
+    For a repo outside the cache, `path` is not a directory and the tensors cannot be read. Raises CheckpointError when
+    the model does not exist, or when the repo cannot be read or is not a checkpoint.
     """
     found = find_model(name)
     if found is not None:
@@ -41,21 +41,23 @@ def open_model(name: str) -> Checkpoint:
 
 
 def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
-    """The checkpoint in `hub` with its tensors of `wanted` stored names; files without them are not looked at."""
+    """Open the checkpoint in `hub` with the tensors whose stored name `wanted` accepts; skip all other files."""
     path = Path(hub.repo)
     config = ModelConfig.parse(path / "config.json", _read_object(hub, "config.json"))
     headers = _headers(hub, wanted)
     tensors = {n: info for n, info in merge_headers(headers).items() if wanted(n)}
-    return Checkpoint.assemble(path, config, layout_of(path, headers), tensors)
+    return Checkpoint.assemble(path, config, detect_layout(path, headers), tensors)
 
 
 def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
-    """Of the files with wanted tensors, and of one whose convolution tells the layout."""
+    """Read the headers of the files with wanted tensors, and of one file whose convolution shows the layout."""
     if hub.size(INDEX) is None:
         return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
     weight_map = _read_object(hub, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{hub.repo}: {INDEX} has no weight_map")
+        raise CheckpointError(
+            f"{hub.repo}: {INDEX} has no valid weight_map. Give another repo or revision."
+        )
     files = {file for name, file in weight_map.items() if wanted(name)}
     telling = [file for name, file in weight_map.items() if name.endswith(_CONVOLUTION)]
     if files.isdisjoint(telling):
@@ -68,5 +70,5 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
 def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
     content = hub.read(file)
     if content is None:
-        raise CheckpointError(f"{hub.repo}: has no {file}; give a repo that holds a checkpoint")
+        raise CheckpointError(f"{hub.repo}: no {file} found. Give a repo that holds a checkpoint.")
     return parse_json_object(content, f"{hub.repo}/{file}")

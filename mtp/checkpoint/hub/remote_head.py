@@ -1,4 +1,4 @@
-"""The MTP head of a checkpoint on a hub: headers to plan with, then the head's tensors, and nothing else."""
+"""The MTP head of a checkpoint on a hub: its headers for the plan, and its tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from mtp.checkpoint.convert.output import check_room
+from mtp.checkpoint.convert.output import check_free_space
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import is_head
 from mtp.checkpoint.format.shard import Entry, ShardWriter
@@ -20,10 +20,10 @@ from proto.progress import OnProgress
 
 
 class RemoteHead:
-    """A repo's MTP head. `checkpoint` has config, layout, and where the head's tensors lie in the repo.
+    """The MTP head of a repo. `checkpoint` has the config, the layout and the places of the head's tensors.
 
-    A context manager: entering it reads headers and no tensor, and raises CheckpointError when the repo cannot be read
-    or is no checkpoint.
+    A context manager. Entering it reads headers but no tensors, and raises CheckpointError when the repo cannot be read
+    or is not a checkpoint.
     """
 
     def __init__(self, repo: str) -> None:
@@ -47,7 +47,7 @@ class RemoteHead:
 
     @property
     def received(self) -> int:
-        """Bytes of files that came over the network."""
+        """Bytes of files received over the network."""
         return self._hub.received
 
     def fetch(
@@ -57,22 +57,23 @@ class RemoteHead:
         on_progress: OnProgress,
         beside: int = 0,
     ) -> Checkpoint:
-        """The same checkpoint with tensors `names` in a file in `directory`, where a broken call is gone on with.
+        """Fetch the tensors `names` into a file in `directory`, and return the checkpoint with its tensors there.
 
-        Raises CheckpointError when they cannot be had, or the disk has no room for them and `beside` bytes more.
+        An interrupted call is resumed. Raises CheckpointError when the tensors cannot be read, or when the disk has not
+        enough space for them and `beside` further bytes.
         """
         try:
             directory.mkdir(exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{directory}: cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"{directory}: cannot be created: {error.strerror}") from error
         remote = self.checkpoint
         infos = {name: remote.tensors[name] for name in names}
         infos = dict(sorted(infos.items(), key=lambda item: (item[1].file, item[1].start)))
         entries = [Entry(name, info.dtype, info.shape) for name, info in infos.items()]
-        # The commit is in the name: what broke off at another one is not gone on with.
+        # The name contains the commit, so that a part file of another commit is not continued.
         writer = ShardWriter(directory / f"{self._hub.revision}.safetensors", entries, "pt")
         if not writer.is_finished():
-            check_room(directory, writer.missing_bytes() + beside)
+            check_free_space(directory, writer.missing_bytes() + beside)
             with writer:
                 journal = Journal(directory / f"{self._hub.revision}.journal", writer)
                 journal.resume()
@@ -81,8 +82,10 @@ class RemoteHead:
                         journal.write(piece)
                         on_progress(writer.written, writer.nbytes)
                 except BaseException:
-                    with suppress(CheckpointError):  # the disk may be full; the first error is told
-                        journal.note()
+                    with suppress(
+                        CheckpointError
+                    ):  # a full disk; the first error is the one to report
+                        journal.record_progress()
                     raise
                 writer.finish()
         return Checkpoint.assemble(directory, remote.config, remote.layout, writer.tensors())

@@ -1,7 +1,7 @@
-"""Byte ranges of the files of a hub repo: `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache hold.
+"""Byte ranges of the files of a hub repo.
 
-The hub's own library downloads whole files. What a stage needs of one is a run of bytes, and every server of files can
-send that.
+The hub's own library downloads whole files. A stage needs a range of bytes, which every file server can send.
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE` and the standard cache apply.
 """
 
 from __future__ import annotations
@@ -25,29 +25,37 @@ from mtp.checkpoint.format.header import LENGTH_BYTES, Header, header_bytes, par
 from proto.errors import CheckpointError
 
 CONNECT_SECONDS = 10.0
+"""Seconds. Deadline of a connection to the hub."""
+
 READ_SECONDS = 20.0
-"""Of silence in the middle of an answer; then what is left is asked for again. All attempts together take less than the
-two minutes after which a coordinator gives a silent worker up: it should hear why."""
+"""Seconds of silence within an answer, after which the rest is requested again.
+
+All attempts together take less than two minutes. A coordinator gives up a silent worker after two minutes, so the
+worker can report the cause before that.
+"""
 
 ATTEMPTS = 5
-"""Failures in a row, with nothing received between them, after which a read is given up."""
+"""Consecutive failures without received bytes after which a read fails."""
 
 FIRST_PAUSE = 0.5
-"""Seconds before the second attempt; twice as many before each further one."""
+"""Seconds before the second attempt. The pause doubles before each further attempt."""
 
 PIECE_BYTES = 1024 * 1024
+"""Bytes per piece that is read from a file of the local cache."""
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
 class TransientError(Exception):
-    """The hub failed in a way that may pass."""
+    """A failure of the hub that may be temporary."""
 
 
 class HubRepo:
-    """Reads files of `repo` as they are at `revision`: a branch, pinned to its commit by the first answer, or a commit.
+    """A reader of the files of `repo` at `revision`, a branch or a commit. Close it after use.
 
-    One thread at a time; to be closed. `received` counts bytes of files that came over the network; what the local
-    cache has is read there. Every failure is a CheckpointError that says what to do.
+    The first answer pins a branch to its commit. Files in the local cache are read there. `received` counts the bytes
+    of files received over the network. Every failure is raised as a CheckpointError that says what to do. The reader
+    is for one thread at a time.
     """
 
     def __init__(self, repo: str, revision: str = "main") -> None:
@@ -58,13 +66,14 @@ class HubRepo:
         self._client = httpx.Client(follow_redirects=True, timeout=timeout)
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; None when the repo has no such file."""
+        """Return the bytes of a file; None when the repo does not have this file."""
         if (cached := self._cached(file)) is not None:
             return cached.stat().st_size
-        patience = _Patience(f"{self.repo}/{file}")
+        pauses = _RetryPauses(f"{self.repo}/{file}")
         while True:
             try:
                 with self._get(file, 0, 1) as response:
@@ -72,15 +81,15 @@ class HubRepo:
             except FileNotFoundError:
                 return None
             except (TransientError, httpx.TransportError) as error:
-                patience.wait(error)
+                pauses.wait_after(error)
 
     def read(self, file: str) -> bytes | None:
-        """All of a small file; None when the repo has no such file."""
+        """Return the content of a small file; None when the repo does not have this file."""
         size = self.size(file)
         return None if size is None else b"".join(self.read_range(file, 0, size))
 
     def read_header(self, file: str) -> Header:
-        """What a safetensors file holds, and where."""
+        """Read the header of a safetensors file."""
         size = self.size(file)
         if size is None:
             raise self._missing(file)
@@ -90,24 +99,24 @@ class HubRepo:
         return parse_header(name, b"".join(self.read_range(file, LENGTH_BYTES, end)), size)
 
     def read_range(self, file: str, start: int, end: int) -> Iterator[bytes]:
-        """Bytes `[start, end)` of a file, in pieces. After a broken connection only the rest is asked for."""
+        """Yield the bytes `[start, end)` of a file in pieces; after a broken connection, request only the rest."""
         if (cached := self._cached(file)) is not None:
             yield from _read_local(cached, start, end)
             return
-        patience = _Patience(f"{self.repo}/{file}")
+        pauses = _RetryPauses(f"{self.repo}/{file}")
         while start < end:
             try:
                 with self._get(file, start, end) as response:
                     for piece in response.iter_raw():
                         piece = piece[: end - start]
-                        patience.reset()
+                        pauses.reset()
                         self.received += len(piece)
                         start += len(piece)
                         yield piece
             except FileNotFoundError:
                 raise self._missing(file) from None
             except (TransientError, httpx.TransportError) as error:
-                patience.wait(error)
+                pauses.wait_after(error)
 
     def _cached(self, file: str) -> Path | None:
         found = try_to_load_from_cache(self.repo, file, revision=self.revision)
@@ -118,10 +127,11 @@ class HubRepo:
 
     @contextmanager
     def _get(self, file: str, start: int, end: int) -> Iterator[httpx.Response]:
-        """An answer whose body is `[start, end)`. Raises FileNotFoundError, TransientError and CheckpointError."""
+        """Open an answer whose body is `[start, end)`. Raises FileNotFoundError, TransientError and CheckpointError."""
         if is_offline_mode():
             raise CheckpointError(
-                f"{self.repo}: {file} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it"
+                f"{self.repo}: {file} is not in the local cache, and HF_HUB_OFFLINE is set. Unset it to "
+                "download the file."
             )
         url = hf_hub_url(self.repo, file, revision=self.revision)
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
@@ -130,7 +140,9 @@ class HubRepo:
         with self._client.stream("GET", url, headers=headers) as response:
             self._check(response, file)
             if _content_range(response)[0] != start:
-                raise CheckpointError(f"{self.repo}: {file}: the hub sent another range than asked")
+                raise CheckpointError(
+                    f"{self.repo}: {file}: the hub sent another byte range than requested. Try again."
+                )
             self._pin(response)
             yield response
 
@@ -142,56 +154,59 @@ class HubRepo:
             raise TransientError(f"the hub answers {status}")
         if code == "GatedRepo":
             raise CheckpointError(
-                f"{self.repo}: its owner asks you to accept terms first; do so on its page, then set HF_TOKEN"
+                f"{self.repo}: the owner requires you to accept terms. Accept them on the page of the repo, then set "
+                "HF_TOKEN."
             )
         if code == "RepoNotFound" or status in (401, 403):
             raise CheckpointError(
-                f"{self.repo}: there is no such repo on the hub, or you may not read it; check the spelling, and "
-                "HF_TOKEN if it is private"
+                f"{self.repo}: repo not found on the hub, or not readable by you. Check the spelling, and HF_TOKEN if "
+                "the repo is private."
             )
         if status == 404 and code != "RevisionNotFound":
             raise FileNotFoundError(file)
         if status == 200:
             raise CheckpointError(
-                f"{self.repo}: {constants.ENDPOINT} does not serve byte ranges of {file}; download the "
-                "checkpoint whole and give its directory"
+                f"{self.repo}: {constants.ENDPOINT} does not serve byte ranges of {file}. Download the whole "
+                "checkpoint and give its directory."
             )
         raise CheckpointError(
             f"{self.repo}: the hub refuses {file} at {self.revision}: {status} {code}".rstrip()
         )
 
     def _pin(self, response: httpx.Response) -> None:
-        """Stay with the commit of the first answer, whatever its branch does meanwhile."""
+        """Use the commit of the first answer from now on, even when the branch changes."""
         for answer in (*response.history, response):
             self.revision = answer.headers.get("X-Repo-Commit", self.revision)
 
     def _missing(self, file: str) -> CheckpointError:
-        return CheckpointError(f"{self.repo}: has no file {file} at {self.revision}")
+        return CheckpointError(f"{self.repo}: file {file} not found at revision {self.revision}")
 
 
-class _Patience:
-    """Waits between attempts, the longer the more of them failed in a row, and gives up after ATTEMPTS."""
+class _RetryPauses:
+    """The pauses between attempts: they double with each consecutive failure, up to ATTEMPTS failures."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.failures = 0
 
     def reset(self) -> None:
+        """Start again with the shortest pause, after received bytes."""
         self.failures = 0
 
-    def wait(self, error: Exception) -> None:
+    def wait_after(self, error: Exception) -> None:
+        """Wait before the next attempt. Raises CheckpointError after the last one."""
         self.failures += 1
         if self.failures == ATTEMPTS:
             raise CheckpointError(
-                f"{self.what}: the hub at {constants.ENDPOINT} cannot be reached, or breaks off: "
-                f"{str(error) or type(error).__name__}; what has arrived is kept: try again later",
+                f"{self.what}: the hub at {constants.ENDPOINT} is unavailable or interrupts the download: "
+                f"{str(error) or type(error).__name__}. Try again later: the received bytes are kept.",
                 public="a download failed",
             ) from error
         time.sleep(FIRST_PAUSE * 2 ** (self.failures - 1))
 
 
 def _content_range(response: httpx.Response) -> tuple[int, int]:
-    """First byte, and size of the whole file."""
+    """Return the first byte of the range and the size of the whole file."""
     found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if found is None:
         raise TransientError("the hub's answer has no Content-Range")
@@ -204,6 +219,8 @@ def _read_local(file: Path, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             piece = stream.read(min(PIECE_BYTES, end - start))
             if not piece:
-                raise CheckpointError(f"{file}: truncated; remove it from the cache, and try again")
+                raise CheckpointError(
+                    f"{file}: truncated. Remove it from the cache, and try again."
+                )
             start += len(piece)
             yield piece

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mtp.checkpoint.format.names import (
-    How,
     Layout,
     Source,
+    Transform,
     local_name,
     module_path,
     mtp_parameters,
@@ -63,7 +63,7 @@ def test_a_local_name_belongs_to_one_part_or_to_none(
 
 
 @pytest.mark.parametrize(
-    ("part", "within", "how"),
+    ("part", "within", "transform"),
     [
         ("layers.0", "input_layernorm.weight", "norm + 1"),
         ("layers.0", "post_attention_layernorm.weight", "norm + 1"),
@@ -83,10 +83,10 @@ def test_a_local_name_belongs_to_one_part_or_to_none(
     ],
 )
 def test_raw_tensors_are_changed_and_converted_ones_are_not(
-    part: str, within: str, how: How
+    part: str, within: str, transform: Transform
 ) -> None:
     """Raw: +1 on every RMSNorm but linear_attn.norm, conv1d transposed. Converted: everything as stored."""
-    assert _plan(part, [within], "raw") == {within: Source((within,), how)}
+    assert _plan(part, [within], "raw") == {within: Source((within,), transform)}
     assert _plan(part, [within], "mlx") == {within: Source((within,))}
 
 

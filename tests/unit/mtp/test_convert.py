@@ -266,8 +266,8 @@ def test_sources_that_cannot_be_converted(
 @pytest.mark.parametrize(
     ("renamed", "to", "message"),
     [
-        ("mtp.fc.weight", None, r"its MTP head lacks mtp\.fc\.weight"),
-        ("mtp.fc.weight", "mtp.fd.weight", r"lacks mtp\.fc\.weight"),
+        ("mtp.fc.weight", None, r"mtp\.fc\.weight of the MTP head is missing"),
+        ("mtp.fc.weight", "mtp.fd.weight", r"mtp\.fc\.weight of the MTP head is missing"),
         (
             "model.language_model.norm.weight",
             None,
@@ -294,9 +294,12 @@ def test_sources_with_wrong_tensors(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Quantization.of(7, None), "7 bits: choose one of 2, 3, 4, 5, 6, 8"),
+        (
+            lambda: Quantization.of(7, None),
+            "7 bits are not supported. Choose one of 2, 3, 4, 5, 6, 8",
+        ),
         (lambda: Quantization.of(4, 48), "groups of 48"),
-        (lambda: Quantization.of(8, None, "mxfp4"), "mxfp4 is 4 bits in groups of 32"),
+        (lambda: Quantization.of(8, None, "mxfp4"), "mxfp4 has 4 bits in groups of 32"),
         (lambda: Settings(recipe="mixed_3_6"), "needs --quantize"),
         (
             lambda: Settings(Quantization.of(None, None, "nvfp4"), recipe="mixed_3_6"),

@@ -111,7 +111,7 @@ def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 2
     assert said.count("\n") == 1
-    assert "the disk is full" in said and "do the same again" in said
+    assert "the disk is full" in said and "repeat the command" in said
     with pytest.raises(CheckpointError, match=r"config\.json"):
         Checkpoint.open(out)
     convert(Checkpoint.open(source), out, Settings(), shard_bytes=SHARD_BYTES)
@@ -124,7 +124,7 @@ def test_a_disk_that_cannot_hold_the_output(
     """Told before the first tensor is read; and when others fill it meanwhile, in the middle."""
     source = checkpoints()
     with small_disk(tmp_path / "disk") as disk:
-        with pytest.raises(CheckpointError, match=r"are to be written, and the disk has .* left"):
+        with pytest.raises(CheckpointError, match=r"are needed, and the disk has .* left"):
             convert(Checkpoint.open(source), disk / "out", Settings())
         monkeypatch.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
         with pytest.raises(CheckpointError, match="the disk is full"):

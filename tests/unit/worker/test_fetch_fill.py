@@ -388,9 +388,9 @@ def test_a_disk_too_full_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("gate", "offline", "message"),
     [
-        ("GatedRepo", False, "accept terms first.*--share-weights"),
-        ("RepoNotFound", False, "you may not read it.*--share-weights"),
-        (None, True, "HF_HUB_OFFLINE forbids.*--share-weights"),
+        ("GatedRepo", False, "accept terms.*--share-weights"),
+        ("RepoNotFound", False, "not readable by you.*--share-weights"),
+        (None, True, "HF_HUB_OFFLINE is set.*--share-weights"),
     ],
 )
 def test_a_hub_that_gives_nothing(

@@ -65,7 +65,7 @@ _LAYER = "model.language_model.layers.1."
         ),
         (
             lambda w: w.pop("model.language_model.embed_tokens.weight"),
-            r"tensor model\.language_model\.embed_tokens\.weight is missing; download",
+            r"tensor model\.language_model\.embed_tokens\.weight is missing. Download",
         ),
     ],
     ids=["missing", "extra", "shape", "scales", "layer", "head shape", "embedding"],
@@ -93,7 +93,7 @@ def test_a_float_of_an_impossible_type_is_named(tmp_path: Path, stored: str) -> 
     wrong = mx.zeros((128, 64), _INTEGERS[stored])
     load = _damaged(tmp_path, lambda w: w.update({name: wrong}), layers=4)
     _relabel(tmp_path / "model.safetensors", name, stored)
-    words = rf"model\.safetensors: tensor {re.escape(name)} is stored as {stored}, .*BF16; take the"
+    words = rf"model\.safetensors: tensor {re.escape(name)} is stored as {stored}; .*BF16 is needed. Use the"
     with pytest.raises(CheckpointError, match=words):
         load()
 
@@ -119,7 +119,7 @@ def test_a_packed_weight_is_in_words(tmp_path: Path) -> None:
         quantize=4,
     )
     with pytest.raises(
-        CheckpointError, match=rf"tensor {re.escape(name)} is stored as F32, .* U32;"
+        CheckpointError, match=rf"tensor {re.escape(name)} is stored as F32; U32 is needed"
     ):
         load()
 
@@ -158,7 +158,7 @@ def test_tensors_missing_from_an_index(tmp_path: Path) -> None:
         del kept[name]
         mx.save_safetensors(str(file), kept, {"format": "pt"})
     index.write_text(json.dumps(found))
-    words = rf"index\.json: tensors {_LAYER}mlp\.\S+, .* and \d more are missing; download the checkpoint"
+    words = rf"index\.json: tensors {_LAYER}mlp\.\S+, .* and \d more are missing. Download the checkpoint"
     with pytest.raises(CheckpointError, match=words) as raised:
         load_stage(Checkpoint.open(tmp_path), Span(0, 4), first=True, last=True, dtype=None)
     assert "switch_mlp" not in str(raised.value), "the error uses stored names, not mlx-lm's"

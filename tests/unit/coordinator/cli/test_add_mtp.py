@@ -189,7 +189,7 @@ def test_dry_run_touches_nothing(
         ({"hidden": 128}, "hidden_size is 128 there and 64 here"),
         ({"vocab": 512}, "vocab_size is 512 there and 256 here"),
         ({"moe": True}, "intermediate_size is"),
-        ({"mtp": False}, "has no complete MTP head"),
+        ({"mtp": False}, "no complete MTP head"),
     ],
 )
 def test_a_head_that_does_not_fit(
@@ -218,14 +218,14 @@ def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path
 
 def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A raw one, one that is no directory, one that has a head."""
-    with pytest.raises(UsageError, match="is a raw checkpoint; mtp-coord convert"):
+    with pytest.raises(UsageError, match="is a raw checkpoint. Convert it with mtp-coord convert"):
         add(checkpoints(mtp=False), checkpoints())
     with pytest.raises(UsageError, match="hf download mlx-community/some --local-dir"):
         add(Path("mlx-community/some"), checkpoints())
-    with pytest.raises(UsageError, match="has an MTP head already; --replace"):
+    with pytest.raises(UsageError, match="has an MTP head already. Use --replace"):
         add(checkpoints(layout="mlx"), checkpoints())
     target = stripped(checkpoints(), tmp_path / "target", Settings())
-    with pytest.raises(UsageError, match="quantized already; leave the flag out"):
+    with pytest.raises(UsageError, match="quantized already. Leave the flag out"):
         add(target, checkpoints(layout="mlx", quantize=4), "--mtp-bits", "8")
 
 
@@ -237,7 +237,7 @@ def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> N
     weights = read_tensors(target)
     raw = {n: w for n, w in read_tensors(source).items() if is_head(n) and "fc" not in n}
     mx.save_safetensors(str(target / "model.safetensors"), weights | raw, {"format": "mlx"})
-    with pytest.raises(UsageError, match="has a part of an MTP head already; --replace"):
+    with pytest.raises(UsageError, match="has a part of an MTP head already. Use --replace"):
         add(target, source)
     add(target, source, "--replace")
     expected = head_of(checkpoints(layout="mlx", quantize=4))
@@ -294,7 +294,7 @@ def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub
     target = stripped(source, tmp_path / "target", Settings())
     head = [i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n)]
     hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
-    with pytest.raises(CheckpointError, match="what has arrived is kept: try again later"):
+    with pytest.raises(CheckpointError, match="Try again later: the received bytes are kept"):
         add(target, REPO)
     assert not Checkpoint.open(target).mtp.present
     assert hub.weights_sent > 20_000
@@ -314,7 +314,7 @@ def test_after_a_crash_nothing_is_believed_unseen(
     hub.add(REPO, source)
     target = stripped(source, tmp_path / "target", Settings())
     hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
-    with pytest.raises(CheckpointError, match="try again later"):
+    with pytest.raises(CheckpointError, match="Try again later"):
         add(target, REPO)
     (part,) = (target / "mtp-source").glob("*.part")
     (note,) = (target / "mtp-source").glob("*.journal")
@@ -363,12 +363,12 @@ def test_a_full_disk(
         # The head fits once; it has to be there twice until it is in.
         filler = disk / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(disk).free - size * 3 // 2))
-        with pytest.raises(CheckpointError, match="are to be written, and the disk has"):
+        with pytest.raises(CheckpointError, match="are needed, and the disk has"):
             add(target, REPO)
         assert hub.weights_sent < size
         with monkeypatch.context() as patched:
             patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
-            with pytest.raises(CheckpointError, match=r"the disk is full.*it goes on from here"):
+            with pytest.raises(CheckpointError, match=r"the disk is full.*it resumes here"):
                 add(target, REPO)
         assert not Checkpoint.open(target).mtp.present
         filler.unlink()
@@ -382,6 +382,6 @@ def test_a_repo_without_access(checkpoints: Checkpoints, tmp_path: Path, hub: Hu
     target = stripped(checkpoints(), tmp_path / "target", Settings())
     before = content(target)
     hub.add(REPO, checkpoints(), gate="GatedRepo")
-    with pytest.raises(CheckpointError, match="accept terms first"):
+    with pytest.raises(CheckpointError, match="accept terms"):
         add(target, REPO)
     assert content(target) == before

@@ -103,7 +103,7 @@ def test_a_model_that_is_not_whole_has_no_plan(tmp_path: Path) -> None:
     gone = "model.language_model.layers.1.mlp.up_proj.weight"
     path = without(write_checkpoint(tmp_path), gone)
     with pytest.raises(
-        CheckpointError, match=rf"model\.safetensors: tensor {gone} is missing; download"
+        CheckpointError, match=rf"model\.safetensors: tensor {gone} is missing. Download"
     ):
         run(str(path), "--node", "a=1GB")
     assert CheckpointError.exit_code == 2
