@@ -1,1 +1,1 @@
-"""Requests to frames and outcomes to tokens: the generation loop, its scheduler, and what they count."""
+"""The generation loop and its scheduler: requests become frames, outcomes become tokens."""

@@ -1,4 +1,4 @@
-"""Which requests can never be served, whatever becomes free: they are refused at once."""
+"""The check for requests that this model or cluster can never serve. The API refuses them at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from proto.errors import RequestError
 
 
 def check_request(request: GenerationRequest, context: int, vocab: int, kv_tokens: int) -> None:
-    """Raise RequestError, naming the field, for what the model (`context` tokens, `vocab`) or the cluster (`kv_tokens`
-    of memory) cannot do."""
+    """Raise RequestError, with the field in `param`, for a request that can never be served.
+
+    `context` and `vocab` are the model's limits in tokens, `kv_tokens` is the K/V memory of the cluster in tokens.
+    """
     if not request.prompt:
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
     if request.max_tokens < 1:

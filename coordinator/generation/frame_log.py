@@ -1,6 +1,6 @@
-"""The trace: one debug record for every frame that has been through all stages. CONTRIBUTING.md says how to read it.
+"""The frame log: one debug record for each frame that returns. CONTRIBUTING.md explains how to read it.
 
-It holds counts, positions and times. What the tokens are is the user's business and stays out.
+A record holds counts, positions and times. It holds no tokens, because these are the user's text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def log_frame(frame: Frame) -> None:
-    """Write the record of a frame as the last stage returned it, if anyone listens."""
+    """Log the record of a returned frame at debug level."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     done = zip(frame.segments, frame.outcomes, strict=True)
@@ -32,18 +32,19 @@ def log_frame(frame: Frame) -> None:
 
 
 def describe_op(op: Op) -> str:
-    """`admit 3`, `commit 3`: what the header did, to which sequence; for `drop`, to which prefix entry."""
+    """Return the operation and its sequence, such as `admit 3`; for `drop`, the operation and its prefix entry."""
     return f"{op.kind} {op.entry if isinstance(op, DropPrefix) else op.seq_id}"
 
 
 def describe_segment(segment: Segment, outcome: Outcome) -> str:
-    """`3.12@140 kept 2/4 drafts 3`: of sequence 3, window 12 at position 140, 2 of 4 tokens right, 3 drafts follow.
+    """Return one line about a segment, such as `3.12@140 accepted 2/4 drafts 3`.
 
-    A prompt chunk is always kept whole: `3.0@0 prompt 512`. What built on a rejected window is `stale`.
+    The example is window 12 of sequence 3 at position 140. Its accepted length is 2 of 4 tokens, and 3 drafts follow.
+    A prompt chunk reads `3.0@0 prompt 512`. A window that builds on a rejected one is `invalidated`.
     """
     name = f"{segment.seq_id}.{segment.window}@{segment.position}"
     if outcome.cancelled:
-        return f"{name} stale"
+        return f"{name} invalidated"
     if not segment.open:
         return f"{name} prompt {segment.width}" + (" sampled" if outcome.token is not None else "")
-    return f"{name} kept {outcome.accepted_length}/{segment.width} drafts {len(outcome.drafts)}"
+    return f"{name} accepted {outcome.accepted_length}/{segment.width} drafts {len(outcome.drafts)}"

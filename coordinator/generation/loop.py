@@ -1,7 +1,7 @@
-"""The generation loop: requests into the scheduler, frames to the pipeline, outcomes back to whoever waits.
+"""The generation loop: it passes requests to the scheduler, frames to the pipeline, and events to the clients.
 
-It knows nothing of tokenization, HTTP or where the stages run. When a pipeline fails, every live sequence is kept
-as its tokens, and fed again to the next one; clients see a pause.
+The loop knows nothing of tokenization, HTTP or the place where stages run. When a pipeline fails, the loop keeps every
+running request as its tokens and continues it on the next pipeline. Clients see a pause.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from coordinator.generation.frame_log import log_frame
-from coordinator.generation.in_flight import Settlement
+from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.meter import Meter
 from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.generation.scheduler import Scheduler
 from coordinator.generation.sequence import Sequence
+from coordinator.generation.snapshot import LoopSnapshot, RequestSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 4
-"""Pipelines that may fail in a row before their requests are taken for the cause."""
+MAX_FAILURES = 4
+"""Consecutive pipeline failures after which the running requests are failed, because one of them may be the cause."""
 
 RETRY_SECONDS = 1.0
-"""Pause after a wait for a plan was in vain, lest a source that fails at once is asked without end."""
+"""Seconds. Delay before retrying `acquire`, to avoid a busy loop on a source that fails at once."""
 
 
 class GenerationLoop:
-    """Serves requests over the pipelines a source gives. `start` and `close` bracket its life.
+    """A server of requests over the pipelines of a source. Call `start` before and `close` after its use.
 
-    Everything but the pipeline runs on the event loop's thread, so the scheduler needs no lock.
+    All its code runs on the event loop's thread, so the scheduler needs no lock.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class GenerationLoop:
         self.meter = Meter()
         self.recoveries = 0
         self._failures = 0
-        """Pipelines lost since one last gave a frame back."""
+        """Pipeline failures since a frame last returned."""
         self._rebuilding: list[Sequence] = []
-        """Those that lived through a change of plan and have not had a token since."""
+        """Sequences of the previous plan whose prompt the present plan has not yet computed."""
 
     # ---- life
 
     async def start(self) -> None:
-        """Acquire the first pipeline and begin to serve. Raises ClusterError when there is none to be had."""
-        await self._adopt(await self.source.acquire())
+        """Acquire the first pipeline and begin to serve. Raises ClusterError if the source has none."""
+        await self._adopt_pipeline(await self.source.acquire())
         self._task = asyncio.create_task(self._serve(), name="generation loop")
 
     async def close(self) -> None:
@@ -69,15 +70,44 @@ class GenerationLoop:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        self._fail_all("the server is shutting down")
+        self._fail_requests("the server is shutting down")
         if self.pipeline is not None:
             await self.pipeline.close()
             self.pipeline = None
 
+    def snapshot(self) -> LoopSnapshot:
+        """Return the state of the loop, for status pages and command lines."""
+        scheduler, meter, now = self.scheduler, self.meter, self.clock()
+        running = list(scheduler.running.values())
+        return LoopSnapshot(
+            serving=self.pipeline is not None,
+            epoch=scheduler.epoch,
+            mtp=str(scheduler.controller.mode),
+            requests=tuple(
+                RequestSnapshot(
+                    s.request.request_id or str(s.seq_id),
+                    s.computed_tokens,
+                    s.prefill_tokens,
+                    s.stats(now),
+                )
+                for s in running
+            ),
+            request_limit=scheduler.capacity.sequences,
+            waiting=len(scheduler.waiting),
+            waiting_limit=scheduler.queue_limit,
+            kv_tokens=sum(s.capacity for s in running),
+            kv_limit=scheduler.capacity.kv_tokens,
+            tokens_per_second=meter.tokens_per_second(now),
+            drafted_by_position=tuple(meter.drafts.drafted),
+            accepted_by_position=tuple(meter.drafts.accepted),
+            stage_ms=tuple(meter.stage_ms),
+            recoveries=self.recoveries,
+        )
+
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
-        """See `coordinator.generation.request.Generator`."""
+        """Yield the events of `request`. See `coordinator.generation.request.Generator`."""
         if self._task is None or self._task.done():
             raise NotReadyError("this server is not serving: it is starting or shutting down")
         sequence = self.scheduler.submit(request, self.clock())
@@ -85,7 +115,7 @@ class GenerationLoop:
         self._listeners[sequence.seq_id] = sequence, queue
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         try:
-            self._pump()
+            self._send_frames()
             while True:
                 event = await queue.get()
                 yield event
@@ -93,112 +123,122 @@ class GenerationLoop:
                     return
         finally:
             del self._listeners[sequence.seq_id]
-            self._abandon(sequence.seq_id)
+            self._cancel_sequence(sequence.seq_id)
 
-    def _abandon(self, seq_id: int) -> None:
-        """Nobody waits for a sequence any more; one that has finished is gone already."""
-        if self.pipeline is not None and self.scheduler.may_skip(seq_id):
-            self.pipeline.cancel(seq_id)
-        self.scheduler.cancel(seq_id)
-        self._pump()
+    def _cancel_sequence(self, seq_id: int) -> None:
+        """Remove a sequence whose client has left. A finished sequence is removed already."""
+        if self.pipeline is not None and self.scheduler.can_skip(seq_id):
+            self.pipeline.broadcast_cancel(seq_id)
+        self.scheduler.cancel_sequence(seq_id)
+        self._send_frames()
 
     # ---- the loop
 
     async def _serve(self) -> None:
-        """Receive for as long as the server lives, over one pipeline after another."""
+        """Receive frames until the server ends, over one pipeline after another."""
         while True:
             if self.pipeline is None:
-                await self._find_pipeline()
+                await self._acquire_pipeline()
                 continue
             try:
-                self._take(await self.pipeline.receive())
+                self._process_frame(await self.pipeline.receive_frame())
             except ClusterError as error:
-                await self._give_up(self.pipeline, error)
+                await self._abandon_pipeline(self.pipeline, error)
                 continue
-            except Exception as error:  # a bug of ours: what it touched cannot be trusted any more
+            except Exception as error:  # a bug here: the state of the running requests is unknown
                 log.exception("the generation loop failed")
-                self._fail_all("the server failed on one of the requests it was serving")
-                await self._give_up(self.pipeline, ClusterError(f"{type(error).__name__}: {error}"))
+                self._fail_requests("the server failed on one of the requests it was serving")
+                failure = ClusterError(f"{type(error).__name__}: {error}")
+                await self._abandon_pipeline(self.pipeline, failure)
 
-    def _take(self, frame: Frame) -> None:
-        """A frame came back: hear what it says, send what follows, tell who waits."""
+    def _process_frame(self, frame: Frame) -> None:
+        """Apply the outcomes of a returned frame, send the frames that follow, and deliver events to clients."""
         now = self.clock()
-        settlement = self.scheduler.settle(frame, now)
+        outcome = self.scheduler.apply_outcomes(frame, now)
         self._failures = 0
-        # The stages first: they idle until they hear, and telling clients costs as much as a hop.
+        # The stages come first: they idle until the next frame, and an event to a client costs as much as a hop.
         try:
-            self._reject(settlement)
-            self._pump()
-            self.meter.observe(frame, settlement, now)
+            self._broadcast_rollbacks(outcome)
+            self._send_frames()
+            self.meter.record_frame(frame, outcome, now)
             log_frame(frame)
-        finally:  # what is settled will not be told again
-            self._deliver(settlement)
-        self._note_rebuilt()
+        finally:  # the scheduler has applied these outcomes and will not return them again
+            self._deliver_events(outcome)
+        self._log_rebuilt()
+        if not self.scheduler.in_flight and log.isEnabledFor(logging.DEBUG):
+            self.scheduler.check()
 
-    async def _give_up(self, pipeline: Pipeline, error: ClusterError) -> None:
-        """Leave a pipeline that failed. Requests that no pipeline survives end, lest they kill one after another."""
+    async def _abandon_pipeline(self, pipeline: Pipeline, error: ClusterError) -> None:
+        """Close a failed pipeline. After MAX_FAILURES in a row, also end all requests, so that the next one works."""
         log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
-        # A plan that gave way to another did not fail.
+        # A plan that another plan replaced did not fail.
         self._failures += not isinstance(error, StaleEpochError)
-        if self._failures >= MOST_FAILURES:
-            self._fail_all(f"{self._failures} plans in a row failed before they gave a token")
+        if self._failures >= MAX_FAILURES:
+            self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
             self._failures = 0
-        self.source.failed(pipeline, error)
+        self.source.report_failure(pipeline, error)
         await pipeline.close()
 
-    async def _find_pipeline(self) -> None:
-        """Adopt the next pipeline. When none can be had in the source's time, end what waits, and try on."""
+    async def _acquire_pipeline(self) -> None:
+        """Acquire the next pipeline. If none is available within the source's deadline, end all requests."""
         try:
-            await self._adopt(await self.source.acquire())
+            await self._adopt_pipeline(await self.source.acquire())
         except ClusterError as error:
             log.error("no plan can serve", extra={"error": str(error)})
-            self._fail_all(error.public)
+            self._fail_requests(error.public)
             await asyncio.sleep(RETRY_SECONDS)
-        except Exception:  # a bug of ours: whoever waits must not wait for ever
-            log.exception("no plan could be had")
-            self._fail_all("the server failed while it looked for a plan")
+        except Exception:  # a bug here: clients must not wait without end
+            log.exception("acquiring a plan failed")
+            self._fail_requests("the server failed while it looked for a plan")
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _adopt(self, pipeline: Pipeline) -> None:
+    async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()
-        self._deliver(self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now))
-        self._pump()
+        outcome = self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now)
+        self._deliver_events(outcome)
+        self._send_frames()
 
-    def _note_rebuilt(self) -> None:
-        """Say when the last of the answers that a change of plan held up goes on."""
+    def _log_rebuilt(self) -> None:
+        """Log once when all sequences of the previous plan are computed again."""
         if not self._rebuilding:
             return
-        still = [s for s in self._rebuilding if s.passed < s.goal and s.seq_id in self._listeners]
-        self._rebuilding = still
-        if not still:
+        self._rebuilding = [
+            s
+            for s in self._rebuilding
+            if s.computed_tokens < s.prefill_tokens and s.seq_id in self._listeners
+        ]
+        if not self._rebuilding:
             log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
 
-    def _pump(self) -> None:
-        """Send whatever may be sent now."""
+    def _send_frames(self) -> None:
+        """Send all frames that the scheduler has now."""
         if self.pipeline is None:
             return
         while (frame := self.scheduler.next_frame(self.clock())) is not None:
-            self.pipeline.send(frame)
+            self.pipeline.send_frame(frame)
 
-    def _reject(self, settlement: Settlement) -> None:
+    def _broadcast_rollbacks(self, outcome: FrameOutcome) -> None:
         assert self.pipeline is not None
-        for r in settlement.rejections:
-            self.pipeline.rollback(r.seq_id, r.window, r.accepted_length, r.trim)
+        for rollback in outcome.rollbacks:
+            self.pipeline.broadcast_rollback(rollback)
 
-    def _deliver(self, settlement: Settlement) -> None:
-        for seq_id, event in settlement.events:
+    def _deliver_events(self, outcome: FrameOutcome) -> None:
+        for seq_id, event in outcome.events:
             if seq_id in self._listeners:
                 self._listeners[seq_id][1].put_nowait(event)
 
-    def _fail_all(self, message: str) -> None:
-        """End every open request with an error event: never a cut. Also one that has left the scheduler, whose end a
-        failure has kept from its client; to others a second end says nothing."""
+    def _fail_requests(self, message: str) -> None:
+        """End every open request with an error event.
+
+        A sequence may have left the scheduler while its last event is undelivered, so the loop goes by listeners. A
+        client that has its last event ignores a second one.
+        """
         now = self.clock()
         for sequence, events in self._listeners.values():
             events.put_nowait(Finished("error", sequence.stats(now), error=message))
         for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
-            self.scheduler.cancel(sequence.seq_id)
+            self.scheduler.cancel_sequence(sequence.seq_id)

@@ -1,12 +1,13 @@
-"""Which prefixes the stages keep, and what to keep next. Plain data: the stages hold the state, here are the tokens.
+"""The index of prefix entries: which prefixes the stages keep, and which to keep next.
 
-An entry is what every stage holds after some tokens: K/V, GDN states, the MTP head's part. It is made, used and
-dropped by operations in frame headers, which all stages see in the same order: so each entry is on all of them
-or on none.
+The stages hold the state of an entry (K/V, GDN states, the MTP head's part). The index holds its tokens. Operations in
+frame headers save, restore and drop entries. All stages see the headers in the same order, so an entry is on all
+stages or on none.
 
-Entries are made in three places: near the end of a prompt, for the same prompt again and for the next turn of its
-chat; where a prompt parts from one seen lately, for the system prompt they share; and at the end of an answer, where
-another prompt may go on from there.
+Entries are saved in three places:
+* near the end of a prompt, for the same prompt again and for the next turn of its chat;
+* where a prompt differs from a recent one, for the system prompt that they share;
+* at the end of an answer, for a prompt that continues from there.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from dataclasses import dataclass
 from coordinator.planning.capacity import Capacity
 
 SMALLEST_ENTRY = 128
-"""Tokens below which prefilling again costs less than what an entry takes: the GDN states of every layer."""
+"""Tokens. Shorter prefixes are not kept: to prefill them costs less than the memory of every layer's GDN state."""
 
 BLOCK = 32
-"""Entries inside a prompt end at multiples of this, so that prompts that differ in their last words share one."""
+"""Tokens. Entries inside a prompt end at multiples of this, so prompts that differ in their last words share one."""
 
 RECENT_PROMPTS = 64
-"""Prompts remembered to find where the next ones part from them."""
+"""Prompts. The index compares new prompts with this many earlier ones, to find shared beginnings."""
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """State after `tokens`; `nbytes` on the stage where it is largest."""
+    """The state after `tokens`. `nbytes` is its size on the stage where it is largest."""
 
     number: int
     tokens: Tokens
@@ -40,7 +41,10 @@ class Entry:
 
 
 class PrefixCache:
-    """Entries by number, the least recently used first. `budget` is in bytes on the tightest stage."""
+    """Entries by number, in order of use, the least recently used first.
+
+    `capacity.prefix_bytes` bounds their bytes on the stage with the least memory.
+    """
 
     def __init__(self) -> None:
         self.capacity = Capacity(sequences=0, kv_tokens=0, prefix_bytes=0)
@@ -49,16 +53,17 @@ class PrefixCache:
         self._next = 0
 
     def reset(self, capacity: Capacity) -> None:
-        """New stages hold nothing yet."""
+        """Drop all entries: the stages of a new plan hold none."""
         self.capacity = capacity
         self.entries.clear()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all entries on the stage with the least memory."""
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def find(self, prompt: Sequence[int]) -> Entry | None:
-        """The longest entry that leaves at least one token of `prompt` to run; it becomes the most recently used."""
+    def find_entry(self, prompt: Sequence[int]) -> Entry | None:
+        """Return the longest entry that is a proper prefix of `prompt`, and mark it as the most recently used."""
         best: Entry | None = None
         for entry in self.entries.values():
             length = len(entry.tokens)
@@ -70,16 +75,16 @@ class PrefixCache:
         return best
 
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
-        """Where in `prompt`, beyond its first `start` tokens, entries are worth making. Remembers the prompt.
+        """Return the positions in `prompt` after `start` where entries are worth saving. Remember the prompt.
 
-        The last is `turn` where that is known: behind it stands what no later prompt has, such as the opening of the
-        answer that a chat's history leaves out.
+        The last position is `turn`, the number of tokens with which the next turn of the chat begins, or the end of
+        the prompt's last whole block if `turn` is 0.
         """
         if not self._fits(SMALLEST_ENTRY):
             return []
         end = turn or (len(prompt) - 1) // BLOCK * BLOCK
-        parted = {common_length(prompt, seen) // BLOCK * BLOCK for seen in self._recent}
-        points = {end, *(p for p in parted if start + BLOCK <= p < end)}
+        shared = {common_length(prompt, seen) // BLOCK * BLOCK for seen in self._recent}
+        points = {end, *(p for p in shared if start + BLOCK <= p < end)}
         if prompt not in self._recent:
             self._recent.append(prompt)
         held = {len(e.tokens) for e in self.entries.values() if prompt[: len(e.tokens)] == e.tokens}
@@ -88,16 +93,16 @@ class PrefixCache:
         )
 
     def _fits(self, tokens: int) -> bool:
-        """Whether an entry of so many tokens is worth its place, and has one."""
+        """Return whether an entry of `tokens` tokens is long enough and fits into the budget."""
         return (
             tokens >= SMALLEST_ENTRY
             and self.capacity.entry_bytes(tokens) <= self.capacity.prefix_bytes
         )
 
-    def make(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
-        """Take up an entry for `tokens`; the second value are the numbers of entries to drop for it.
+    def add_entry(self, tokens: Tokens) -> tuple[Entry | None, list[int]]:
+        """Add an entry for `tokens`. Return it and the numbers of the entries that were dropped to make room.
 
-        No entry is made where one is held already, or where it would not fit even alone.
+        Return no entry if one for `tokens` exists, or if it exceeds the whole budget.
         """
         known = any(entry.tokens == tokens for entry in self.entries.values())
         if known or not self._fits(len(tokens)):
@@ -113,6 +118,6 @@ class PrefixCache:
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix, found by comparing whole slices, which C does."""
+    """Return the length of the longest common prefix. The search compares whole slices, which is fast in C."""
     most = min(len(a), len(b))
     return bisect_left(range(1, most + 1), True, key=lambda n: a[:n] != b[:n])

@@ -1,4 +1,4 @@
-"""A generation request and the events it produces: the seam between `api`/`cli` and the generation loop."""
+"""A generation request and its events: the seam between `api` or `cli` and the generation loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Tokens in, and how to go on from them. Text, chat templates and stop strings are the caller's business.
+    """A prompt in tokens, and how to continue it. The caller handles text, chat templates and stop strings.
 
-    `stop_tokens` end the text when the model chooses one; the token itself is not emitted. `request_id` is for logs.
-    The last two are for the prefix cache and change no token: how much of the prompt a conversation's next turn begins
-    with (0 where that is not known), and whether a later prompt may begin with this one and its answer.
+    A token of `stop_tokens` ends the text and is not emitted. `request_id` is for logs. `turn` and `continued` help
+    the prefix cache and change no token. `turn` is the number of prompt tokens with which the conversation's next turn
+    begins, 0 if unknown. `continued` says whether a later prompt may begin with this prompt and its answer.
     """
 
     prompt: tuple[int, ...]
@@ -32,7 +32,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """`done` of `total` prompt tokens have passed the last stage; `cached` of them came from the prefix cache."""
+    """`done` of `total` prompt tokens are computed by the last stage; `cached` of them came from the prefix cache."""
 
     done: int
     total: int
@@ -41,9 +41,9 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Tokens that are final: emitted once, never taken back. `logprobs` matches `tokens` or is empty.
+    """Final tokens. Each token is emitted once. `logprobs` has one entry per token, or is empty.
 
-    They came from a window with `drafted` drafts, of which `accepted` were kept.
+    The tokens come from a window with `drafted` drafts, of which `accepted` were accepted.
     """
 
     tokens: tuple[int, ...]
@@ -54,8 +54,11 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """What one request cost. Times in seconds. `drafted_by_position[i]` windows held a draft at position i+1,
-    `accepted_by_position[i]` of those kept it; counts stop where the text ended."""
+    """The cost of one request. Times are in seconds.
+
+    `drafted_by_position[i]` drafts at position i + 1 have a result, and `accepted_by_position[i]` of them were
+    accepted. Drafts after the end of the text are not counted.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -68,16 +71,18 @@ class GenerationStats:
 
     @property
     def drafted(self) -> int:
+        """Drafts at all positions."""
         return sum(self.drafted_by_position)
 
     @property
     def accepted(self) -> int:
+        """Accepted drafts at all positions."""
         return sum(self.accepted_by_position)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of every request. `error` is one line for the client when `reason` is `error`."""
+    """The last event of every request. `error` is one line for the client if `reason` is `error`."""
 
     reason: FinishReason
     stats: GenerationStats
@@ -88,12 +93,12 @@ GenerationEvent = PrefillProgress | TokenChunk | Finished
 
 
 class Generator(Protocol):
-    """Serves requests. The real one is `generation.GenerationLoop`."""
+    """A server of generation requests. `generation.GenerationLoop` implements it."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
-        """Yield events, the last a `Finished`. Closing the iterator cancels the request on every stage.
+        """Yield the events of `request`, the last one a `Finished`.
 
-        Raises RequestError before the first event when the request can never be served,
-        CapacityError when the queue is full, NotReadyError when no plan is serving.
+        Closing the iterator cancels the request on every stage. Raises, before the first event, RequestError if the
+        request can never be served, CapacityError if the queue is full, and NotReadyError if no plan serves.
         """
         ...

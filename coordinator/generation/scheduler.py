@@ -1,24 +1,25 @@
-"""What the pipeline does next: which sequences, which tokens, in which order. Plain data, no tensors, no clock.
+"""The scheduler: it decides which tokens of which sequences the next frame carries. Plain data, no tensors, no clock.
 
-The pipeline of N stages is kept full:
-* Sequences that decode travel in lanes: rows sent together. A lane takes ⌈c/N⌉ of the c sequences that decode,
-  those that waited longest. No more than N lanes are under way: what gets ready beyond them waits, and so comes
-  together in full lanes whenever it arrived.
-* With c < N, up to ⌊N/c⌋ windows of a sequence are in flight, each built on the hope that those before it stand.
-* Prompts travel as a convoy of up to N + 1 chunks, which need no outcome to follow each other. A lane that is ready
-  goes before the next chunk, so running streams wait for one chunk a stage and no more; N lanes leave
-  room for a chunk, so a prompt never waits for a stream to end.
+The scheduler keeps a pipeline of N stages full:
+* Decoding sequences travel in micro-batches. A micro-batch takes ⌈c/N⌉ of the c decoding sequences, those that waited
+  longest. At most N micro-batches are in flight. Sequences that become ready meanwhile wait and travel together.
+* With c < N, up to ⌊N/c⌋ windows of a sequence are in flight. All but the first are speculative: each builds on the
+  unverified windows before it.
+* Prompts use pipelined chunked prefill: up to N + 1 chunks are in flight, because a chunk needs no outcome of the
+  chunk before it. A ready micro-batch goes before the next chunk, so a running stream waits for at most one chunk a
+  stage. N micro-batches leave room for a chunk, so a prompt never waits for a stream to end.
 
-Times are given by the caller, in seconds, and only ever subtracted.
+The caller passes times in seconds. The scheduler only subtracts them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from coordinator.generation.admission import check_request
-from coordinator.generation.in_flight import InFlight, Rejection, Settlement
+from coordinator.generation.frame_outcome import FrameOutcome
+from coordinator.generation.in_flight import FrameInFlight
+from coordinator.generation.limits import Limits
 from coordinator.generation.prefix_cache import PrefixCache
 from coordinator.generation.request import (
     Finished,
@@ -27,9 +28,9 @@ from coordinator.generation.request import (
     TokenChunk,
 )
 from coordinator.generation.sequence import Sequence
+from coordinator.generation.step_cost import StepCostMeter
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import MAX_DEPTH, Controller
-from mtp.depth.estimates import StepCost
 from mtp.depth.shape import Shape
 from proto.errors import CapacityError, ProtocolError, StaleEpochError
 from proto.frame import (
@@ -43,37 +44,12 @@ from proto.frame import (
     Segment,
 )
 
-CONVOY = 8
-"""Chunks that a prompt is cut into where they do not get too small: N stages are then 8 N / (N + 7) times as fast."""
-
-SMALLEST_CHUNK = 128
-"""Fewer rows do not pay for reading a stage's weights, those of a mixture of experts above all."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user allows. `context` and `vocab` are the model's.
-
-    `queue` requests may wait, None for as many as suit the plan. A prompt is cut into chunks of at most
-    `prefill_chunk` tokens; chunks of several prompts share a frame up to `step_tokens`.
-    """
-
-    context: int
-    vocab: int = 2**31
-    queue: int | None = None
-    prefill_chunk: int = 512
-    step_tokens: int = 2048
-
-    def chunk(self, prompt: int) -> int:
-        """Most tokens of a chunk of a prompt of so many. A short prompt is cut smaller, into CONVOY chunks: two of 512
-        leave half of the stages idle. Not by the number of stages: where a kernel rounds differently for other row
-        counts, that number would show in the answer.
-        """
-        return min(self.prefill_chunk, max(SMALLEST_CHUNK, -(-prompt // CONVOY)))
-
 
 class Scheduler:
-    """Queue, lanes and convoy of one plan. The caller sends what `next_frame` gives and returns what comes back."""
+    """The queue, the micro-batches and the prefill of one plan.
+
+    The caller sends each frame of `next_frame` to the pipeline, and passes each returned frame to `apply_outcomes`.
+    """
 
     def __init__(self, limits: Limits, controller: Controller) -> None:
         self.limits = limits
@@ -81,22 +57,23 @@ class Scheduler:
         self.stages = 1
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
-        """Nothing is admitted before the first plan."""
+        """Capacity of the plan. Before the first plan it admits no sequence."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
+        """Admitted sequences, in the order in which they may send."""
         self.prefixes = PrefixCache()
         self.ops: list[Op] = []
-        """What the next frame's header will do, in the order it was decided."""
-        self.in_flight: deque[InFlight] = deque()
+        """Operations for the next frame's header, in the order of the decisions."""
+        self.in_flight: deque[FrameInFlight] = deque()
         self.next_number = 0
         self._next_seq = 0
-        self._wires = 0.0
-        """Seconds that a pass spends outside the stages."""
+        self._step_costs = StepCostMeter(self.stages)
 
-    def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> Settlement:
-        """A new plan serves: what was in flight is void, and every live sequence is fed again from its tokens.
+    def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> FrameOutcome:
+        """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
-        They go to the head of the queue, in their order. One that the new plan can never hold ends with an error.
+        Running sequences go to the head of the queue in their order, and are prefilled from their tokens. A sequence
+        that exceeds the capacity of the new plan ends with an error.
         """
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self.next_number = 0
@@ -104,29 +81,32 @@ class Scheduler:
         self.ops.clear()
         self.prefixes.reset(capacity)
         self.controller.forget_costs()
-        self._wires = 0.0
-        live = list(self.running.values())
+        self._step_costs = StepCostMeter(stages)
+        running = list(self.running.values())
         self.running.clear()
-        for sequence in live:
-            sequence.rebuild()
-        self.waiting.extendleft(reversed(live))
-        settlement = Settlement()
+        for sequence in running:
+            sequence.reset_for_plan()
+        self.waiting.extendleft(reversed(running))
+        outcome = FrameOutcome()
         for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
             self.waiting.remove(sequence)
-            message = "the machines that are left have too little memory to go on with this request"
+            message = "the remaining machines have too little memory to continue this request"
             ended = Finished("error", sequence.stats(now), error=message)
-            settlement.events.append((sequence.seq_id, ended))
-        return settlement
+            outcome.events.append((sequence.seq_id, ended))
+        return outcome
 
     # ---- requests
 
     @property
     def queue_limit(self) -> int:
-        """Requests that may wait: as many as the user says, or as the present plan is good for."""
+        """Maximum number of waiting requests: the user's limit, or one that suits the plan."""
         return self.capacity.queue if self.limits.queue is None else self.limits.queue
 
     def submit(self, request: GenerationRequest, now: float) -> Sequence:
-        """Queue a request. Raises RequestError when it can never be served, CapacityError when the queue is full."""
+        """Queue a request and return its sequence.
+
+        Raises RequestError if it can never be served, CapacityError if the queue is full.
+        """
         check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
         if len(self.waiting) >= self.queue_limit:
             raise CapacityError(
@@ -138,50 +118,37 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
-    def cancel(self, seq_id: int) -> None:
-        """The client is gone. Its stages hear of it by Evict in the next header."""
-        for sequence in self.waiting:
-            if sequence.seq_id == seq_id:
-                self.waiting.remove(sequence)
+    def cancel_sequence(self, seq_id: int) -> None:
+        """Remove a sequence without a client. Evict in the next header removes it from the stages."""
+        for waiting in self.waiting:
+            if waiting.seq_id == seq_id:
+                self.waiting.remove(waiting)
                 return
-        sequence_or_none = self.running.get(seq_id)
-        if sequence_or_none is not None:
-            self._leave(sequence_or_none)
+        sequence = self.running.get(seq_id)
+        if sequence is not None:
+            self._remove_sequence(sequence)
 
-    def may_skip(self, seq_id: int) -> bool:
-        """Whether stages may be told to skip what is on its way of a sequence nobody waits for.
+    def can_skip(self, seq_id: int) -> bool:
+        """Return whether stages may skip the segments in flight of a sequence without a client.
 
-        Not while a prefix entry is being made of it: of the chunks before the entry's end a stage that hears the
-        signal early would run fewer than the others, and the entry would differ from stage to stage.
+        They may not while a prefix entry is being saved from it. A stage that gets the signal early would compute
+        fewer of the chunks than the others, and the entry would differ from stage to stage.
         """
         sequence = self.running.get(seq_id)
-        return sequence is not None and sequence.saved <= sequence.passed
+        return sequence is not None and sequence.saved_prefix <= sequence.computed_tokens
 
-    # ---- out
+    # ---- frames out
 
     def next_frame(self, now: float) -> Frame | None:
-        """The next frame to send, or None while there is nothing to do or the pipeline is full."""
+        """Return the next frame to send, or None if there is no work or the pipeline is full."""
         self._admit_waiting()
-        segments = self._next_lane()
-        record = self._record(segments, now)
+        record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
+        segments = self._next_micro_batch(record)
         if not segments:
             segments = self._next_chunks()
         if not segments and not self.ops:
             return None
-        return self._frame(tuple(segments), record)
-
-    def _record(self, lane: list[Segment], now: float) -> InFlight:
-        record = InFlight(now, not self.in_flight, len(lane), live=len(lane))
-        if lane:
-            sequence = self.running[lane[0].seq_id]
-            decoding = sum(1 for s in self.running.values() if s.decoding)
-            record.lanes = min(decoding, self.stages)
-            record.fill = self._fill_of(sequence, decoding)
-            record.follows = sequence if len(sequence.flight) > 1 else None
-        return record
-
-    def _frame(self, segments: tuple[Segment, ...], record: InFlight) -> Frame:
-        frame = Frame(self.epoch, self.next_number, tuple(self.ops), segments)
+        frame = Frame(self.epoch, self.next_number, tuple(self.ops), tuple(segments))
         self.ops.clear()
         self.next_number += 1
         self.in_flight.append(record)
@@ -189,57 +156,66 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         while self.waiting and len(self.running) < self.capacity.sequences:
-            held = sum(s.capacity for s in self.running.values())
-            if held + self.waiting[0].capacity > self.capacity.kv_tokens:
+            reserved = sum(s.capacity for s in self.running.values())
+            if reserved + self.waiting[0].capacity > self.capacity.kv_tokens:
                 return
             sequence = self.waiting.popleft()
             self.running[sequence.seq_id] = sequence
 
-    def _next_lane(self) -> list[Segment]:
-        """Windows of the lane that has waited longest, if the pipeline has room for another."""
+    def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
+        """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
         decoding = [s for s in self.running.values() if s.decoding]
-        lanes = sum(1 for record in self.in_flight if record.live)
-        if not decoding or lanes >= self.stages:
+        in_flight = sum(1 for one in self.in_flight if one.valid_windows)
+        if not decoding or in_flight >= self.stages:
             return []
-        if self._windows_each(len(decoding)) > 1:
-            return self._next_in_line(decoding)
-        ready = [s for s in decoding if not s.flight]
-        if not ready:
-            return []
-        rows = ready[: -(-len(decoding) // self.stages)]
-        shape = self.controller.choose(len(rows))
-        return [self._window(sequence, shape) for sequence in rows]
+        if self._windows_per_sequence(len(decoding)) > 1:
+            chosen, shape = self._next_speculative(decoding)
+        else:
+            ready = [s for s in decoding if not s.windows_in_flight]
+            chosen = ready[: -(-len(decoding) // self.stages)]
+            shape = self.controller.choose_shape(len(chosen)) if chosen else Shape()
+        segments = [self._window_segment(sequence, shape, record) for sequence in chosen]
+        if chosen:
+            record.decode_rows = record.valid_windows = len(chosen)
+            record.micro_batches = min(len(decoding), self.stages)
+            record.fill = self._fill(chosen[0], len(decoding))
+            record.speculative = len(chosen[0].windows_in_flight) > 1
+        return segments
 
-    def _windows_each(self, decoding: int) -> int:
-        """How many windows of one sequence may be in flight: as many as leave no stage idle.
+    def _windows_per_sequence(self, decoding: int) -> int:
+        """Return how many windows each of `decoding` sequences may have in flight so that no stage is idle.
 
-        One where prompts keep the stages busy. Never more windows than the plan has memory for: it reckons with one
-        open window for each sequence it admits.
+        It is one while prompts keep the stages busy. It never exceeds the memory of the plan, which reserves one open
+        window for each admitted sequence.
         """
         if self.stages < 2 * decoding or decoding < len(self.running):
             return 1
         room = 2 * self.capacity.sequences // decoding - 1
         return max(1, min(self.stages // decoding, room, MAX_DEPTH + 1))
 
-    def _fill_of(self, sequence: Sequence, decoding: int) -> int:
-        """The same for this one: the ratio rule knows the scores of the last drafts only, so one."""
-        return 1 if sequence.request.params.ratio else self._windows_each(decoding)
+    def _fill(self, sequence: Sequence, decoding: int) -> int:
+        """Return how many windows `sequence` may have in flight.
 
-    def _next_in_line(self, decoding: list[Sequence]) -> list[Segment]:
-        """A window of the first sequence that may send one: to follow another in flight, or the first."""
+        It is one under the ratio rule, which keeps the probabilities of the newest drafts only.
+        """
+        return 1 if sequence.request.params.ratio else self._windows_per_sequence(decoding)
+
+    def _next_speculative(self, decoding: list[Sequence]) -> tuple[list[Sequence], Shape]:
+        """Return the first sequence that may send a window, as a list of at most one, and the window's shape."""
         for sequence in decoding:
             if sequence.shape is None:
-                sequence.shape = self.controller.choose(1, self._fill_of(sequence, len(decoding)))
-            if sequence.may_send(sequence.shape):
-                return [self._window(sequence, sequence.shape)]
-        return []
+                fill = self._fill(sequence, len(decoding))
+                sequence.shape = self.controller.choose_shape(1, fill)
+            if sequence.can_send_window(sequence.shape):
+                return [sequence], sequence.shape
+        return [], Shape()
 
-    def _window(self, sequence: Sequence, shape: Shape) -> Segment:
-        """The next window, asking for the drafts that are to follow; never past the request's limit."""
-        self._commit(sequence)
-        position = len(sequence.tokens) - 1 + sequence.ahead
-        window = sequence.next_window(shape, self.next_number)
-        # To the back: the next lane takes the others first.
+    def _window_segment(self, sequence: Sequence, shape: Shape, record: FrameInFlight) -> Segment:
+        """Return the next window of `sequence`. It never exceeds the request's limit."""
+        self._queue_commit(sequence)
+        position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
+        window = sequence.next_window(shape, record)
+        # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
         return Segment(
             sequence.seq_id,
@@ -252,177 +228,193 @@ class Scheduler:
         )
 
     def _next_chunks(self) -> list[Segment]:
-        """Prompt chunks for one frame: the oldest prompt first, others with what is left of the budget."""
+        """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step."""
         if len(self.in_flight) > self.stages:
             return []
         budget = self.limits.step_tokens
         segments: list[Segment] = []
         for sequence in self.running.values():
-            chunk = self.limits.chunk(sequence.goal)
-            size = min(chunk, budget, sequence.goal - sequence.fed)
-            if size <= 0:
+            chunk = self.limits.chunk_length(sequence.prefill_tokens)
+            length = min(chunk, budget, sequence.prefill_tokens - sequence.scheduled_tokens)
+            if length <= 0:
                 continue
-            segments.append(self._chunk(sequence, size))
+            segments.append(self._chunk_segment(sequence, length))
             budget -= segments[-1].width
         return segments
 
-    def _chunk(self, sequence: Sequence, most: int) -> Segment:
+    def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
         if not sequence.admitted:
             self._admit(sequence)
-        start = sequence.fed
-        if sequence.boundaries and start == sequence.boundaries[0]:
-            self._save(sequence, tuple(sequence.tokens[: sequence.boundaries.pop(0)]))
-        end = sequence.boundaries[0] if sequence.boundaries else sequence.goal
-        sequence.fed = min(end, start + most)
+        start = sequence.scheduled_tokens
+        boundaries = sequence.prefix_boundaries
+        if boundaries and start == boundaries[0]:
+            self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
+        end = boundaries[0] if boundaries else sequence.prefill_tokens
+        sequence.scheduled_tokens = min(end, start + max_length)
         last = not sequence.prefilling
+        drafts = min(self._first_depth(sequence), max(0, sequence.remaining - 2)) if last else 0
         return Segment(
             sequence.seq_id,
-            sequence.take_window_number(),
+            sequence.next_window_number(),
             position=start,
-            tokens=tuple(sequence.tokens[start : sequence.fed]),
+            tokens=tuple(sequence.tokens[start : sequence.scheduled_tokens]),
             sample=last,
-            drafts=min(self._first_depth(sequence), max(0, sequence.remaining - 2)) if last else 0,
+            drafts=drafts,
         )
 
     def _first_depth(self, sequence: Sequence) -> int:
-        """Drafts to bring along with the first token, so that its windows follow each other from the start."""
+        """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
-        return self.controller.choose(1, self._fill_of(sequence, decoding)).depth
+        return self.controller.choose_shape(1, self._fill(sequence, decoding)).depth
 
     def _admit(self, sequence: Sequence) -> None:
-        """Make a sequence on the stages, from the longest prefix they hold."""
+        """Create a sequence on the stages, from the longest prefix entry that they hold."""
         self.ops.append(sequence.admit_op())
         sequence.admitted = True
         prompt = tuple(sequence.tokens)
-        entry = self.prefixes.find(prompt)
+        entry = self.prefixes.find_entry(prompt)
         if entry is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
-            sequence.fed = sequence.passed = sequence.cached = len(entry.tokens)
-        sequence.boundaries = self.prefixes.boundaries(prompt, sequence.fed, sequence.request.turn)
+            cached = len(entry.tokens)
+            sequence.scheduled_tokens = sequence.computed_tokens = sequence.cached_tokens = cached
+        sequence.prefix_boundaries = self.prefixes.boundaries(
+            prompt, sequence.scheduled_tokens, sequence.request.turn
+        )
 
-    def _save(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        """Keep what the stages hold of `sequence` now, which is the state after `tokens`."""
-        entry, dropped = self.prefixes.make(tokens)
+    def _save_prefix(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        """Save the stages' state of `sequence`, which is the state after `tokens`, as a prefix entry."""
+        entry, dropped = self.prefixes.add_entry(tokens)
         self.ops.extend(DropPrefix(number) for number in dropped)
         if entry is not None:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number))
-            sequence.saved = len(tokens)
+            sequence.saved_prefix = len(tokens)
 
-    def _commit(self, sequence: Sequence) -> None:
+    def _queue_commit(self, sequence: Sequence) -> None:
         if sequence.commit is not None:
             self.ops.append(sequence.commit)
             sequence.commit = None
 
-    # ---- back
+    # ---- frames back
 
-    def settle(self, frame: Frame, now: float) -> Settlement:
-        """Take a frame that came back, the oldest in flight.
+    def apply_outcomes(self, frame: Frame, now: float) -> FrameOutcome:
+        """Apply the outcomes of a returned frame, the oldest in flight. Return the consequences.
 
-        Raises StaleEpochError for one of another plan, ProtocolError when it is not the oldest.
+        Raises StaleEpochError for a frame of another plan, ProtocolError if it is not the oldest in flight.
         """
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
-        expected = self.next_number - len(self.in_flight)
+        expected = self.in_flight[0].number if self.in_flight else self.next_number
         if frame.number != expected or len(frame.outcomes) != len(frame.segments):
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
         record = self.in_flight.popleft()
-        self._observe(frame, record, now)
-        settlement = Settlement()
+        self._record_step_cost(frame, record, now)
+        result = FrameOutcome()
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             sequence = self.running.get(segment.seq_id)
-            if sequence is not None:
-                self._settle_segment(sequence, segment, outcome, now, settlement)
-        return settlement
+            if sequence is None or outcome.cancelled:
+                continue
+            if segment.open:
+                self._apply_window(sequence, segment, outcome, now, result)
+            else:
+                self._apply_chunk(sequence, segment, outcome, now, result)
+        return result
 
-    def _observe(self, frame: Frame, record: InFlight, now: float) -> None:
-        """Tell the controller what a lane's step cost.
-
-        While there are fewer lanes than stages each holds up its sequences for a pass; a full pipeline holds them
-        up for as long as its slowest stage takes.
-        """
-        seconds = sum(frame.stage_us) / 1e6
-        if record.alone and not self.in_flight and record.decode_rows:
-            wires = now - record.sent - seconds
-            self._wires += (wires - self._wires) / (4 if self._wires else 1)
-        widths = {(s.width, s.drafts) for s in frame.segments}
-        if not record.live or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
+    def _record_step_cost(self, frame: Frame, record: FrameInFlight, now: float) -> None:
+        if not frame.segments:
             return
-        ((width, drafted),) = widths
-        interval = record.lanes * max(frame.stage_us) / 1e6
-        full = record.lanes == self.stages > 1
-        cost = StepCost(interval if full else seconds + self._wires, interval)
-        if record.follows is not None:
-            cost = StepCost(cost.seconds, now - record.follows.returned, ahead=True)
-        self.controller.observe_step(record.decode_rows, width, drafted, cost, record.fill)
-
-    def _settle_segment(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
-    ) -> None:
-        if segment.open:
-            in_vain = not sequence.flight or sequence.flight[0].number != segment.window
-            if not in_vain and not outcome.cancelled:
-                self._settle_window(sequence, segment, outcome, now, to)
-            return
-        if outcome.cancelled:
-            return
-        sequence.passed = segment.position + segment.width
-        progress = PrefillProgress(sequence.passed, sequence.goal, sequence.cached)
-        to.events.append((sequence.seq_id, progress))
-        if outcome.token is not None:
-            sequence.prefilled = sequence.prefilled or now
-            tokens = sequence.first_token(outcome)
-            to.emit(sequence, TokenChunk(tokens, outcome.logprobs[: len(tokens)]))
-            self._end(sequence, segment, outcome, now, to)
-
-    def _settle_window(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
-    ) -> None:
-        sequence.windows += 1
-        sequence.returned = now
-        landing = sequence.land(outcome)
-        to.judged += landing.judged
-        self.controller.observe_drafts(landing.judged)
-        for window in landing.void:
-            self.in_flight[window.frame - self.next_number].live -= 1
-        if landing.trim:
-            commit = sequence.commit
-            assert commit is not None
-            to.rejections.append(
-                Rejection(sequence.seq_id, commit.window, commit.accepted_length, landing.trim)
-            )
-        chunk = TokenChunk(
-            landing.tokens,
-            outcome.logprobs[: len(landing.tokens)],
-            len(landing.judged),
-            landing.accepted,
+        first = frame.segments[0]
+        sequence = self.running.get(first.seq_id)
+        cost = self._step_costs.measure(
+            frame,
+            record,
+            now,
+            idle=not self.in_flight,
+            previous_returned_at=None if sequence is None else sequence.window_returned_at,
         )
-        to.emit(sequence, chunk)
-        self._end(sequence, segment, outcome, now, to)
+        if cost is not None:
+            self.controller.record_step_cost(
+                record.decode_rows, first.width, first.drafts, cost, record.fill
+            )
 
-    def _end(
-        self, sequence: Sequence, segment: Segment, outcome: Outcome, now: float, to: Settlement
+    def _apply_chunk(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        outcome: Outcome,
+        now: float,
+        result: FrameOutcome,
     ) -> None:
-        """If its text has ended: tell the client, keep what the stages hold where that may be of use, and let them
-        forget it."""
+        sequence.computed_tokens = segment.position + segment.width
+        progress = PrefillProgress(
+            sequence.computed_tokens, sequence.prefill_tokens, sequence.cached_tokens
+        )
+        result.events.append((sequence.seq_id, progress))
+        if outcome.token is not None:
+            sequence.first_token_at = sequence.first_token_at or now
+            tokens = sequence.apply_first_token(outcome)
+            chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
+            result.add_tokens(sequence.seq_id, chunk)
+            self._finish(sequence, segment, outcome, now, result)
+
+    def _apply_window(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        outcome: Outcome,
+        now: float,
+        result: FrameOutcome,
+    ) -> None:
+        in_flight = sequence.windows_in_flight
+        if not in_flight or in_flight[0].number != segment.window:
+            return  # an earlier outcome invalidated the window
+        sequence.windows_returned += 1
+        sequence.window_returned_at = now
+        window_outcome = sequence.apply_outcome(outcome)
+        result.draft_results += window_outcome.draft_results
+        self.controller.record_drafts(window_outcome.draft_results)
+        for window in window_outcome.invalidated:
+            window.frame.valid_windows -= 1
+        if window_outcome.rollback is not None:
+            result.rollbacks.append(window_outcome.rollback)
+        tokens = window_outcome.tokens
+        drafted = len(window_outcome.draft_results)
+        logprobs = outcome.logprobs[: len(tokens)]
+        chunk = TokenChunk(tokens, logprobs, drafted, window_outcome.accepted)
+        result.add_tokens(sequence.seq_id, chunk)
+        self._finish(sequence, segment, outcome, now, result)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        outcome: Outcome,
+        now: float,
+        result: FrameOutcome,
+    ) -> None:
+        """If the text has ended, add the last event, save a useful prefix entry, and remove the sequence."""
         if sequence.finished is None:
             return
         held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.accepted_length])
-        to.events.append((sequence.seq_id, Finished(sequence.finished, sequence.stats(now))))
-        self._commit(sequence)
+        finished = Finished(sequence.finished, sequence.stats(now))
+        result.events.append((sequence.seq_id, finished))
+        self._queue_commit(sequence)
         if sequence.request.continued:
-            self._save(sequence, held)
-        self._leave(sequence)
+            self._save_prefix(sequence, held)
+        self._remove_sequence(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _remove_sequence(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
         if sequence.admitted:
             self.ops.append(Evict(sequence.seq_id))
 
     def check(self) -> None:
-        """Invariants, for tests and idle loops."""
+        """Assert the invariants. Tests call it after each step, the loop when it is idle at debug level."""
         assert len(self.running) <= self.capacity.sequences
         assert sum(s.capacity for s in self.running.values()) <= self.capacity.kv_tokens
+        numbers = range(self.next_number - len(self.in_flight), self.next_number)
+        assert [record.number for record in self.in_flight] == list(numbers)
+        for record in self.in_flight:
+            assert 0 <= record.valid_windows <= record.decode_rows, record
         for sequence in self.running.values():
-            assert 0 <= sequence.fed <= sequence.goal <= len(sequence.tokens), sequence
-            assert sequence.remaining > 0, sequence
-            assert sequence.prefilling or len(sequence.flight) <= self.stages, sequence
+            sequence.check(self.stages)
+            assert all(w.frame in self.in_flight for w in sequence.windows_in_flight), sequence

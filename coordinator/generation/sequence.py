@@ -1,248 +1,319 @@
-"""One request on its way through the pipeline, as the coordinator sees it: tokens and counters, no tensors."""
+"""One request in the pipeline, as the coordinator sees it: tokens and counters, no tensors."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
+from coordinator.generation.draft_counts import DraftCounts
+from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.request import FinishReason, GenerationRequest, GenerationStats
+from mtp.depth.draft_result import DraftResult
 from mtp.depth.shape import Shape
+from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window in flight. `first` is its first token's place in the chain of drafts it was taken from: 0 for a token
-    that is confirmed, i for the i-th draft, which is sent on the hope that all before it are right."""
+    """A verify window in flight.
+
+    `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
+    draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it.
+    """
 
     number: int
     first: int
     tokens: tuple[int, ...]
-    frame: int
-    """Number of the frame it travels in."""
+    frame: FrameInFlight = field(compare=False, repr=False)
+    """The frame that carries the window."""
 
 
-@dataclass
-class Landing:
-    """What a window's return means. `void` windows are in flight in vain; `trim` tokens leave the sequence's end."""
+class WindowResult(Enum):
+    """The result of a returned window for the windows that build on it."""
+
+    ACCEPTED = auto()
+    """All tokens are accepted, and the next window in flight, if any, begins with the target's token."""
+    MISSPECULATED = auto()
+    """All tokens are accepted, and the windows in flight continue with another token or after the end of the text."""
+    REJECTED = auto()
+    """A draft of the window is rejected."""
+
+
+@dataclass(frozen=True)
+class WindowOutcome:
+    """The consequences of a returned window.
+
+    `tokens` are final. `invalidated` are the windows in flight that build on a rejected token. `rollback` is None if
+    no token leaves the end of the sequence.
+    """
 
     tokens: tuple[int, ...]
-    void: tuple[Window, ...] = ()
-    trim: int = 0
-    judged: list[tuple[int, bool]] = field(default_factory=list)
-    """Drafts whose fate is known now: number in their chain, and whether it was right."""
-
-    def count(self, number: int, right: bool) -> None:
-        self.judged.append((number, right))
+    invalidated: tuple[Window, ...]
+    rollback: Rollback | None
+    draft_results: tuple[DraftResult, ...]
 
     @property
     def accepted(self) -> int:
-        return sum(right for _, right in self.judged)
+        """Number of accepted drafts."""
+        return sum(result.accepted for result in self.draft_results)
 
 
 @dataclass
 class Sequence:
-    """`tokens` is the prompt and all that was emitted: with the request it is enough to rebuild everything else.
+    """A request and its state. `tokens` holds the prompt and all emitted tokens: enough to rebuild everything else.
 
-    `fed` counts the tokens sent into the pipeline as prompt chunks, `goal` how many there are to send: the prompt, or,
-    when a sequence is rebuilt, all of `tokens`. The last token emitted is not fed before it stands in a window.
+    The last emitted token is computed when it is the first token of a window.
     """
 
     seq_id: int
     request: GenerationRequest
-    arrived: float
+    arrived_at: float
     tokens: list[int] = field(default_factory=list)
-    goal: int = 0
-    fed: int = 0
-    passed: int = 0
-    """Prompt tokens that have left the last stage."""
-    cached: int = 0
+    prefill_tokens: int = 0
+    """Tokens to send as prompt chunks: the prompt, or all of `tokens` after a rebuild."""
+    scheduled_tokens: int = 0
+    """Tokens of `prefill_tokens` that are sent into the pipeline."""
+    computed_tokens: int = 0
+    """Tokens of `prefill_tokens` that the last stage has computed."""
+    cached_tokens: int = 0
+    """Tokens of `prefill_tokens` that a prefix entry provided."""
     window_count: int = 0
     admitted: bool = False
     commit: Commit | None = None
-    """Of its last window: rides before its next segment."""
-    boundaries: list[int] = field(default_factory=list)
-    """Where in the prompt chunks end so that a prefix entry can be made, the next one first."""
-    saved: int = 0
-    """Where the newest prefix entry made of it ends."""
+    """The commit of its last window. The header of its next segment carries it."""
+    prefix_boundaries: list[int] = field(default_factory=list)
+    """Positions in the prompt where a chunk ends so that a prefix entry can be saved, in ascending order."""
+    saved_prefix: int = 0
+    """Tokens of the newest prefix entry saved from this sequence."""
     drafts: tuple[int, ...] = ()
-    """What the head thinks comes after `tokens`."""
-    flight: deque[Window] = field(default_factory=deque)
-    """The windows in flight that may still stand, oldest first."""
+    """Drafts of the MTP head for the tokens after `tokens`."""
+    windows_in_flight: deque[Window] = field(default_factory=deque)
+    """The windows in flight that are not invalidated, oldest first."""
     shape: Shape | None = None
-    """Of its next window; None before it is chosen, once for each window that comes back."""
+    """Shape of the next window. The controller chooses it once for each window that returns."""
     finished: FinishReason | None = None
-    windows: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    prefilled: float = 0.0
-    """When the first token came, in the clock the scheduler is told."""
-    returned: float = 0.0
-    """When its last window came back."""
+    windows_returned: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    first_token_at: float = 0.0
+    """Seconds, in the clock of the scheduler's caller. 0 before the first token."""
+    window_returned_at: float = 0.0
+    """Seconds. When the last window returned."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.request.prompt)
-            self.goal = len(self.tokens)
+            self.prefill_tokens = len(self.tokens)
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the request's prompt."""
         return len(self.request.prompt)
 
     @property
     def emitted(self) -> int:
+        """Tokens emitted so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still emit."""
+        """Tokens that the request still allows."""
         return self.request.max_tokens - self.emitted
 
     @property
     def capacity(self) -> int:
-        """The most tokens any stage will ever hold of it, open windows included."""
+        """Maximum number of tokens that a stage holds of the sequence, open windows included."""
         return self.prompt_length + self.request.max_tokens
 
     @property
     def prefilling(self) -> bool:
-        return self.fed < self.goal
+        """Whether prompt chunks are still to be sent."""
+        return self.scheduled_tokens < self.prefill_tokens
 
     @property
     def decoding(self) -> bool:
-        """Whether its prompt has passed, so that what follows are windows."""
-        return self.admitted and self.passed >= self.goal
+        """Whether the whole prompt is computed, so that windows follow."""
+        return self.admitted and self.computed_tokens >= self.prefill_tokens
 
     @property
-    def ahead(self) -> int:
-        """Tokens in flight, the last one of `tokens` among them."""
-        return sum(len(window.tokens) for window in self.flight)
+    def tokens_in_flight(self) -> int:
+        """Tokens in flight, including the last one of `tokens`."""
+        return sum(len(window.tokens) for window in self.windows_in_flight)
 
-    def may_send(self, shape: Shape) -> bool:
-        """Whether a window of this shape can be sent now: the first, or one more that builds on hope."""
-        if not self.flight:
+    def can_send_window(self, shape: Shape) -> bool:
+        """Return whether a window of `shape` can be sent now: the first one, or a further speculative one."""
+        if not self.windows_in_flight:
             return True
-        return len(self.flight) < shape.fill and self.ahead <= min(
+        return len(self.windows_in_flight) < shape.fill and self.tokens_in_flight <= min(
             len(self.drafts), self.remaining - 1
         )
 
-    def next_window(self, shape: Shape, frame: int) -> Window:
-        """Put the next window in flight: confirmed token and drafts, from where those in flight end.
+    def next_window(self, shape: Shape, frame: FrameInFlight) -> Window:
+        """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
 
-        One that has the pipeline to itself takes all the drafts there are.
+        Without speculative windows (`shape.fill` of 1) the window takes all drafts.
         """
         chain = (self.tokens[-1], *self.drafts[: self.remaining - 1])
-        first = self.ahead
+        first = self.tokens_in_flight
         width = shape.width if shape.fill > 1 else len(chain)
-        window = Window(self.take_window_number(), first, chain[first : first + width], frame)
-        self.flight.append(window)
+        window = Window(self.next_window_number(), first, chain[first : first + width], frame)
+        self.windows_in_flight.append(window)
         return window
 
     def admit_op(self) -> Admit:
+        """Return the operation that creates the sequence on the stages."""
         return Admit(self.seq_id, self.capacity, self.prompt_length, self.request.params)
 
-    def take_window_number(self) -> int:
+    def next_window_number(self) -> int:
+        """Return the number of the next segment. Numbers count from 0 and are never reused."""
         self.window_count += 1
         return self.window_count - 1
 
-    def land(self, outcome: Outcome) -> Landing:
-        """The oldest window in flight has come back: take its tokens, and settle what was built on it.
+    def apply_first_token(self, outcome: Outcome) -> tuple[int, ...]:
+        """Append the token that follows the prompt. Return the emitted tokens."""
+        self.drafts = self._drafts_before_stop(outcome.drafts)
+        return self._append_tokens((_token(outcome),))
 
-        Sets `finished` when the text ends; a stop token ends it and is not emitted.
+    def apply_outcome(self, outcome: Outcome) -> WindowOutcome:
+        """Apply the outcome of the oldest window in flight: append its tokens, then commit and invalidate windows.
+
+        Set `finished` if the text ends. A stop token ends the text and is not emitted.
         """
-        window = self.flight.popleft()
-        taken = self._take((*window.tokens[1 : outcome.accepted_length], _token(outcome)))
-        self.drafts = self._before_stop(outcome.drafts)
-        landing = Landing(taken)
-        # Drafts behind the end of the text are no one's success or failure.
-        judged = window.tokens[1:] if self.finished is None else window.tokens[1 : len(taken) + 1]
-        for i in range(1, len(judged) + 1):
-            landing.count(window.first + i, i < outcome.accepted_length)
-        whole = outcome.accepted_length == len(window.tokens)
-        hoped = self.flight[0] if whole and self.flight else None
-        stands = hoped is not None and hoped.tokens[0] == outcome.token and self.finished is None
-        if hoped is not None and self.finished is None:
-            landing.count(hoped.first, stands)
-        self.commit = Commit(self.seq_id, window.number, outcome.accepted_length)
-        if hoped is not None and not stands:
-            self.commit = Commit(self.seq_id, hoped.number, 0)
-        if not stands:
-            self._flush(landing, counted=whole)
-        if not self.flight or self.shape is None or self.shape.fill > 1:
-            self.shape = None  # else what is in flight comes home first
-        landing.trim += len(window.tokens) - outcome.accepted_length
-        self._note(landing)
-        return landing
+        window = self.windows_in_flight.popleft()
+        chosen = (*window.tokens[1 : outcome.accepted_length], _token(outcome))
+        tokens = self._append_tokens(chosen)
+        self.drafts = self._drafts_before_stop(outcome.drafts)
+        result = self._classify(window, outcome)
+        draft_results = self._draft_results(window, outcome, result, len(tokens))
+        self.commit = self._commit(window, outcome, result)
+        invalidated = () if result is WindowResult.ACCEPTED else self._invalidate_windows()
+        if not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
+            self.shape = (
+                None  # otherwise the windows in flight must return before the shape changes
+            )
+        self.draft_counts.record_drafts(draft_results)
+        trim = len(window.tokens) - outcome.accepted_length
+        trim += sum(len(one.tokens) for one in invalidated)
+        return WindowOutcome(tokens, invalidated, self._rollback(trim), draft_results)
 
-    def first_token(self, outcome: Outcome) -> tuple[int, ...]:
-        """The prompt has passed: take the token that follows it."""
-        self.drafts = self._before_stop(outcome.drafts)
-        return self._take((_token(outcome),))
+    def _classify(self, window: Window, outcome: Outcome) -> WindowResult:
+        if outcome.accepted_length < len(window.tokens):
+            return WindowResult.REJECTED
+        if not self.windows_in_flight:
+            return WindowResult.ACCEPTED
+        matches = self.windows_in_flight[0].tokens[0] == outcome.token
+        if matches and self.finished is None:
+            return WindowResult.ACCEPTED
+        return WindowResult.MISSPECULATED
 
-    def _before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Drafts as far as the text may go on. The target says the stop token itself; were it in a window, the last
-        stage might keep what was sent ahead behind it, which the others are told to drop."""
+    def _commit(self, window: Window, outcome: Outcome, result: WindowResult) -> Commit:
+        """Return the commit for the stages: of the window, or of none of the speculative window after it."""
+        if result is WindowResult.MISSPECULATED:
+            return Commit(self.seq_id, self.windows_in_flight[0].number, 0)
+        return Commit(self.seq_id, window.number, outcome.accepted_length)
+
+    def _invalidate_windows(self) -> tuple[Window, ...]:
+        invalidated = tuple(self.windows_in_flight)
+        self.windows_in_flight.clear()
+        return invalidated
+
+    def _rollback(self, trim: int) -> Rollback | None:
+        if not trim:
+            return None
+        assert self.commit is not None
+        return Rollback(self.seq_id, self.commit.window, self.commit.accepted_length, trim)
+
+    def _draft_results(
+        self, window: Window, outcome: Outcome, result: WindowResult, emitted: int
+    ) -> tuple[DraftResult, ...]:
+        """Return the results of the window's drafts, and of the drafts in flight that they decide.
+
+        Drafts after the end of the text have no result.
+        """
+        ended = self.finished is not None
+        count = min(len(window.tokens) - 1, emitted) if ended else len(window.tokens) - 1
+        results = [
+            DraftResult(window.first + i, i < outcome.accepted_length) for i in range(1, count + 1)
+        ]
+        if ended:
+            return tuple(results)
+        if result is WindowResult.ACCEPTED:
+            results += [DraftResult(w.first, True) for w in list(self.windows_in_flight)[:1]]
+        else:
+            results += [
+                DraftResult(w.first + i, False)
+                for w in self.windows_in_flight
+                for i in range(len(w.tokens))
+            ]
+        return tuple(results)
+
+    def _drafts_before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the drafts before the first stop token.
+
+        No window may hold a stop token: the last stage could accept speculative tokens after it, and the other stages
+        are told to drop them.
+        """
         stops = self.request.stop_tokens
         end = next((i for i, token in enumerate(drafts) if token in stops), len(drafts))
         return drafts[:end]
 
-    def _take(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """Tokens up to a stop or the limit."""
-        taken: list[int] = []
+    def _append_tokens(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """Append tokens up to a stop token or the limit. Return the appended tokens."""
+        emitted: list[int] = []
         for token in chosen:
             if token in self.request.stop_tokens:
                 self.finished = "stop"
                 break
-            taken.append(token)
-            if len(taken) == self.remaining:
+            emitted.append(token)
+            if len(emitted) == self.remaining:
                 self.finished = "length"
                 break
-        self.tokens.extend(taken)
-        return tuple(taken)
+        self.tokens.extend(emitted)
+        return tuple(emitted)
 
-    def _flush(self, landing: Landing, *, counted: bool) -> None:
-        """What is in flight was built on a hope that failed. `counted`: the first such token has been counted."""
-        landing.void = tuple(self.flight)
-        landing.trim += self.ahead
-        self.flight.clear()
-        if self.finished is not None:
-            return
-        drafts = [w.first + i for w in landing.void for i in range(len(w.tokens))]
-        for number in drafts[1:] if counted else drafts:
-            landing.count(number, False)
-
-    def _note(self, landing: Landing) -> None:
-        for number, right in landing.judged:
-            for counter in (self.drafted, self.accepted):
-                counter.extend([0] * (number - len(counter)))
-            self.drafted[number - 1] += 1
-            self.accepted[number - 1] += right
-
-    def rebuild(self) -> None:
-        """Forget all that stages held: the next plan is fed every token again."""
-        self.goal = len(self.tokens)
-        self.fed = self.passed = self.window_count = 0
+    def reset_for_plan(self) -> None:
+        """Forget the state that stages held: the next plan computes all tokens again."""
+        self.prefill_tokens = len(self.tokens)
+        self.scheduled_tokens = self.computed_tokens = self.window_count = 0
         self.admitted = False
         self.commit = None
-        self.cached = self.saved = 0
-        self.boundaries.clear()
+        self.cached_tokens = self.saved_prefix = 0
+        self.prefix_boundaries.clear()
         self.drafts = ()
-        self.flight.clear()
+        self.windows_in_flight.clear()
         self.shape = None
 
     def stats(self, now: float) -> GenerationStats:
-        first = self.prefilled or now
+        """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""
+        first = self.first_token_at or now
         return GenerationStats(
             prompt_tokens=self.prompt_length,
             completion_tokens=self.emitted,
-            cached_tokens=self.cached,
-            windows=self.windows,
-            drafted_by_position=tuple(self.drafted),
-            accepted_by_position=tuple(self.accepted),
-            prefill_seconds=first - self.arrived,
+            cached_tokens=self.cached_tokens,
+            windows=self.windows_returned,
+            drafted_by_position=tuple(self.draft_counts.drafted),
+            accepted_by_position=tuple(self.draft_counts.accepted),
+            prefill_seconds=first - self.arrived_at,
             decode_seconds=now - first,
         )
 
+    def check(self, stages: int) -> None:
+        """Assert the invariants of a running sequence in a plan of `stages` stages."""
+        assert 0 <= self.computed_tokens <= self.scheduled_tokens, self
+        assert self.scheduled_tokens <= self.prefill_tokens <= len(self.tokens), self
+        assert self.cached_tokens <= self.scheduled_tokens, self
+        assert self.remaining > 0 and self.finished is None, self
+        assert self.prefilling or len(self.windows_in_flight) <= stages, self
+        assert not self.windows_in_flight or self.decoding, self
+        assert self.tokens_in_flight <= self.remaining, self
+        numbers = [window.number for window in self.windows_in_flight]
+        assert numbers == sorted(set(numbers)) and max(numbers, default=0) <= self.window_count, (
+            self
+        )
+        assert all(window.tokens for window in self.windows_in_flight), self
+
 
 def _token(outcome: Outcome) -> int:
-    assert outcome.token is not None, "a sequence that is told to sample gets a token"
+    assert outcome.token is not None, "a segment with `sample` has a token in its outcome"
     return outcome.token

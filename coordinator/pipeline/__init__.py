@@ -1,1 +1,1 @@
-"""Carriers of frames behind one protocol: the stages of this process, or a chain of workers."""
+"""The carriers of frames behind one protocol: stages in this process, or a chain of workers."""

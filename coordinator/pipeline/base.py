@@ -1,59 +1,71 @@
-"""The seam between the generation loop and whatever carries frames: stages in this process, or workers."""
+"""The seam between the generation loop and the carrier of its frames: stages in this process, or workers."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
+from proto import cluster_pb2 as pb
+from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
 
 
 class Pipeline(Protocol):
-    """A plan that serves: takes frames in order, gives them back in the same order with outcomes.
+    """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
 
-    `send`, `rollback` and `cancel` return at once; the scheduler bounds what is in flight.
+    `send_frame`, `broadcast_rollback` and `broadcast_cancel` return at once. The scheduler bounds the frames in
+    flight.
     """
 
     epoch: int
     stages: int
     capacity: Capacity
+    suspect: str | None
+    """After a failure, the address of the worker to exclude if all workers turn out to be alive."""
 
-    def send(self, frame: Frame) -> None:
-        """Queue a frame for stage 0. A failure shows in `receive`."""
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
         ...
 
-    async def receive(self) -> Frame:
-        """The next frame back from the last stage.
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it.
 
-        Raises WorkerLostError (or what the stage raised) when the plan can go on no longer; every later call does too.
+        Raises WorkerLostError, or the stage's error, once the plan has failed. Every later call raises it too.
         """
         ...
 
-    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
-        """Tell every stage at once that a window lost tokens."""
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Send a rollback to every stage at once."""
         ...
 
-    def cancel(self, seq_id: int) -> None:
-        """Tell every stage at once that nobody waits for a sequence."""
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Tell every stage at once that a sequence has no client any more."""
+        ...
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Use the status of a worker of this plan to detect frames that do not move."""
         ...
 
     def fail(self, error: ClusterError) -> None:
-        """Make `receive` raise `error`: whoever planned this pipeline has given it up."""
+        """Make `receive_frame` raise `error`, because the plan ends."""
         ...
 
     async def close(self) -> None:
-        """Stop using these stages; within seconds."""
+        """Stop using the stages, within seconds."""
         ...
 
 
 class PipelineSource(Protocol):
-    """Gives the pipeline of the plan in force, and a new one when that fails."""
+    """A source of pipelines: the pipeline of the plan in force, and a new one after each failure."""
 
     async def acquire(self) -> Pipeline:
-        """Wait for a plan that serves. Raises ClusterError when none can be had within the source's deadline."""
+        """Wait for a plan that serves and return its pipeline.
+
+        Raises ClusterError if there is none within the source's deadline.
+        """
         ...
 
-    def failed(self, pipeline: Pipeline, error: Exception) -> None:
-        """The loop had to give up `pipeline`."""
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Tell the source that `pipeline` failed with `error`."""
         ...

@@ -1,7 +1,7 @@
 """A pipeline without sockets: a chain of stages in this process, on one thread that touches MLX.
 
-One of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node
-fallback and the tests run on it; the frames, engines and answers are those of the cluster.
+This module is one of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node
+fallback and the tests use it. Its frames, engines and answers are those of the cluster.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
+from proto import cluster_pb2 as pb
+from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
+from proto.progress import OnProgress
 from proto.span import Span
-from proto.terminal.progress_bar import OnProgress, byte_bar
+from proto.terminal.progress_bar import byte_bar
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
@@ -39,17 +42,20 @@ from worker.node.loading import part_seconds
 log = logging.getLogger(__name__)
 
 STUCK_SECONDS = 60.0
-"""For so long the engine may be late before its answers end with an error. Longer than a worker may: nobody else could
-go on with them, and a machine that swaps may still get there."""
+"""Seconds. The engine may exceed its deadline by this long before the open requests end with an error.
+
+The limit is longer than a worker's: no other machine could continue the requests, and a machine that swaps may recover.
+"""
 
 WATCH_SECONDS = 0.5
+"""Seconds. Interval at which the watchdog looks at the engine."""
 
 STUCK = "the engine of this process has been stuck for"
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What to load: a checkpoint cut into `spans`, with or without its head."""
+    """The model to load: a checkpoint cut into `spans`, with or without its head."""
 
     checkpoint: Checkpoint
     spans: Sequence[Span]
@@ -61,7 +67,10 @@ class LocalModel:
     wired: bool = True
 
     def capacity(self, reserved: int = 0) -> Capacity:
-        """What this machine's memory less `reserved` bytes has room for. Raises MemoryLimitError when that is not one sequence."""
+        """Return what fits into this machine's memory less `reserved` bytes.
+
+        Raises MemoryLimitError if not even one sequence fits.
+        """
         name = None if self.dtype is None else str(self.dtype).removeprefix("mlx.core.")
         costs = model_costs(
             self.checkpoint, dtype=name, kv_bits=self.kv_format.bits, with_head=self.with_head
@@ -78,8 +87,10 @@ class LocalModel:
     def load(
         self, expect: Callable[[float], None], on_progress: OnProgress | None = None
     ) -> list[Stage]:
-        """The stages, in order. Runs on the thread that will compute with them, whose watchdog `expect(seconds)` tells
-        what the next part may take."""
+        """Load and return the stages, in order, on the thread that will compute with them.
+
+        `expect(seconds)` tells the watchdog of that thread how long the next part may take.
+        """
         seconds = part_seconds(max(self.checkpoint.part_bytes().values()))
         expect(seconds)
 
@@ -107,9 +118,10 @@ class LocalModel:
 
 
 class LocalPipeline:
-    """Implements `coordinator.pipeline.base.Pipeline` over stages on a thread of its own. Made on the event loop.
+    """The implementation of `coordinator.pipeline.base.Pipeline` over stages on a thread of its own.
 
-    Raises MemoryLimitError, before anything is read, for a model that does not fit.
+    Construct it on the event loop. The constructor raises MemoryLimitError, before it reads any weights, for a model
+    that does not fit.
     """
 
     def __init__(self, model: LocalModel, epoch: int = 1, *, reserved: int = 0) -> None:
@@ -117,6 +129,8 @@ class LocalPipeline:
         self.stages = len(model.spans)
         self.capacity = model.capacity(reserved)
         self._memory_limit = default_memory_limit() - reserved
+        self.suspect: str | None = None
+        """Always None: no worker takes part."""
         self._cache_trimmer = CacheTrimmer()
         self.thread = EngineThread()
         self.thread.on_idle = self._cache_trimmer.clear_if_idle
@@ -127,7 +141,7 @@ class LocalPipeline:
         self._watchdog: asyncio.Task[ClusterError] | None = None
 
     async def start(self, on_progress: OnProgress | None = None) -> None:
-        """Load the stages. Raises a ClusterError, whatever loading raised, and WorkerLostError when it gets stuck."""
+        """Load the stages. Raises a ClusterError for any failure, and WorkerLostError if the engine is stuck."""
         load = asyncio.create_task(self.thread.call(partial(self._load, on_progress)))
         self._watchdog = asyncio.create_task(self._watch())
         try:
@@ -140,10 +154,10 @@ class LocalPipeline:
             await self.close()
             if isinstance(error, ClusterError) or not isinstance(error, Exception):
                 raise
-            raise _lost("the model could not be loaded", error) from error
+            raise _worker_lost("loading the model failed", error) from error
 
     def _load(self, on_progress: OnProgress | None) -> None:
-        """On the engine thread."""
+        """Load the stages on the engine thread."""
         set_limits(self._memory_limit)
         release_weights()
         stages = self._model.load(self.thread.expect, on_progress)
@@ -161,7 +175,7 @@ class LocalPipeline:
         ]
 
     async def _watch(self) -> ClusterError:
-        """Fail when the engine has been stuck for too long."""
+        """Fail the pipeline when the engine is stuck for STUCK_SECONDS."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if (stall := self.thread.stall) >= STUCK_SECONDS:
@@ -170,11 +184,12 @@ class LocalPipeline:
                 self.fail(error)
                 return error
 
-    def send(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for the engine thread."""
         self.thread.submit(partial(self._process, frame))
 
     def _process(self, frame: Frame) -> None:
-        """On the engine thread."""
+        """Run a frame on the engine thread."""
         if not self._engines:
             return  # an earlier frame has failed
         started = time.monotonic()
@@ -186,50 +201,58 @@ class LocalPipeline:
             self._engines = []
             if not isinstance(error, ClusterError):
                 log.exception("engine failed")
-            told = error if isinstance(error, ClusterError) else _lost("the engine failed", error)
-            result = _without_frames(told)
+            if isinstance(error, ClusterError):
+                result = _without_traceback(error)
+            else:
+                result = _without_traceback(_worker_lost("the engine failed", error))
         else:
             self._deadline_estimate.observe(frame, time.monotonic() - started)
-        # Not from within `except`: until its end, the error there leads to the engine.
+        # Outside `except`, because the error there refers to the engine until the block ends.
         self.thread.post(self._outbox.put_nowait, result)
         self._cache_trimmer.record_frame(frame)
 
     def _chain(self, frame: Frame) -> Frame:
-        """Through every stage. A call of its own: once it has failed, no variable holds an engine."""
+        """Run a frame through every stage. A failure leaves no reference to an engine in its caller."""
         for engine in self._engines:
             frame = engine.process(frame)
         return frame
 
-    async def receive(self) -> Frame:
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it. See Pipeline."""
         result = await self._outbox.get()
         if isinstance(result, ClusterError):
-            self._outbox.put_nowait(result)  # for every later call too
+            self._outbox.put_nowait(result)  # every later call raises it too
             raise result
         return result
 
-    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
-        """Nothing to tell: on one thread, the next frame's header comes as soon as a signal would."""
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Do nothing: on one thread, the next frame's header comes as soon as a signal would."""
 
-    def cancel(self, seq_id: int) -> None:
-        """As `rollback`."""
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Do nothing, for the same reason."""
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
+        """Make `receive_frame` raise `error`."""
         self._outbox.put_nowait(error)
 
     async def close(self) -> None:
+        """Stop the watchdog and the engine thread, and free the weights."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         self.thread.submit(self._drop_engines)
         await self.thread.close()
 
     def _drop_engines(self) -> None:
-        """On the engine thread."""
+        """Free the engines on the engine thread."""
         self._engines = []
         release_weights()
 
 
 class LocalPipelines:
-    """Makes the pipelines of this process, one after the other: two at once would need the memory twice."""
+    """A factory of the pipelines of this process. It makes one at a time, because two would need the memory twice."""
 
     def __init__(self, model: LocalModel) -> None:
         self.model = model
@@ -238,7 +261,7 @@ class LocalPipelines:
         self._last: LocalPipeline | None = None
 
     def status(self) -> NodeStatus:
-        """This process among the cluster's machines, while it serves alone."""
+        """Return the status of this process while it serves alone."""
         return NodeStatus(
             "this process",
             span=str(Span(self.model.spans[0].start, self.model.spans[-1].end)),
@@ -248,17 +271,15 @@ class LocalPipelines:
         )
 
     async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
-        """A pipeline that is ready. Progress is shown where nobody takes it.
+        """Return a pipeline that is ready. Without `on_progress`, show the progress on the terminal or in the log.
 
-        Raises NotReadyError while an earlier one is stuck, and what starting raises.
+        Raises NotReadyError while an earlier pipeline is stuck, and the errors of `LocalPipeline.start`.
         """
         if self._last is not None:
-            await self._ended(self._last.thread)
+            await self._wait_for_end(self._last.thread)
             self._last = None
-            gc.collect()  # whatever still points to the weights
-        pipeline = self._last = LocalPipeline(
-            self.model, epoch, reserved=self.reserved_bytes()
-        )
+            gc.collect()  # frees the weights of reference cycles
+        pipeline = self._last = LocalPipeline(self.model, epoch, reserved=self.reserved_bytes())
         if on_progress is not None:
             await pipeline.start(on_progress)
             return pipeline
@@ -266,35 +287,38 @@ class LocalPipelines:
             await pipeline.start(show)
         return pipeline
 
-    async def _ended(self, thread: EngineThread) -> None:
-        """Wait for a thread that finishes its work. Raises NotReadyError for one that is stuck."""
+    async def _wait_for_end(self, thread: EngineThread) -> None:
+        """Wait until a thread has finished its work. Raises NotReadyError if it is stuck."""
         while thread.alive:
             await thread.close()
             if (stall := thread.stall) > 0:
-                raise NotReadyError(f"{STUCK} {stall:.0f} s: wait, or restart mtp-coord")
+                raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
 
 
 class LocalSource:
-    """Gives the pipeline of this process, loaded by `make(epoch)`, and a fresh one when that has failed."""
+    """A source of pipelines in this process. `make(epoch)` loads the first one, and a new one after each failure."""
 
     def __init__(self, make: Callable[[int], Awaitable[LocalPipeline]]) -> None:
         self._make = make
         self._epoch = 0
 
     async def acquire(self) -> Pipeline:
+        """Load a pipeline and return it."""
         self._epoch += 1
         return await self._make(self._epoch)
 
-    def failed(self, pipeline: Pipeline, error: Exception) -> None:
-        """Nothing to find out: there is no other machine to leave out."""
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Do nothing: there is no other machine to exclude."""
 
 
-def _without_frames(error: ClusterError) -> ClusterError:
-    """The error alone: the frames that it came through, and those of what caused it, hold the engine and its weights
-    while the next is loaded."""
+def _without_traceback(error: ClusterError) -> ClusterError:
+    """Return the error without its traceback and cause.
+
+    Their frames would keep the engine and its weights in memory while the next pipeline loads.
+    """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
-def _lost(what: str, error: Exception) -> WorkerLostError:
+def _worker_lost(what: str, error: Exception) -> WorkerLostError:
     return WorkerLostError(f"{what}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A pipeline of workers: frames out to stage 0, results back from the last stage, signals to all at once."""
+"""The pipeline over workers: frames go to stage 0, results come from the last stage, signals go to all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import grpc.aio
 
-from coordinator.pipeline.stall_detector import Progress
+from coordinator.pipeline.stall_detector import StallDetector
 from coordinator.planning.capacity import Capacity
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
@@ -23,14 +23,11 @@ from proto.rpc.link import Link
 from proto.rpc.status_codes import from_status
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for what is under way to end; the next plan waits for it."""
+"""Seconds. Maximum wait for open calls to end. The next plan starts after it."""
 
 
 class RemotePipeline:
-    """Implements `coordinator.pipeline.base.Pipeline` over workers that have loaded their stages.
-
-    `suspect`, once it has failed, is the address of the worker to leave out if all of them turn out to be alive.
-    """
+    """The implementation of `coordinator.pipeline.base.Pipeline` over workers that have loaded their stages."""
 
     def __init__(
         self,
@@ -47,21 +44,21 @@ class RemotePipeline:
         self.hop_timeout = hop_timeout
         self.clock = clock
         self.suspect: str | None = None
-        self.progress = Progress(self.stages)
+        self.stall_detector = StallDetector(self.stages)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._failure: ClusterError | None = None
         self._reader: asyncio.Task[None] | None = None
 
     async def open(self, worker_ids: Sequence[str]) -> None:
-        """Bind every stage into the plan, the last first, then open both ends of the data plane.
+        """Bind every stage into the plan, the last one first, then open both ends of the data plane.
 
-        Raises what the first refusal stands for.
+        Raises the ClusterError of the first refusal. `suspect` is then the worker at the far end of the failed hop.
         """
         me = self.workers[0].me
         for stage in reversed(range(self.stages)):
             last = stage == self.stages - 1
-            # What goes wrong from here on is the hop to the next stage, or with the last one, itself.
+            # A failure from here on is one of the hop to the next stage, or of the last stage itself.
             self.suspect = self.workers[min(stage + 1, self.stages - 1)].address
             await self.workers[stage].connect(
                 pb.ConnectRequest(
@@ -92,19 +89,21 @@ class RemotePipeline:
 
     # ---- frames
 
-    def send(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for stage 0. See Pipeline."""
         self._link.send(encode(frame))
-        self.progress.send(self.clock())
+        self.stall_detector.record_sent(self.clock())
 
-    async def receive(self) -> Frame:
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it. See Pipeline."""
         result = await self._results.get()
         if isinstance(result, ClusterError):
-            self._results.put_nowait(result)  # for every later call too
+            self._results.put_nowait(result)  # every later call raises it too
             raise result
         return result
 
     def fail(self, error: ClusterError) -> None:
-        """See Pipeline. The first cause is the one told."""
+        """Make `receive_frame` raise `error`, unless the pipeline has failed before."""
         self._fail(error, None)
 
     def _fail(self, error: ClusterError, suspect: str | None) -> None:
@@ -113,23 +112,23 @@ class RemotePipeline:
             self.suspect = suspect
             self._results.put_nowait(error)
 
-    def heard(self, address: str, worker_status: pb.WorkerStatus) -> None:
-        """A worker of this plan told where it stands: see whether its frames move."""
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Record the progress of a worker of this plan, and fail if the frames in flight do not move."""
         now = self.clock()
         for stage, worker in enumerate(self.workers):
             if worker.address == address:
-                self.progress.hear(
+                self.stall_detector.record_stage(
                     stage,
                     worker_status.frames_done,
                     worker_status.busy_us,
                     writing=worker_status.link_stall_ms > 0,
                     now=now,
                 )
-        still = self.progress.still
-        if still > NOTICE_SHARE * self.hop_timeout:
-            suspect = self.workers[min(self.progress.lost_before, self.stages - 1)].address
-            lost = f"no frame has moved for {still:.1f} s, and {suspect} waits for one"
-            self._fail(DeadlineError(lost), suspect)
+        stalled = self.stall_detector.stalled_seconds
+        if stalled > NOTICE_SHARE * self.hop_timeout:
+            suspect = self.workers[min(self.stall_detector.losing_hop, self.stages - 1)].address
+            message = f"no frame has moved for {stalled:.1f} s, and {suspect} waits for one"
+            self._fail(DeadlineError(message), suspect)
 
     async def _read(self, binding: StreamBinding) -> None:
         address = self.workers[-1].address
@@ -139,7 +138,7 @@ class RemotePipeline:
         call = method(b"", metadata=binding.to_metadata())
         try:
             async for data in call:
-                self._take(decode(data))
+                self._queue_result(decode(data))
             self._fail(WorkerLostError(f"{address} ended its results"), address)
         except grpc.aio.AioRpcError as error:
             details, trailing = error.details(), error.trailing_metadata()
@@ -147,18 +146,20 @@ class RemotePipeline:
         except ClusterError as error:
             self._fail(error, address)
 
-    def _take(self, frame: Frame) -> None:
+    def _queue_result(self, frame: Frame) -> None:
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
-        self.progress.take(self.clock())
+        self.stall_detector.record_returned(self.clock())
         self._results.put_nowait(frame)
 
     # ---- signals
 
-    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
-        self._broadcast(Signal(self.epoch, Rollback(seq_id, window, accepted_length, trim)))
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Send a rollback to every worker at once."""
+        self._broadcast(Signal(self.epoch, rollback))
 
-    def cancel(self, seq_id: int) -> None:
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Tell every worker at once that a sequence has no client any more."""
         self._broadcast(Signal(self.epoch, Cancel(seq_id)))
 
     def _broadcast(self, signal: Signal) -> None:
@@ -166,7 +167,7 @@ class RemotePipeline:
             worker.signal(signal)
 
     async def close(self) -> None:
-        """See Pipeline. Whoever gave it up and whoever used it may both close it."""
+        """Close the streams. Both the source and the loop may call it, in any order."""
         if self._reader is None:
             return
         self._reader.cancel()

@@ -9,7 +9,7 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase
 from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.sequence import Sequence
+from coordinator.generation.snapshot import LoopSnapshot
 from coordinator.planning.plan import StagePlan
 from coordinator.status.cluster_status import ClusterStatus, Health, NodeStatus, PrefillStatus
 
@@ -33,58 +33,63 @@ class LiveStatus:
 
     def status(self) -> ClusterStatus:
         """See StatusSource."""
-        scheduler, meter, now = self.loop.scheduler, self.loop.meter, self.loop.clock()
-        running = list(scheduler.running.values())
+        loop = self.loop.snapshot()
         return ClusterStatus(
-            ready=self.loop.pipeline is not None,
+            ready=loop.serving,
             model=self.model,
-            detail=self._detail(),
-            epoch=scheduler.epoch,
-            mtp=str(scheduler.controller.mode),
-            nodes=self._nodes(),
-            running=len(running),
-            running_limit=scheduler.capacity.sequences,
-            waiting=len(scheduler.waiting),
-            waiting_limit=scheduler.queue_limit,
-            kv_tokens=sum(s.capacity for s in running),
-            kv_limit=scheduler.capacity.kv_tokens,
-            tokens_per_second=meter.tokens_per_second(now),
-            drafted_by_position=tuple(meter.drafted),
-            accepted_by_position=tuple(meter.accepted),
-            prefilling=tuple(_prefill(s) for s in running if s.passed < s.goal),
-            recoveries=self.loop.recoveries,
-            uptime_seconds=now - self._started,
+            detail=self._detail(loop),
+            epoch=loop.epoch,
+            mtp=loop.mtp,
+            nodes=self._nodes(loop),
+            running=len(loop.requests),
+            running_limit=loop.request_limit,
+            waiting=loop.waiting,
+            waiting_limit=loop.waiting_limit,
+            kv_tokens=loop.kv_tokens,
+            kv_limit=loop.kv_limit,
+            tokens_per_second=loop.tokens_per_second,
+            drafted_by_position=loop.drafted_by_position,
+            accepted_by_position=loop.accepted_by_position,
+            prefilling=tuple(
+                PrefillStatus(r.request_id, r.computed_tokens, r.prefill_tokens)
+                for r in loop.requests
+                if r.prefilling
+            ),
+            recoveries=loop.recoveries,
+            uptime_seconds=self.loop.clock() - self._started,
         )
 
-    def _detail(self) -> str:
-        if self.manager is None or self.loop.pipeline is not None:
+    def _detail(self, loop: LoopSnapshot) -> str:
+        if self.manager is None or loop.serving:
             return ""
         view = self.manager.view
         return f"{view.phase.value}: {view.problem}" if view.problem else view.phase.value
 
-    def _nodes(self) -> tuple[NodeStatus, ...]:
-        if self.manager is None or (
-            self.loop.pipeline is not None and not self.manager.view.serving
-        ):
-            times = self.loop.meter.stage_ms
+    def _nodes(self, loop: LoopSnapshot) -> tuple[NodeStatus, ...]:
+        times = loop.stage_ms
+        if self.manager is None or (loop.serving and not self.manager.view.serving):
             alone = replace(self.alone(), stage_ms=sum(times) if times else None)
-            others = [] if self.manager is None else self._members({})
+            others = [] if self.manager is None else self._members({}, times)
             return (alone, *others)
         plan = self.manager.plan
         stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
-        return tuple(self._members(stages))
+        return tuple(self._members(stages, times))
 
-    def _members(self, stages: dict[str, tuple[int, StagePlan]]) -> list[NodeStatus]:
+    def _members(
+        self, stages: dict[str, tuple[int, StagePlan]], times: tuple[float, ...]
+    ) -> list[NodeStatus]:
         assert self.manager is not None
         members = sorted(
             self.manager.view.members.values(),
             key=lambda m: (stages[m.address][0] if m.address in stages else 99, m.address),
         )
-        return [self._member(m, stages.get(m.address)) for m in members]
+        return [self._member(m, stages.get(m.address), times) for m in members]
 
-    def _member(self, member: Member, stage: tuple[int, StagePlan] | None) -> NodeStatus:
+    def _member(
+        self, member: Member, stage: tuple[int, StagePlan] | None, times: tuple[float, ...]
+    ) -> NodeStatus:
         assert self.manager is not None
-        view, times = self.manager.view, self.loop.meter.stage_ms
+        view = self.manager.view
         client = self.manager.clients.get(member.address)
         worker_status = client.worker_status if client else None
         in_use = stage is not None and member.address in view.serving
@@ -125,8 +130,3 @@ def _detail(member: Member, now: float) -> str:
     if member.state not in (MemberState.LOST, MemberState.REFUSED):
         return ""
     return member.reason.removeprefix(f"{member.address} is lost: ")  # which the row says already
-
-
-def _prefill(sequence: Sequence) -> PrefillStatus:
-    request_id = sequence.request.request_id or str(sequence.seq_id)
-    return PrefillStatus(request_id, sequence.passed, sequence.goal)

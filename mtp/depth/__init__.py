@@ -1,1 +1,1 @@
-"""The online choice of how many tokens to draft."""
+"""The choice of the draft depth: acceptance estimates, step costs, and the controller that uses them."""

@@ -1,19 +1,20 @@
-"""How many tokens to draft: the depth with the most tokens a second, from what steps cost and what was kept.
+"""The depth controller: it chooses the depth with the most tokens per second, from step costs and acceptance.
 
-    tokens a second at depth k  ~  (1 + a_1 + a_1 a_2 + … + a_1…a_k) / cost of a step of width k + 1
+    tokens per second at depth k  ~  (1 + a_1 + a_1 a_2 + … + a_1…a_k) / cost of a step of width k + 1
 
-with a_i the chance that draft i is kept once those before it were. Plain decoding, depth 0, always competes.
+Here a_i is the chance that draft i is accepted if the drafts before it were. Plain decoding, depth 0, always competes.
 
-A depth not in use shows neither its cost nor (beyond the depth in use) its acceptance, so it is *probed*: used for a
-few steps, more while it could still turn out best. At the start depths are probed from 0 up, as long as the
-next one could win by what is known. Later probes, of plain decoding, of other shallower depths that come near
-and of the next deeper one if there is hope, take turns at intervals that double while nothing comes of them.
+A depth that is not in use shows neither its cost nor (beyond the depth in use) its acceptance. The controller therefore
+*probes* it: it uses the depth for a few steps, and for more while the depth could still turn out best. At the start it
+probes depths from 0 upwards, as long as the next one could win according to the estimates. Later it probes plain
+decoding, shallower depths whose value is close, and the next deeper one if it could win. These probes take turns, at
+intervals that double while no probe changes the choice.
 
-Simulated with dear and cheap verification and five acceptance profiles, all this costs 1.5 % over 1,000 tokens from a
-cold start and 0.8 % over 4,000, against the best fixed depth (tests/unit/mtp/test_controller.py).
+In simulations with expensive and cheap verification and five acceptance profiles, exploration costs 1.5 % over 1,000
+tokens from a cold start and 0.8 % over 4,000, against the best fixed depth (tests/unit/mtp/test_controller.py).
 
-No clock is read and no random number drawn: what is observed decides. Tokens do not depend on the depth
-(DESIGN §1), so a wrong choice costs time and nothing else.
+The controller reads no clock and draws no random number. Only recorded results and costs decide. Tokens do not depend
+on the depth (DESIGN §1), so a wrong choice costs only time.
 """
 
 from __future__ import annotations
@@ -22,34 +23,38 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mtp.depth.draft_result import DraftResult
 from mtp.depth.estimates import (
     FIRST_SAMPLES,
     AcceptanceEstimate,
     StepCost,
     StepCosts,
-    expected_kept,
+    expected_accepted_length,
     expected_run,
 )
 from mtp.depth.shape import Shape
 from proto.errors import UsageError
 
 MAX_DEPTH = 8
-"""Deepest draft that can be asked for. At .7 a draft, the ninth is kept in 4 of 100 windows."""
+"""Drafts. Maximum depth of `--mtp`. At an acceptance of .7 a draft, a ninth draft is accepted in 4 of 100 windows."""
 
 AUTO_DEPTH = 4
-"""Deepest draft that `auto` considers."""
+"""Drafts. Maximum depth that `auto` considers."""
 
 
 @dataclass(frozen=True)
 class MtpMode:
-    """What `--mtp` says: a fixed depth, 0 for `off`, `filled`, or neither for `auto`."""
+    """The value of `--mtp`: a fixed `depth` (0 for `off`), `filled`, or neither for `auto`."""
 
     depth: int | None = None
     filled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> MtpMode:
-        """Raises UsageError for anything but `auto`, `off`, `filled` or a depth up to MAX_DEPTH."""
+        """Parse the value of `--mtp`.
+
+        Raises UsageError for anything but `auto`, `off`, `filled` or a depth up to MAX_DEPTH.
+        """
         word = text.strip().lower()
         if word == "filled":
             return cls(filled=True)
@@ -68,37 +73,41 @@ class MtpMode:
 
 
 SWITCH_GAIN = math.log(1.02)
-"""A depth takes over when it promises this much more: estimates are not better than that."""
+"""Logarithm. Minimum gain for a change of depth, because estimates are not more precise than this."""
 
 OPTIMISM = 0.6
-"""Standard errors of acceptance allowed to a depth that could be tried, or tried longer."""
+"""Standard errors. Added to the acceptance of a depth when the controller decides whether to probe it."""
 
-HOPED_ACCEPTANCE = 0.9
-"""What a position out of use is supposed to have become when a later probe is considered."""
+OPTIMISTIC_ACCEPTANCE = 0.9
+"""Acceptance assumed for a position out of use when the controller decides about a later probe."""
 
 COST_DOUBT = math.log(1.1)
-"""How much cheaper than its estimate a depth out of use is supposed to be then."""
+"""Logarithm. A depth out of use is assumed to cost this much less than its estimate when a later probe is decided."""
 
 FILLED_WIDTHS = (1, 2)
-"""Of windows in a filled pipeline. A window is verified no sooner for being wide there: width pays only where a
-stage takes hardly longer for it."""
+"""Tokens. Widths of windows in a filled pipeline.
+
+A wide window is not verified sooner there, so width pays only if a stage takes hardly longer for it.
+"""
 
 SHARE_STEPS = 8
-"""Time constant of the slowest stage's share of a pass."""
+"""Steps. Time constant of the average interval between windows, relative to a pass."""
 
 FIRST_INTERVAL = 96
+"""Steps. First interval between probes. It doubles while probes change nothing."""
+
 LAST_INTERVAL = 512
-"""Steps between probes: where they start and where doubling ends."""
+"""Steps. Maximum interval between probes."""
 
 LONGEST_PROBE = 4 * FIRST_SAMPLES
-"""Steps after which a probe ends whatever it has measured, as when every request is a few tokens long."""
+"""Steps. Maximum length of a probe, for example if requests are too short to finish a measurement."""
 
 
 class Controller:
-    """Chooses the depth of each step, for any number of sequences that step together.
+    """The choice of each step's shape, for any number of sequences that step together.
 
-    One controller serves a whole process: acceptance is a matter of the text, shared by all; costs are kept apart
-    for 1, 2, 3-4, 5-8, … sequences a step.
+    One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
+    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step.
     """
 
     def __init__(self, mode: MtpMode, max_depth: int = AUTO_DEPTH) -> None:
@@ -107,33 +116,34 @@ class Controller:
         self.acceptance = AcceptanceEstimate()
         self._searches: dict[tuple[int, int], _Search] = {}
 
-    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
-        """The shape of the next window of so many sequences that step together, each of which may have up to `fill`
-        windows in flight. Call once a step."""
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return the shape of the next window of `sequences` sequences that step together. Call it once a step.
+
+        Each of the sequences may have up to `fill` windows in flight.
+        """
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
         if self.mode.filled:
             return Shape(1, fill)
-        return self._search(sequences, fill).choose()
+        return self._search(sequences, fill).choose_shape()
 
-    def observe_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
-        """What became of a window's drafts: number in their chain, from 1, and whether each was right. Not for
-        windows that were cancelled."""
-        self.acceptance.observe(drafts)
+    def record_drafts(self, results: Iterable[DraftResult]) -> None:
+        """Record the results of a window's drafts. Do not call it for invalidated windows."""
+        self.acceptance.record_drafts(results)
 
-    def observe_step(
+    def record_step_cost(
         self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
     ) -> None:
-        """A step verified windows of `width` and drafted `drafted` more tokens for each.
+        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
 
-        Not for steps that carried prompt tokens or windows of unlike widths. A step between two shapes, which
-        verified for one and drafted for the other, is passed over.
+        Do not call it for steps with prompt tokens or with windows of different widths. A step between two shapes,
+        which verified for one and drafted for the other, is ignored.
         """
         if self.mode.depth is None and not self.mode.filled:
-            self._search(sequences, fill).observe(width, drafted, cost)
+            self._search(sequences, fill).record_step_cost(width, drafted, cost)
 
     def forget_costs(self) -> None:
-        """Other machines, or other cuts, serve from now on: steps cost something else. Acceptance stays."""
+        """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
         self._searches.clear()
 
     def _search(self, sequences: int, fill: int) -> _Search:
@@ -144,8 +154,11 @@ class Controller:
 
 
 class _Search:
-    """The search for the best shape at one number of sequences: the best depth of a block, and, where the pipeline
-    has room for `fill` windows of a sequence, whether filling it is better."""
+    """The search for the best shape at one number of sequences.
+
+    It finds the best depth of a block. If the pipeline has room for `fill` windows of a sequence, it also decides
+    whether a filled pipeline is better.
+    """
 
     def __init__(self, max_depth: int, acceptance: AcceptanceEstimate, fill: int) -> None:
         self.max_depth = max_depth
@@ -153,11 +166,14 @@ class _Search:
         self.costs = StepCosts()
         self.depth = 0
         self.filled: Shape | None = None
-        """The filled pipeline in use."""
+        """The shape of the filled pipeline in use, or None."""
         shapes = [Shape(width, fill) for width in FILLED_WIDTHS if fill > 1]
         self._fillings = [shape for shape in shapes if shape.depth <= MAX_DEPTH]
         self._shares: dict[bool, float] = {}
-        """How much of a pass goes by between two windows of a sequence: as the slowest stage allows, and as seen."""
+        """Interval between two windows of a sequence, relative to a pass.
+
+        The value at False is the interval that the slowest stage allows; the one at True is measured.
+        """
         self._returned = 0
         self._step = 0
         self._probe: int | None = None
@@ -167,19 +183,21 @@ class _Search:
         self._next_probe = FIRST_INTERVAL
         self._start_probe(0)
 
-    def observe(self, width: int, drafted: int, cost: StepCost) -> None:
+    def record_step_cost(self, width: int, drafted: int, cost: StepCost) -> None:
+        """Record the cost of a step. See Controller."""
         for shape in (Shape(width), *self._fillings):
             if (shape.width, shape.depth) == (width, drafted):
-                self.costs.observe(shape, cost.seconds)
+                self.costs.record_step(shape, cost.seconds)
         share = cost.interval / cost.seconds
-        before = self._shares.setdefault(cost.ahead, share)
-        self._shares[cost.ahead] = before + (share - before) / SHARE_STEPS
+        before = self._shares.setdefault(cost.speculative, share)
+        self._shares[cost.speculative] = before + (share - before) / SHARE_STEPS
 
-    def choose(self) -> Shape:
+    def choose_shape(self) -> Shape:
+        """Return the shape of the next window."""
         if self.filled is not None and self._probe is None:
             self._returned += 1
             if self._returned % self.filled.fill:
-                return self.filled  # a step, to the search below, is a pass through all stages
+                return self.filled  # the search below counts a pass through all stages as one step
         depth = self._choose_depth()
         if self._probe is not None or self.filled is None:
             return Shape(depth + 1)
@@ -191,8 +209,8 @@ class _Search:
             if self._step <= self._probe_ends and self._undecided(self._probe):
                 return self._probe
             self._probe = None
-        self._settle()
-        self._settle_filled()
+        self._switch_depth()
+        self._switch_filled()
         candidate = self._worth_probing()
         if candidate is None:
             return self.depth
@@ -200,33 +218,37 @@ class _Search:
         return candidate
 
     def _value(self, depth: int, chances: list[float] | None = None) -> float:
-        """Logarithm of tokens a second, up to a constant."""
+        """Return the logarithm of tokens per second, up to a constant."""
         if chances is None:
             chances = self.acceptance.by_position(depth)
-        return math.log(expected_kept(chances[:depth])) - self.costs.relative(Shape(depth + 1))
+        return math.log(expected_accepted_length(chances[:depth])) - self.costs.relative_cost(
+            Shape(depth + 1)
+        )
 
     def _value_filled(self, shape: Shape) -> float:
-        """The same of a filled pipeline, over a run from one failed hope to the next: a pass until the first window
-        is back, then one window an interval."""
+        """Return the value of a filled pipeline over a run between two misspeculations.
+
+        A pass goes by until the first window returns, and an interval for each further window.
+        """
         run = expected_run(self.acceptance.by_position(shape.depth), shape.width)
         share = self._shares.get(True, self._shares.get(False, 1.0))
         interval = max(1 / shape.fill, share)
         passes = 1 + (run.windows - 1) * interval
-        return math.log(run.tokens / passes) - self.costs.relative(shape)
+        return math.log(run.tokens / passes) - self.costs.relative_cost(shape)
 
     @property
-    def _present(self) -> float:
-        """The value of what is in use."""
+    def _present_value(self) -> float:
+        """Value of the shape in use."""
         block = self._value(self.depth)
         return block if self.filled is None else max(block, self._value_filled(self.filled))
 
-    def _settle_filled(self) -> None:
-        """Fill the pipeline, fill it otherwise, or leave that, if it is better by enough."""
-        if not self._fillings or (self.filled is not None and self.costs.measuring(self.filled)):
+    def _switch_filled(self) -> None:
+        """Fill the pipeline, change how it is filled, or stop filling it, if the gain is large enough."""
+        if not self._fillings or (self.filled is not None and self.costs.is_measuring(self.filled)):
             return
         best = max(self._fillings, key=self._value_filled)
-        if best != self.filled and self._value_filled(best) > self._present + SWITCH_GAIN:
-            self.costs.start(best)
+        if best != self.filled and self._value_filled(best) > self._present_value + SWITCH_GAIN:
+            self.costs.start_measurement(best)
             self.filled = best
         elif self.filled is not None:
             filled = self._value_filled(self.filled)
@@ -234,16 +256,16 @@ class _Search:
                 self.filled = None
 
     def _undecided(self, probe: int) -> bool:
-        """Whether more steps at the probed depth could show it to be the best."""
-        if self.costs.measuring(Shape(probe + 1)):
+        """Return whether more steps at the probed depth could show it to be the best."""
+        if self.costs.is_measuring(Shape(probe + 1)):
             return True
-        goal = self._present + SWITCH_GAIN
-        hoped = self.acceptance.by_position(probe, OPTIMISM)
-        return self._value(probe) <= goal < self._value(probe, hoped)
+        goal = self._present_value + SWITCH_GAIN
+        optimistic = self.acceptance.by_position(probe, OPTIMISM)
+        return self._value(probe) <= goal < self._value(probe, optimistic)
 
-    def _settle(self) -> None:
-        """Change to the best measured depth if it is better by enough."""
-        measured = [d for d in range(self.max_depth + 1) if self.costs.measured(Shape(d + 1))]
+    def _switch_depth(self) -> None:
+        """Change to the best measured depth if the gain is large enough."""
+        measured = [d for d in range(self.max_depth + 1) if self.costs.is_measured(Shape(d + 1))]
         best = max(measured, key=self._value, default=self.depth)
         if self._value(best) > self._value(self.depth) + SWITCH_GAIN:
             self.depth = best
@@ -251,13 +273,16 @@ class _Search:
             self._next_probe = self._step + self._interval
 
     def _worth_probing(self) -> int | None:
-        """The depth to probe now, if any: the next one never tried, or, when the time has come, one out of use."""
-        if self.filled is not None and self.costs.measuring(self.filled):
+        """Return the depth to probe now, or None.
+
+        It is the next untried depth, or at the end of an interval a depth out of use.
+        """
+        if self.filled is not None and self.costs.is_measuring(self.filled):
             return None
-        goal = self._present + SWITCH_GAIN
+        goal = self._present_value + SWITCH_GAIN
         untried = max(self._last_probed) + 1
-        hoped = self.acceptance.by_position(self.max_depth, OPTIMISM)
-        if untried <= self.max_depth and self._value(untried, hoped) > goal:
+        optimistic = self.acceptance.by_position(self.max_depth, OPTIMISM)
+        if untried <= self.max_depth and self._value(untried, optimistic) > goal:
             return untried
         if self._step < self._next_probe:
             return None
@@ -267,24 +292,28 @@ class _Search:
         return min(candidates, key=lambda d: self._last_probed.get(d, 0), default=None)
 
     def _doubtful(self, goal: float) -> list[int]:
-        """Depths out of use that may have become better than `goal` since they were last seen."""
-        # Plain decoding always: that speculation never costs rests on knowing what it costs.
+        """Return the depths out of use that may have become better than `goal` since their last use."""
+        # Plain decoding is always included: only its known cost ensures that speculation never costs.
         depths = [d for d in range(self.depth) if d == 0 or self._value(d) + COST_DOUBT > goal]
         known = self.acceptance.by_position(self.max_depth)
-        hoped = known[: self.depth] + [max(c, HOPED_ACCEPTANCE) for c in known[self.depth :]]
+        optimistic = known[: self.depth] + [
+            max(c, OPTIMISTIC_ACCEPTANCE) for c in known[self.depth :]
+        ]
         following = self.depth + 1
         deeper = range(following, self.max_depth + 1)
         if deeper and (
-            self._value(following, hoped) + COST_DOUBT > goal
-            or any(self._value(d, hoped) > goal for d in deeper)
+            self._value(following, optimistic) + COST_DOUBT > goal
+            or any(self._value(d, optimistic) > goal for d in deeper)
         ):
-            depths.append(following)  # the least that shows whether drafts are kept again
+            depths.append(
+                following
+            )  # the shallowest depth that shows whether drafts are accepted again
         return depths
 
     def _start_probe(self, depth: int) -> None:
         if depth > self.depth and self.filled is None:
             self.acceptance.fade(first=self.depth)
-        self.costs.start(Shape(depth + 1))
+        self.costs.start_measurement(Shape(depth + 1))
         self._probe = depth
         self._probe_ends = self._step + LONGEST_PROBE
         self._last_probed[depth] = self._step

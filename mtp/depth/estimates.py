@@ -1,4 +1,4 @@
-"""What the controller knows: how often drafts are kept, and what steps cost. Plain numbers in, plain numbers out."""
+"""Estimates of the controller: how often drafts are accepted, and the cost of steps. Plain numbers in and out."""
 
 from __future__ import annotations
 
@@ -8,71 +8,74 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from mtp.depth.draft_result import DraftResult
 from mtp.depth.shape import Shape
 
 MEMORY_WINDOWS = 48
-"""Time constant of the acceptance estimate: noise of about 1/sqrt(96), and a change is seen in some 50 windows."""
+"""Windows. Time constant of the acceptance estimate.
+
+Its noise is about 1/sqrt(96), and it follows a change within about 50 windows.
+"""
 
 FADED_WINDOWS = 4
-"""How much an old acceptance counts when it is looked at again: as much as one probe."""
+"""Windows. Weight of an old acceptance estimate when a probe starts: as much as one probe."""
 
 FIRST_ACCEPTANCE = 0.75
-"""Of a first draft, before any was seen: a little below what published runs of Qwen3.5 heads show."""
+"""Acceptance of a first draft before any was seen: a little below published runs of Qwen3.5 heads."""
 
 NEXT_ACCEPTANCE = 0.95
-"""Of a position never seen, over that of the position before it."""
+"""Acceptance of a position never seen, relative to the position before it."""
 
 PRIOR_WINDOWS = 2.0
-"""How many windows those two count as."""
+"""Windows. Weight of FIRST_ACCEPTANCE and NEXT_ACCEPTANCE in the estimate."""
 
 
 class AcceptanceEstimate:
-    """The chance that draft i+1 of a window is kept once draft i was, by exponentially forgetting counts."""
+    """The chance that draft i+1 of a window is accepted if draft i was. Old counts decay exponentially."""
 
     def __init__(self) -> None:
-        self._kept: list[float] = []
-        self._seen: list[float] = []
+        self._accepted: list[float] = []
+        self._drafted: list[float] = []
 
-    def observe(self, drafts: Iterable[tuple[int, bool]]) -> None:
-        """Drafts that followed each other: number in their chain, from 1, and whether it was right. Those after the
-        first wrong one say nothing."""
-        forget = 1 - 1 / MEMORY_WINDOWS
-        for number, right in drafts:
-            missing = number - len(self._seen)
-            self._kept.extend([0.0] * missing)
-            self._seen.extend([0.0] * missing)
-            self._kept[number - 1] = self._kept[number - 1] * forget + right
-            self._seen[number - 1] = self._seen[number - 1] * forget + 1
-            if not right:
+    def record_drafts(self, results: Iterable[DraftResult]) -> None:
+        """Record the results of drafts that followed each other. Results after the first rejected draft are ignored."""
+        decay = 1 - 1 / MEMORY_WINDOWS
+        for position, accepted in results:
+            missing = position - len(self._drafted)
+            self._accepted.extend([0.0] * missing)
+            self._drafted.extend([0.0] * missing)
+            self._accepted[position - 1] = self._accepted[position - 1] * decay + accepted
+            self._drafted[position - 1] = self._drafted[position - 1] * decay + 1
+            if not accepted:
                 return
 
     def by_position(self, depth: int, optimism: float = 0.0) -> list[float]:
-        """The estimate for each of the first `depth` drafts, given that those before it were kept.
+        """Return the estimate for each of the first `depth` drafts, given that the drafts before it were accepted.
 
-        `optimism` is how many standard errors to add: more where less was seen.
+        `optimism` is a number of standard errors to add. The fewer drafts were seen, the more it adds.
         """
         chances: list[float] = []
         for position in range(depth):
             prior = NEXT_ACCEPTANCE * chances[-1] if chances else FIRST_ACCEPTANCE
-            kept, seen = 0.0, 0.0
-            if position < len(self._seen):
-                kept, seen = self._kept[position], self._seen[position]
-            windows = seen + PRIOR_WINDOWS
-            chance = (kept + PRIOR_WINDOWS * prior) / windows
+            accepted, drafted = 0.0, 0.0
+            if position < len(self._drafted):
+                accepted, drafted = self._accepted[position], self._drafted[position]
+            windows = drafted + PRIOR_WINDOWS
+            chance = (accepted + PRIOR_WINDOWS * prior) / windows
             error = math.sqrt(chance * (1 - chance) / windows)
             chances.append(min(1.0, chance + optimism * error))
         return chances
 
     def fade(self, first: int) -> None:
-        """Make room for news at position `first` (0 is the first draft) and after."""
-        for position in range(first, len(self._seen)):
-            share = min(1.0, FADED_WINDOWS / max(self._seen[position], 1.0))
-            self._kept[position] *= share
-            self._seen[position] *= share
+        """Reduce the weight of old counts at index `first` (0 is the first draft) and after it."""
+        for position in range(first, len(self._drafted)):
+            share = min(1.0, FADED_WINDOWS / max(self._drafted[position], 1.0))
+            self._accepted[position] *= share
+            self._drafted[position] *= share
 
 
-def expected_kept(chances: Sequence[float]) -> float:
-    """Mean tokens a window brings whose drafts are each kept with `chances`, given those before them."""
+def expected_accepted_length(chances: Sequence[float]) -> float:
+    """Return the mean tokens of a window whose drafts are accepted with `chances`, given those before them."""
     total = reach = 1.0
     for chance in chances:
         reach *= chance
@@ -80,29 +83,31 @@ def expected_kept(chances: Sequence[float]) -> float:
     return total
 
 
-LIKELIEST_HOPE = 0.98
-"""No chain of hopes is supposed to be longer than this lets it: fifty tokens."""
+MAX_CHANCE = 0.98
+"""Upper bound of an acceptance in `expected_run`: it bounds the mean run at fifty tokens."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a filled pipeline brings from one failed hope to the next: tokens, and windows that return."""
+    """The mean yield of a filled pipeline between two misspeculations: tokens, and windows that return."""
 
     tokens: float
     windows: float
 
 
 def expected_run(chances: Sequence[float], width: int) -> Run:
-    """Mean of a run whose drafts are each right with `chances`, given those before them; the last chance goes on.
+    """Return the mean run whose drafts are accepted with `chances`, given those before them.
+
+    The last chance also applies to all later drafts.
 
     tokens = 1 + a_1 + a_1 a_2 + …      windows of w = 1 + a_1…a_w + a_1…a_2w + …
     """
     tokens = windows = reach = 1.0
     for number, chance in enumerate(chances, start=1):
-        reach *= min(chance, LIKELIEST_HOPE)
+        reach *= min(chance, MAX_CHANCE)
         tokens += reach
         windows += reach if number % width == 0 else 0.0
-    onward = min(chances[-1], LIKELIEST_HOPE)
+    onward = min(chances[-1], MAX_CHANCE)
     tokens += reach * onward / (1 - onward)
     behind = len(chances) % width
     following = reach * onward ** (width - behind)
@@ -112,35 +117,42 @@ def expected_run(chances: Sequence[float], width: int) -> Run:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a lane's step: until its sequences have its tokens, and between its return and that of their window
-    before it. `ahead`: it was sent before that returned; else the interval is what the slowest stage would allow."""
+    """The cost of a micro-batch step, in seconds.
+
+    `seconds` pass until its sequences have its tokens. `interval` passes between the return of two successive windows
+    of a sequence. For a `speculative` window, sent before the window before it returned, the interval was measured.
+    Otherwise it is the interval that the slowest stage would allow.
+    """
 
     seconds: float
     interval: float
-    ahead: bool = False
+    speculative: bool = False
 
 
 FIRST_SAMPLES = 3
-"""Steps timed before a width has a cost: their median survives one outlier, such as a kernel's first use."""
+"""Samples before a shape has a cost. Their median survives one outlier, such as the first use of a kernel."""
 
 LEVEL_SAMPLES = 15
-"""The level is the median of so many steps."""
+"""Samples. The level is the median of this many steps."""
 
 SETTLED_SAMPLES = 16
-"""After so many a cost stands until it is measured anew. The width in use sets the level, so nothing would
-hold its cost in place: a hiccup now and then would push it up and up."""
+"""Samples after which a cost is fixed until the shape is measured again.
+
+The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would
+raise it without limit.
+"""
 
 LARGEST_SURPRISE = 0.25
-"""A timing this far off, as a logarithm, counts as no further: hiccups of a shared machine."""
+"""Logarithm. Bound on the deviation of one sample, against hiccups of a shared machine."""
 
 
 class StepCosts:
-    """Cost of a step by shape, as a logarithm, over a level that all shapes share.
+    """The cost of a step by shape, as a logarithm, over a level that all shapes share.
 
         log seconds = level + relative[shape] + noise
 
-    The level follows whatever slows every step alike (other programs, heat, a longer context), so a shape that
-    was timed in quiet and one timed under load can still be compared.
+    The level follows everything that slows all steps equally: other programs, heat, a longer context. So a shape that
+    was timed on an idle machine and one that was timed under load can be compared.
     """
 
     def __init__(self) -> None:
@@ -149,47 +161,48 @@ class StepCosts:
         self._fresh: dict[Shape, list[float]] = {}
         self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
 
-    def start(self, shape: Shape) -> None:
-        """Measure `shape`, for the first time or anew: its next FIRST_SAMPLES samples say what it costs."""
+    def start_measurement(self, shape: Shape) -> None:
+        """Measure `shape` for the first time or again: its next FIRST_SAMPLES samples decide its cost."""
         self._fresh[shape] = []
 
-    def measuring(self, shape: Shape) -> bool:
-        """Whether a start has not come to its end yet."""
+    def is_measuring(self, shape: Shape) -> bool:
+        """Return whether a measurement of `shape` is unfinished."""
         return shape in self._fresh
 
-    def measured(self, shape: Shape) -> bool:
+    def is_measured(self, shape: Shape) -> bool:
+        """Return whether a measurement of `shape` is finished."""
         return shape in self._relative
 
-    def observe(self, shape: Shape, seconds: float) -> None:
-        """One step of `shape` took so long. A shape that was never started is ignored."""
+    def record_step(self, shape: Shape, seconds: float) -> None:
+        """Record the time of one step of `shape`. A shape whose measurement was never started is ignored."""
         logarithm = math.log(max(seconds, 1e-9))
         if shape in self._fresh:
             self._fresh[shape].append(logarithm - self._level())
             if len(self._fresh[shape]) == FIRST_SAMPLES:
-                self._renew(shape, self._fresh.pop(shape))
+                self._replace_cost(shape, self._fresh.pop(shape))
         elif shape in self._relative:
             if self._samples[shape] < SETTLED_SAMPLES:
-                self._refine(shape, logarithm)
+                self._refine_cost(shape, logarithm)
             self._recent.append(logarithm - self._relative[shape])
 
-    def relative(self, shape: Shape) -> float:
-        """Logarithm of the cost over the level.
+    def relative_cost(self, shape: Shape) -> float:
+        """Return the logarithm of the cost of `shape` over the level.
 
-        Of a shape not measured, the least it is supposed to be: of a block, that every further token costs at least
-        half of what the last measured one did; of a filled pipeline, that drafts are free.
+        For a shape that is not measured, return a lower bound. In a block, each further token costs at least half of
+        what the last measured one did. In a filled pipeline, drafts are free.
         """
         if shape in self._relative:
             return self._relative[shape]
         if shape.fill > 1:
-            return self.relative(Shape(shape.width))
+            return self.relative_cost(Shape(shape.width))
         blocks = (Shape(width) for width in range(1, shape.width))
         known = [math.exp(self._relative[s]) for s in blocks if s in self._relative]
         if len(known) < 2:
             return math.log(known[-1]) if known else 0.0
         return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
 
-    def _renew(self, shape: Shape, samples: list[float]) -> None:
-        """Take the median of fresh samples, halfway to the old estimate where there is one."""
+    def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
+        """Set the cost to the median of fresh samples, averaged with the old estimate if there is one."""
         if not self._relative:  # the first shape defines the level
             self._recent.extend(samples)
             self._relative[shape] = 0.0
@@ -199,7 +212,7 @@ class StepCosts:
             self._relative[shape] = median(samples)
         self._samples[shape] = FIRST_SAMPLES
 
-    def _refine(self, shape: Shape, logarithm: float) -> None:
+    def _refine_cost(self, shape: Shape, logarithm: float) -> None:
         """Improve a new estimate by one more sample."""
         surprise = logarithm - self._level() - self._relative[shape]
         surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))

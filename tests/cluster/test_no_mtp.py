@@ -62,7 +62,7 @@ async def test_a_head_that_is_not_there_is_told_once(
             assert len(answer.tokens) == 4
             epoch = over.view.epoch
             assert over.loop.pipeline is not None
-            over.manager.failed(over.loop.pipeline, WorkerLostError("for another plan"))
+            over.manager.report_failure(over.loop.pipeline, WorkerLostError("for another plan"))
             await over.until(lambda: over.view.epoch > epoch, "another plan")
             await over.served_by(address)
     heard = [r.name.partition(".")[0] for r in caplog.records if r.message.startswith("no MTP")]

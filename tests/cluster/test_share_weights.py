@@ -19,7 +19,8 @@ from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.limits import Limits
+from coordinator.generation.scheduler import Scheduler
 from coordinator.local_engine.generator import local_generator
 from coordinator.pipeline.base import Pipeline
 from coordinator.workers.client import WorkerClient

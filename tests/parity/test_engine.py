@@ -147,7 +147,7 @@ def _said(outcomes: list[Outcome]) -> list[tuple[object, ...]]:
 
 def _restored(seq_id: int, tokens: list[int]) -> Script:
     script = Script(seq_id, tokens, PARAMS)
-    script.fed = PREFIX
+    script.scheduled = PREFIX
     script.ops.append(RestorePrefix(seq_id, 5))
     return script
 

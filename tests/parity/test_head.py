@@ -58,8 +58,8 @@ def _draft(path: Path, tokens: list[int], chunk: int) -> tuple[Outcome, mx.array
     """Prefill `tokens` in chunks of `chunk` and draft. Return the outcome and the logits of the drafts."""
     chain = Chain(path, (4,))
     script = Script(0, tokens)
-    while script.fed < len(tokens):
-        last = script.fed + chunk >= len(tokens)
+    while script.scheduled < len(tokens):
+        last = script.scheduled + chunk >= len(tokens)
         segment = script.chunk(chunk, sample=last, drafts=DEPTH if last else 0)
         outcome = chain.send(segment, ops=script.due()).outcomes[0]
     return outcome, mx.concatenate(chain.draft_logits)
@@ -106,7 +106,7 @@ def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
     """Return the last known token and up to four drafts, of which a prefix is correct."""
     width = chance.randint(1, 5)
     right = chance.randint(1, width)
-    text = stock.tokens[script.fed : script.fed + width]
+    text = stock.tokens[script.scheduled : script.scheduled + width]
     return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
 
 
@@ -130,7 +130,7 @@ def test_the_cache_never_drifts_from_the_text(
         outcome = script.run(
             chain, script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
         )
-        assert outcome.accepted_length and head.length == script.fed == len(script.known) - 1
+        assert outcome.accepted_length and head.length == script.scheduled == len(script.known) - 1
         if turn % 4 == 3:
             assert same(chain.head_state(0), _fresh_head(path, script.known[:-1]))
     assert script.known == stock.tokens[: len(script.known)]
@@ -153,7 +153,7 @@ def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Check
             script.drafts = ()
             script.run(chain, script.next_window(drafts=depth))
             assert len(head.waiting_tokens) < MOST_WAITING
-            assert head.length == script.fed
+            assert head.length == script.scheduled
         script.drafts = ()
         chain.draft_logits.clear()
         outcome = script.run(chain, script.next_window(drafts=3))

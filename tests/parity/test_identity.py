@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.generation.request import GenerationRequest
-from coordinator.generation.scheduler import Limits
+from coordinator.generation.limits import Limits
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.depth.controller import Controller, MtpMode

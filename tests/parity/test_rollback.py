@@ -68,7 +68,7 @@ class Row:
     def send(self) -> Segment:
         index = len(self.segments)
         right = self.case.accepted_length if index >= self.case.cut else LONGEST
-        start, width = self.script.fed, self.case.widths[index]
+        start, width = self.script.scheduled, self.case.widths[index]
         tokens = self.truth.window(start, width, right if index == self.case.cut else width)
         self.segments.append(self.script.window(tokens))
         return self.segments[-1]
@@ -142,7 +142,7 @@ def _check_ends(chain: Chain, rows: list[Row]) -> None:
         seq_id, length = row.script.seq_id, row.length
         assert {engine.sequences[seq_id].stack.length for engine in chain.engines} == {length}
         assert same(chain.state(seq_id), row.truth.states[length]), row.case
-        row.script.fed = length
+        row.script.scheduled = length
     report_state = [s for engine in chain.engines for s in engine.report_state().sequences]
     assert not any(held.open_windows for held in report_state)
     chain.send(*(row.script.window(row.truth.tokens[row.length :][:1]) for row in rows))
@@ -163,13 +163,13 @@ def test_invalidated_frames_are_forwarded_as_cancelled(checkpoints: Checkpoints)
     chain = Chain(checkpoints(), (2, 4, 6))
     script = Script(0, text.tokens[: text.prompt])
     chain.send(script.chunk(text.prompt), ops=script.due())
-    start = script.fed
+    start = script.scheduled
     first = script.window(text.window(start, 3, right=2))
     chain.post(first)
     rejection = chain.drain()[0].outcomes[0]
     assert rejection.accepted_length == 2
     for _ in range(2):
-        chain.post(script.window(text.window(script.fed, 2, right=0)))
+        chain.post(script.window(text.window(script.scheduled, 2, right=0)))
     assert [chain.step(0).segments[0].cancelled for _ in range(2)] == [False, False]
     chain.engines[1].rollback(1, 0, first.window, 2)
     passed = [chain.step(1) for _ in range(2)]
@@ -188,14 +188,14 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
     chain = Chain(path, (4,))
     scripts = [Script(i, text.tokens[: text.prompt]) for i, text in enumerate(texts)]
     prompts = [
-        script.chunk(script.fed + text.prompt) for script, text in zip(scripts, texts, strict=True)
+        script.chunk(script.scheduled + text.prompt) for script, text in zip(scripts, texts, strict=True)
     ]
     chain.send(*prompts, ops=[op for script in scripts for op in script.due()])
-    chain.send(scripts[1].window(texts[1].window(scripts[1].fed, 2, right=1)))
+    chain.send(scripts[1].window(texts[1].window(scripts[1].scheduled, 2, right=1)))
     widths = (2, 3, 4)
     chain.post(
         *(
-            s.window(t.window(s.fed, w, right=w))
+            s.window(t.window(s.scheduled, w, right=w))
             for s, t, w in zip(scripts, texts, widths, strict=True)
         )
     )
@@ -226,9 +226,9 @@ def _phases(chain: Chain, script: Script, text: Truth) -> Iterator[str]:
     chain.step(0)
     yield "last chunk in the middle"
     chain.drain()
-    chain.post(script.window(text.window(script.fed, 3, right=1)))
+    chain.post(script.window(text.window(script.scheduled, 3, right=1)))
     chain.step(0)
-    chain.post(script.window(text.window(script.fed, 2, right=0)))
+    chain.post(script.window(text.window(script.scheduled, 2, right=0)))
     chain.step(1)
     yield "two windows in the middle"
     chain.drain()
@@ -274,7 +274,7 @@ def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoint
     chain = Chain(checkpoints(), (4,))
     script = Script(0, text.tokens[: text.prompt])
     chain.send(script.chunk(text.prompt), ops=script.due())
-    chain.post(script.window(text.window(script.fed, 3, right=3)))
+    chain.post(script.window(text.window(script.scheduled, 3, right=3)))
     chain.step(0)
     for engine in chain.engines:
         engine.rollback(0, 0, 1, 1)
@@ -283,6 +283,6 @@ def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoint
         engine.cancel(1, 7)
         engine.rollback(1, 0, 9, 1)
     stacks = [engine.sequences[0].stack for engine in chain.engines]
-    assert [(s.length, s.stale) for s in stacks] == [(script.fed, False), (text.prompt, False)]
+    assert [(s.length, s.stale) for s in stacks] == [(script.scheduled, False), (text.prompt, False)]
     outcome = chain.drain()[0].outcomes[0]
     assert (outcome.accepted_length, outcome.cancelled) == (3, False)

@@ -47,14 +47,14 @@ class RandomOrder:
         if (
             not self.expects_acceptance
             or len(self.sent) > 4
-            or self.script.fed + 10 > len(self.text.tokens)
+            or self.script.scheduled + 10 > len(self.text.tokens)
         ):
             return
         width = self.random.randint(1, 4)
         right = self.random.choice([width, width, width, self.random.randint(0, width)])
         if not self.sent:
             right = max(1, right)  # its first token is confirmed
-        segment = self.script.window(self.text.window(self.script.fed, width, right))
+        segment = self.script.window(self.text.window(self.script.scheduled, width, right))
         self.sent.append(segment)
         self.chain.post(segment, ops=self.script.due())
 
@@ -92,7 +92,7 @@ def _check_random_orders(path: Path, text: Truth, cuts: tuple[int, ...]) -> None
     for seed in range(10):
         order = RandomOrder(path, text, seed, cuts)
         order.run(turns=100)
-        length = order.script.fed
+        length = order.script.scheduled
         assert order.script.known == text.tokens[: len(order.script.known)]
         assert {e.sequences[0].stack.length for e in order.chain.engines} == {length}
         assert same(order.chain.state(0), text.states[length]), seed

@@ -51,16 +51,16 @@ FORMS: list[dict[str, Any]] = [
 def _prefill(chain: Chain, stock: Stock, seq_id: int, chunk: int) -> Script:
     """Prefill in chunks of `chunk` tokens. The last logits of each chunk must be the stock model's."""
     script = Script(seq_id, list(stock.prompt))
-    while script.fed < len(stock.prompt):
+    while script.scheduled < len(stock.prompt):
         chain.send(script.chunk(chunk), ops=script.due())
-        assert mx.array_equal(chain.logits[seq_id][0], stock.logits[script.fed - 1])
+        assert mx.array_equal(chain.logits[seq_id][0], stock.logits[script.scheduled - 1])
     script.known.append(best(chain.logits[seq_id][0]))
     return script
 
 
 def _decode(chain: Chain, stock: Stock, script: Script, steps: int) -> None:
     for _ in range(steps):
-        at = script.fed
+        at = script.scheduled
         script.run(chain, script.window([script.known[-1]]))
         assert mx.array_equal(chain.logits[script.seq_id][0], stock.logits[at]), at
     assert script.known[:-1] == stock.tokens[: PROMPT + steps]
@@ -154,7 +154,7 @@ def test_sequences_in_one_frame_do_not_see_each_other(
             expected = stocks[script.seq_id].logits[end - rows.shape[0] : end]
             assert mx.array_equal(rows, expected), (script.seq_id, segment.position)
             assert outcome.accepted_length == segment.width
-            if segment.open or script.fed == len(script.known):
+            if segment.open or script.scheduled == len(script.known):
                 script.settle(segment, outcome)
     assert mixed
     assert all(s.known == stocks[s.seq_id].tokens[: len(s.known)] for s in scripts)
@@ -162,7 +162,7 @@ def test_sequences_in_one_frame_do_not_see_each_other(
 
 def _next(script: Script, stock: Stock, turn: int) -> Segment:
     """Return a prompt chunk of 4 tokens, later windows of 1 to 3 tokens that are all correct."""
-    if script.fed < len(stock.prompt):
+    if script.scheduled < len(stock.prompt):
         return script.chunk(4)
-    drafts = stock.tokens[script.fed + 1 :][: (turn + script.seq_id // 2) % 3]
+    drafts = stock.tokens[script.scheduled + 1 :][: (turn + script.seq_id // 2) % 3]
     return script.window([script.known[-1], *drafts])

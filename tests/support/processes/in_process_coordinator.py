@@ -19,7 +19,8 @@ from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, Settings, View
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.limits import Limits
+from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline
 from coordinator.server.live_status import LiveStatus
 from coordinator.status.cluster_status import NodeStatus

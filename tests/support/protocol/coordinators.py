@@ -6,11 +6,14 @@ import copy
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from coordinator.generation.in_flight import Settlement
+from coordinator.generation.draft_counts import DraftCounts
+from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
 from coordinator.generation.scheduler import Scheduler
 from coordinator.generation.sequence import Sequence as ScheduledSequence
+from coordinator.generation.sequence import Window
 from coordinator.planning.capacity import Capacity
 from proto.errors import StaleEpochError
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
@@ -61,15 +64,11 @@ class Scheduled:
     def key(self) -> Hashable:
         s = self.scheduler
         live = tuple(
-            tuple(
-                tuple(v) if isinstance(v, (list, deque)) else v
-                for k, v in vars(one).items()
-                if k != "request"
-            )
+            tuple(_hashable(v) for k, v in vars(one).items() if k != "request")
             for one in self._live()
         )
         told = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.told.items())
-        flight = tuple((f.alone, f.decode_rows, f.live) for f in s.in_flight)
+        flight = tuple((f.alone, f.decode_rows, f.valid_windows) for f in s.in_flight)
         prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
         return (
             (s.epoch, s.stages, s.next_number, tuple(map(op_key, s.ops)), flight, prefixes),
@@ -91,8 +90,8 @@ class Scheduled:
         seq_id = int(number)
         self.leaves -= 1
         self.ended.add(seq_id)
-        news = [News(seq_id)] if self.scheduler.may_skip(seq_id) else []
-        self.scheduler.cancel(seq_id)
+        news = [News(seq_id)] if self.scheduler.can_skip(seq_id) else []
+        self.scheduler.cancel_sequence(seq_id)
         return news
 
     def next_frame(self) -> Frame | None:
@@ -104,13 +103,13 @@ class Scheduled:
     def send(self, chooser: Chooser) -> Frame:
         raise NotImplementedError
 
-    def settle(self, frame: Frame) -> list[News]:
-        settlement = self.scheduler.settle(frame, 0.0)
-        self._tell(settlement)
-        return [News(r.seq_id, r.window, r.accepted_length) for r in settlement.rejections]
+    def apply_outcomes(self, frame: Frame) -> list[News]:
+        outcome = self.scheduler.apply_outcomes(frame, 0.0)
+        self._tell(outcome)
+        return [News(r.seq_id, r.window, r.accepted_length) for r in outcome.rollbacks]
 
-    def _tell(self, settlement: Settlement) -> None:
-        for seq_id, event in settlement.events:
+    def _tell(self, outcome: FrameOutcome) -> None:
+        for seq_id, event in outcome.events:
             assert seq_id not in self.ended, "said after the end"
             if isinstance(event, TokenChunk):
                 self.told[seq_id] += event.tokens
@@ -137,6 +136,14 @@ class Scheduled:
         for seq_id, tokens in self.told.items():
             prompt = len(self.requests[seq_id].prompt)
             assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, DraftCounts):
+        return tuple(value.drafted), tuple(value.accepted)
+    if isinstance(value, deque) and value and isinstance(value[0], Window):
+        return tuple((window, window.frame.number) for window in value)
+    return tuple(value) if isinstance(value, (list, deque)) else value
 
 
 @dataclass(frozen=True)
@@ -263,7 +270,7 @@ class Hopeful:
 
     # ---- back
 
-    def settle(self, frame: Frame) -> list[News]:
+    def apply_outcomes(self, frame: Frame) -> list[News]:
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch} in epoch {self.epoch}")
         assert frame.number == self.in_flight.popleft()

@@ -18,7 +18,7 @@ class Ledger:
 
     `headers[n]` says, by sequence, what a stage that has done frame n has committed by what headers told it. `prefixes`
     are lengths of entries, `positions` where open windows begin. `said` is what the last stage's newest outcome of each
-    sequence keeps, `signals` what rejections told at once, `left` whose clients are gone by signal.
+    sequence keeps, `signals` what rollbacks told at once, `left` whose clients are gone by signal.
     """
 
     headers: tuple[Mapping[int, int], ...] = ()

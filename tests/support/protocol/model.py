@@ -70,7 +70,7 @@ class ModelCoordinator(Protocol):
 
     def send(self, chooser: Chooser) -> Frame: ...
 
-    def settle(self, frame: Frame) -> list[News]:
+    def apply_outcomes(self, frame: Frame) -> list[News]:
         """Raises StaleEpochError for a frame of another plan, and has learned nothing from it then."""
         ...
 
@@ -196,7 +196,7 @@ class World:
         frame = self.channels[at].popleft()
         if at == len(self.stages):
             self.coordinator = self.coordinator.clone()
-            self._announce(self.coordinator.settle(frame))
+            self._announce(self.coordinator.apply_outcomes(frame))
             self._pump()
             return
         stage = self.stages[at] = clone_stage(self.stages[at])
@@ -258,7 +258,7 @@ class World:
         before = self.coordinator.key() if self.stale_results else None
         for frame in self.stale_results:
             try:
-                self.coordinator.settle(frame)
+                self.coordinator.apply_outcomes(frame)
             except StaleEpochError:
                 assert self.coordinator.key() == before
                 continue

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from coordinator.generation.in_flight import Rejection, Settlement
+from coordinator.generation.frame_outcome import FrameOutcome
+from coordinator.generation.limits import Limits
 from coordinator.generation.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
     TokenChunk,
 )
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
+from proto.control import Rollback
 from proto.frame import Frame, Segment
 from proto.params import SamplingParams
 from tests.support.stages.fake_last_stage import FakeLastStage
@@ -40,7 +42,7 @@ class Drive:
         self.scheduler = Scheduler(limits, Controller(mode))
         self.now = 0.0
         self.events: dict[int, list[GenerationEvent]] = defaultdict(list)
-        self.rejections: list[Rejection] = []
+        self.rollbacks: list[Rollback] = []
         self.new_plan(stage or FakeLastStage(), stages, room)
 
     def new_plan(self, stage: FakeLastStage, stages: int = 1, room: Capacity = ROOM) -> None:
@@ -49,9 +51,9 @@ class Drive:
         self.take(self.scheduler.reset(stages, stage.epoch, room, self.now))
         self.scheduler.check()
 
-    def take(self, settlement: Settlement) -> None:
-        self.rejections += settlement.rejections
-        for seq_id, event in settlement.events:
+    def take(self, outcome: FrameOutcome) -> None:
+        self.rollbacks += outcome.rollbacks
+        for seq_id, event in outcome.events:
             self.events[seq_id].append(event)
 
     def submit(
@@ -84,7 +86,7 @@ class Drive:
         """The oldest frame returns, a second later."""
         self.now += 1.0
         frame = self.stage.come_back()
-        self.take(self.scheduler.settle(frame, self.now))
+        self.take(self.scheduler.apply_outcomes(frame, self.now))
         self.scheduler.check()
         return frame
 

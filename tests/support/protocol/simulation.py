@@ -14,12 +14,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
+from proto import cluster_pb2 as pb
+from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame, decode, encode
 from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
@@ -95,6 +98,7 @@ class SimulatedPipeline:
     last: FakeLastStage = field(default_factory=FakeLastStage)
     epoch: int = 0
     capacity: Capacity = ROOM
+    suspect: str | None = None
 
     def __post_init__(self) -> None:
         self.stages = self.timing.stages
@@ -103,7 +107,7 @@ class SimulatedPipeline:
         self._hops: list[deque[Frame]] = [deque() for _ in range(self.stages + 1)]
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
 
-    def send(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame) -> None:
         self.last.send(decode(encode(frame)))  # judges at once; time passes below
         self._hops[0].append(self.last.newest)
         self._loop.call_later(self.timing.hop, self._arrive, 0)
@@ -124,17 +128,20 @@ class SimulatedPipeline:
         self._hops[stage + 1].append(frame)
         self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
 
-    async def receive(self) -> Frame:
+    async def receive_frame(self) -> Frame:
         result = await self._results.get()
         if isinstance(result, ClusterError):
             raise result
         return result
 
-    def rollback(self, seq_id: int, window: int, accepted_length: int, trim: int) -> None:
-        """Stages that sleep have nothing to restore."""
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Do nothing: stages that sleep have nothing to restore."""
 
-    def cancel(self, seq_id: int) -> None:
-        """As `rollback`."""
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Do nothing: stages that sleep have nothing to skip."""
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
         self._results.put_nowait(error)
@@ -152,7 +159,7 @@ class OnePipeline:
     async def acquire(self) -> Pipeline:
         return self.pipeline
 
-    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         raise AssertionError(f"the simulated pipeline failed: {error}") from error
 
 

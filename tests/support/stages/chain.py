@@ -187,7 +187,7 @@ class Script:
     seq_id: int
     known: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    fed: int = 0
+    scheduled: int = 0
     number: int = 0
     drafts: tuple[int, ...] = ()
     ops: list[Op] = field(default_factory=list)
@@ -203,18 +203,26 @@ class Script:
 
     def chunk(self, size: int, *, sample: bool = True, drafts: int = 0) -> Segment:
         """The next `size` tokens of the prompt, or what is left of it."""
-        tokens = tuple(self.known[self.fed : self.fed + size])
-        segment = Segment(self.seq_id, self.number, self.fed, tokens, sample=sample, drafts=drafts)
-        self.fed += len(tokens)
+        tokens = tuple(self.known[self.scheduled : self.scheduled + size])
+        segment = Segment(
+            self.seq_id, self.number, self.scheduled, tokens, sample=sample, drafts=drafts
+        )
+        self.scheduled += len(tokens)
         self.number += 1
         return segment
 
     def window(self, tokens: Sequence[int], drafts: int = 0) -> Segment:
         """A window at the end of all that has been sent."""
         segment = Segment(
-            self.seq_id, self.number, self.fed, tuple(tokens), open=True, sample=True, drafts=drafts
+            self.seq_id,
+            self.number,
+            self.scheduled,
+            tuple(tokens),
+            open=True,
+            sample=True,
+            drafts=drafts,
         )
-        self.fed += len(tokens)
+        self.scheduled += len(tokens)
         self.number += 1
         return segment
 
@@ -228,7 +236,7 @@ class Script:
         if segment.open and not outcome.cancelled:
             self.ops.append(Commit(self.seq_id, segment.window, outcome.accepted_length))
             if outcome.accepted_length < segment.width:
-                self.fed = segment.position + outcome.accepted_length
+                self.scheduled = segment.position + outcome.accepted_length
         if outcome.token is None:
             return []
         new = (

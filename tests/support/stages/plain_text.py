@@ -37,12 +37,12 @@ class Truth:
         self.states: dict[int, list[mx.array]] = {}
         self.head_states: dict[int, list[mx.array]] = {}
         self.logits: dict[int, mx.array] = {}
-        while script.fed < prompt + steps:
+        while script.scheduled < prompt + steps:
             outcome = chain.send(script.chunk(1), ops=script.due()).outcomes[0]
-            self.states[script.fed] = chain.state(0)
-            self.head_states[script.fed] = chain.head_state(0)
-            self.logits[script.fed] = chain.logits[0][0]
-            if script.fed == len(script.known):
+            self.states[script.scheduled] = chain.state(0)
+            self.head_states[script.scheduled] = chain.head_state(0)
+            self.logits[script.scheduled] = chain.logits[0][0]
+            if script.scheduled == len(script.known):
                 assert outcome.token is not None
                 script.known.append(outcome.token)
         self.tokens = script.known

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import pytest
 
 from mtp.depth.controller import AUTO_DEPTH, LAST_INTERVAL, MAX_DEPTH, Controller, MtpMode
+from mtp.depth.draft_result import DraftResult
 from mtp.depth.estimates import (
     FIRST_SAMPLES,
     AcceptanceEstimate,
     StepCost,
     StepCosts,
-    expected_kept,
+    expected_accepted_length,
 )
 from mtp.depth.shape import Shape
 from proto.errors import UsageError
@@ -50,9 +51,9 @@ class Run:
         return depths.count(depth) / len(depths)
 
 
-def drafts(width: int, accepted_length: int) -> list[tuple[int, bool]]:
-    """What became of the drafts of a window that kept so many of its tokens."""
-    return [(number, number < accepted_length) for number in range(1, width)]
+def drafts(width: int, accepted_length: int) -> list[DraftResult]:
+    """Return the draft results of a window with `accepted_length` accepted tokens."""
+    return [DraftResult(number, number < accepted_length) for number in range(1, width)]
 
 
 def step(seconds: float) -> StepCost:
@@ -79,15 +80,15 @@ def simulate(
     steps = []
     while done < tokens:
         now = chances(done)
-        depth = controller.choose().depth
+        depth = controller.choose_shape().depth
         accepted_length = 1
         while accepted_length < width and rng.random() < now[accepted_length - 1]:
             accepted_length += 1
         cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
         noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
-        controller.observe_step(1, width, depth, step(cost * noise * slowdown(done)))
-        controller.observe_drafts(drafts(width, accepted_length))
-        expected_tokens += expected_kept(now[: width - 1])
+        controller.record_step_cost(1, width, depth, step(cost * noise * slowdown(done)))
+        controller.record_drafts(drafts(width, accepted_length))
+        expected_tokens += expected_accepted_length(now[: width - 1])
         expected_seconds += cost
         done += accepted_length
         steps.append((done, depth))
@@ -97,7 +98,7 @@ def simulate(
 
 def best_fixed(costs: Sequence[float], chances: Sequence[float]) -> float:
     """Tokens a second of the best depth that never changes."""
-    return max(expected_kept(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
+    return max(expected_accepted_length(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
 
 
 def auto() -> Controller:
@@ -207,11 +208,11 @@ def first_probe(second_row: float) -> int:
     controller = auto()
     steps, width, right = 0, 1, False
     while True:
-        depth = controller.choose().depth
+        depth = controller.choose_shape().depth
         if steps and depth != 1:
             return steps
-        controller.observe_step(1, width, depth, step(1 + second_row * (width - 1)))
-        controller.observe_drafts(drafts(width, width if right else 1))
+        controller.record_step_cost(1, width, depth, step(1 + second_row * (width - 1)))
+        controller.record_drafts(drafts(width, width if right else 1))
         steps, width, right = steps + depth, depth + 1, not right
 
 
@@ -223,12 +224,12 @@ def test_a_step_between_two_depths_has_no_say() -> None:
         controller = auto()
         width, depths = 1, []
         for _ in range(300):
-            depth = controller.choose().depth
+            depth = controller.choose_shape().depth
             clean = depth == width - 1
-            controller.observe_step(
+            controller.record_step_cost(
                 1, width, depth, step(COSTS["cheap"][depth] if clean else mixed)
             )
-            controller.observe_drafts(drafts(width, width))
+            controller.record_drafts(drafts(width, width))
             depths.append(depth)
             width = depth + 1
         chosen.append(depths)
@@ -256,10 +257,10 @@ def test_numbers_of_sequences_have_costs_of_their_own() -> None:
     width = {1: 1, 8: 1}
     for _ in range(400):
         for sequences, second_row in ((1, 0.1), (8, 1.5)):
-            depth = controller.choose(sequences).depth
+            depth = controller.choose_shape(sequences).depth
             seconds = 1 + second_row * (width[sequences] - 1)
-            controller.observe_step(sequences, width[sequences], depth, step(seconds))
-            controller.observe_drafts(drafts(width[sequences], width[sequences]))
+            controller.record_step_cost(sequences, width[sequences], depth, step(seconds))
+            controller.record_drafts(drafts(width[sequences], width[sequences]))
             depths[sequences].append(depth)
             width[sequences] = depth + 1
     assert depths[1][200:].count(AUTO_DEPTH) > 180
@@ -269,7 +270,7 @@ def test_numbers_of_sequences_have_costs_of_their_own() -> None:
 def test_requests_too_short_to_measure_do_not_hold_a_probe_for_ever() -> None:
     """Without a single usable timing, choices go on and stay within the bounds."""
     controller = auto()
-    depths = [controller.choose().depth for _ in range(200)]
+    depths = [controller.choose_shape().depth for _ in range(200)]
     assert set(depths) <= set(range(AUTO_DEPTH + 1))
     assert len(set(depths)) > 1
 
@@ -278,8 +279,8 @@ def test_a_fixed_mode_is_obeyed() -> None:
     """`--mtp 3` drafts 3 whatever the costs, `--mtp off` none."""
     for text, depth in (("3", 3), ("off", 0), ("0", 0)):
         controller = Controller(MtpMode.parse(text))
-        controller.observe_step(1, 4, 3, step(100.0))
-        assert [controller.choose().depth for _ in range(5)] == [depth] * 5
+        controller.record_step_cost(1, 4, 3, step(100.0))
+        assert [controller.choose_shape().depth for _ in range(5)] == [depth] * 5
 
 
 def test_mode_reads_what_it_writes() -> None:
@@ -300,8 +301,8 @@ def test_acceptance_is_conditional_on_the_drafts_before() -> None:
     """A draft after a wrong one was never judged: it counts neither for nor against its position."""
     estimate = AcceptanceEstimate()
     for _ in range(500):
-        estimate.observe(drafts(4, 3))  # two drafts right, the third wrong
-        estimate.observe(drafts(4, 1))  # the first wrong already
+        estimate.record_drafts(drafts(4, 3))  # two drafts right, the third wrong
+        estimate.record_drafts(drafts(4, 1))  # the first wrong already
     first, second, third = estimate.by_position(3)
     assert first == pytest.approx(0.5, abs=0.05)
     assert second == pytest.approx(1.0, abs=0.05)
@@ -312,34 +313,34 @@ def test_fading_makes_room_for_news() -> None:
     """Four new windows outweigh any number of old ones at the positions that were faded, and at no other."""
     estimate = AcceptanceEstimate()
     for _ in range(500):
-        estimate.observe(drafts(3, 2))
+        estimate.record_drafts(drafts(3, 2))
     estimate.fade(first=1)
     for _ in range(4):
-        estimate.observe(drafts(3, 3))
+        estimate.record_drafts(drafts(3, 3))
     first, second = estimate.by_position(2)
     assert first > 0.95
     assert second > 0.4
-    estimate.observe(drafts(3, 1))
+    estimate.record_drafts(drafts(3, 1))
     assert estimate.by_position(1)[0] > 0.9
 
 
 def test_expected_kept_is_the_mean_of_kept() -> None:
     """1 + a1 + a1 a2 + …: no drafts bring one token, certain drafts all."""
-    assert expected_kept([]) == 1
-    assert expected_kept([1, 1, 1]) == 4
-    assert expected_kept([0.5, 0.5]) == 1.75
+    assert expected_accepted_length([]) == 1
+    assert expected_accepted_length([1, 1, 1]) == 4
+    assert expected_accepted_length([0.5, 0.5]) == 1.75
 
 
 def test_costs_are_compared_at_the_same_level() -> None:
     """A width timed while everything took twice as long is not taken for twice as dear."""
     costs = StepCosts()
-    costs.start(Shape(1))
+    costs.start_measurement(Shape(1))
     for seconds in [1.0] * 20 + [2.0] * 20:
-        costs.observe(Shape(1), seconds)
-    costs.start(Shape(2))
+        costs.record_step(Shape(1), seconds)
+    costs.start_measurement(Shape(2))
     for _ in range(3):
-        costs.observe(Shape(2), 2 * 1.3)
-    assert math.exp(costs.relative(Shape(2)) - costs.relative(Shape(1))) == pytest.approx(
+        costs.record_step(Shape(2), 2 * 1.3)
+    assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
         1.3, rel=0.05
     )
 
@@ -347,13 +348,13 @@ def test_costs_are_compared_at_the_same_level() -> None:
 def test_hiccups_do_not_push_a_cost_up() -> None:
     """One step in twenty three times as long, for 20,000 steps: the cost of the width in use stays where it was."""
     costs = StepCosts()
-    costs.start(Shape(1))
+    costs.start_measurement(Shape(1))
     for _ in range(100):
-        costs.observe(Shape(1), 1.0)
-    costs.start(Shape(2))
+        costs.record_step(Shape(1), 1.0)
+    costs.start_measurement(Shape(2))
     for step in range(20_000):
-        costs.observe(Shape(2), 3.9 if step % 20 == 7 else 1.3)
-    assert math.exp(costs.relative(Shape(2)) - costs.relative(Shape(1))) == pytest.approx(
+        costs.record_step(Shape(2), 3.9 if step % 20 == 7 else 1.3)
+    assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
         1.3, rel=0.05
     )
 
@@ -361,10 +362,10 @@ def test_hiccups_do_not_push_a_cost_up() -> None:
 def test_one_outlier_does_not_spoil_a_first_measurement() -> None:
     """The first use of a kernel may take a hundred times as long; the median of three forgets it."""
     costs = StepCosts()
-    costs.start(Shape(1))
+    costs.start_measurement(Shape(1))
     for _ in range(5):
-        costs.observe(Shape(1), 1.0)
-    costs.start(Shape(2))
+        costs.record_step(Shape(1), 1.0)
+    costs.start_measurement(Shape(2))
     for seconds in (130.0, 1.3, 1.3):
-        costs.observe(Shape(2), seconds)
-    assert math.exp(costs.relative(Shape(2))) == pytest.approx(1.3, rel=0.01)
+        costs.record_step(Shape(2), seconds)
+    assert math.exp(costs.relative_cost(Shape(2))) == pytest.approx(1.3, rel=0.01)

@@ -43,7 +43,10 @@ def test_a_frame_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert fields["stage_ms"] == "22.4+6.4"
     assert fields["ops"] == "admit 3, commit 1, drop 7"
-    assert fields["segments"] == "3.0@0 prompt 20 sampled, 1.5@140 kept 2/3 drafts 2, 4.6@30 stale"
+    assert (
+        fields["segments"]
+        == "3.0@0 prompt 20 sampled, 1.5@140 accepted 2/3 drafts 2, 4.6@30 invalidated"
+    )
     assert "888" not in str([fields[name] for name in ours])
 
 

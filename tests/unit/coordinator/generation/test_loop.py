@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator.generation.in_flight import Settlement
-from coordinator.generation.loop import MOST_FAILURES, GenerationLoop
+from coordinator.generation.frame_outcome import FrameOutcome
+from coordinator.generation.limits import Limits
+from coordinator.generation.loop import MAX_FAILURES, GenerationLoop
 from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline, PipelineSource
 from mtp.depth.controller import Controller, MtpMode
 from proto.errors import ClusterError, StaleEpochError, WorkerLostError
@@ -37,7 +38,7 @@ class Failing:
             pipeline.fail(self.errors[self.lost])
         return pipeline
 
-    def failed(self, pipeline: Pipeline, error: Exception) -> None:
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         self.lost += 1
 
 
@@ -70,9 +71,9 @@ async def heard(
 @pytest.mark.parametrize(
     "errors",
     [
-        [WorkerLostError("gone")] * (MOST_FAILURES - 1),
-        [StaleEpochError("replaced")] * 3 * MOST_FAILURES,
-        [StaleEpochError("replaced"), WorkerLostError("gone")] * (MOST_FAILURES - 1),
+        [WorkerLostError("gone")] * (MAX_FAILURES - 1),
+        [StaleEpochError("replaced")] * 3 * MAX_FAILURES,
+        [StaleEpochError("replaced"), WorkerLostError("gone")] * (MAX_FAILURES - 1),
     ],
 )
 def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
@@ -83,7 +84,7 @@ def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
 
 def test_a_request_that_no_plan_survives_ends() -> None:
     """It may be what kills them: its client hears an error, and the plans after it live."""
-    found = run_virtually(events([WorkerLostError("gone")] * MOST_FAILURES))
+    found = run_virtually(events([WorkerLostError("gone")] * MAX_FAILURES))
     (end,) = [event for event in found if isinstance(event, Finished)]
     assert end.reason == "error"
     assert "in a row" in (end.error or "")
@@ -101,9 +102,9 @@ class Careless(Scheduler):
 
     returned = 0
 
-    def settle(self, frame: Frame, now: float) -> Settlement:
+    def apply_outcomes(self, frame: Frame, now: float) -> FrameOutcome:
         self.returned += 1
-        return super().settle(frame, now)
+        return super().apply_outcomes(frame, now)
 
     def next_frame(self, now: float) -> Frame | None:
         if self.returned == 1:
@@ -171,7 +172,7 @@ def test_who_has_ended_hears_so_though_the_frame_breaks_the_loop() -> None:
         loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
         await loop.start()
         assert loop.pipeline is not None
-        receive = loop.pipeline.receive
+        receive = loop.pipeline.receive_frame
 
         async def broken() -> Frame:
             frame = await receive()
@@ -186,7 +187,7 @@ def test_who_has_ended_hears_so_though_the_frame_breaks_the_loop() -> None:
                 request = GenerationRequest((1, 2, 3 + number), 5 + 3 * number)
                 return [event async for event in loop.generate(request)][-1]
 
-        with patch.object(loop.pipeline, "receive", broken):
+        with patch.object(loop.pipeline, "receive_frame", broken):
             found = await asyncio.gather(*map(last, range(4)))
         await loop.close()
         return found

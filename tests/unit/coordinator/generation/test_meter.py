@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.generation.in_flight import Settlement
+from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.meter import RATE_SECONDS, SMOOTHING, Meter
 from coordinator.generation.request import PrefillProgress, TokenChunk
+from mtp.depth.draft_result import DraftResult
 from proto.frame import Frame, Segment
 
 LANE = (Segment(0, 0, position=5, tokens=(1,), open=True, sample=True),)
 PROMPT = (Segment(0, 0, position=0, tokens=(1, 2, 3), sample=True),)
 
 
-def settled(tokens: int, *judged: tuple[int, bool]) -> Settlement:
+def settled(tokens: int, *judged: tuple[int, bool]) -> FrameOutcome:
     """So many tokens came out of it, and this is what became of drafts."""
-    settlement = Settlement(judged=list(judged))
-    settlement.events.append((0, PrefillProgress(3, 3, 0)))
+    outcome = FrameOutcome(draft_results=[DraftResult(*one) for one in judged])
+    outcome.events.append((0, PrefillProgress(3, 3, 0)))
     if tokens:
-        settlement.events.append((0, TokenChunk((7,) * tokens)))
-    return settlement
+        outcome.events.append((0, TokenChunk((7,) * tokens)))
+    return outcome
 
 
 def seen(
@@ -29,16 +30,16 @@ def seen(
     segments: tuple[Segment, ...] = LANE,
     stage_us: tuple[int, ...] = (1000, 3000),
 ) -> None:
-    meter.observe(Frame(1, 0, segments=segments, stage_us=stage_us), settled(tokens), now)
+    meter.record_frame(Frame(1, 0, segments=segments, stage_us=stage_us), settled(tokens), now)
 
 
 def test_acceptance_is_counted_by_position() -> None:
     """Also where a window's first token is itself a draft, sent on the hope that it stands."""
     meter = Meter()
-    meter.observe(Frame(1, 0), settled(2, (1, True), (2, False), (3, False)), 0.0)
-    meter.observe(Frame(1, 1), settled(1, (1, True)), 0.1)
-    assert meter.drafted == [2, 1, 1]
-    assert meter.accepted == [2, 0, 0]
+    meter.record_frame(Frame(1, 0), settled(2, (1, True), (2, False), (3, False)), 0.0)
+    meter.record_frame(Frame(1, 1), settled(1, (1, True)), 0.1)
+    assert meter.drafts.drafted == [2, 1, 1]
+    assert meter.drafts.accepted == [2, 0, 0]
 
 
 def test_tokens_are_those_that_came_out() -> None:

@@ -37,7 +37,7 @@ def test_the_longest_entry_that_leaves_a_token_to_run() -> None:
     """A prompt needs a last token to give logits: an entry of the whole prompt is of no use to it."""
     kept = cache()
     long = text(300)
-    entries = [kept.make(long[:n])[0] for n in (128, 200, 300)]
+    entries = [kept.add_entry(long[:n])[0] for n in (128, 200, 300)]
     for prompt, expected in (
         (long, entries[1]),
         ((*long, 5), entries[2]),
@@ -47,16 +47,16 @@ def test_the_longest_entry_that_leaves_a_token_to_run() -> None:
         (text(300, seed=1), None),
         ((*long[:199], 96, *long[200:]), entries[0]),
     ):
-        assert kept.find(prompt) == expected
+        assert kept.find_entry(prompt) == expected
 
 
 def test_a_new_plan_holds_nothing() -> None:
     """What other stages held is gone with them; numbers are not used again, lest an old frame's entry be taken."""
     kept = cache()
-    first, _ = kept.make(text(200))
+    first, _ = kept.add_entry(text(200))
     kept.reset(kept.capacity)
-    assert kept.find(text(300)) is None
-    second, _ = kept.make(text(200))
+    assert kept.find_entry(text(300)) is None
+    second, _ = kept.add_entry(text(200))
     assert first is not None
     assert second is not None
     assert second.number > first.number
@@ -68,34 +68,34 @@ def test_a_new_plan_holds_nothing() -> None:
 def test_no_entry_twice_and_none_too_short() -> None:
     """An entry for tokens that have one, or for fewer than pay, is not made."""
     kept = cache()
-    assert kept.make(text(200))[0] is not None
-    assert kept.make(text(200)) == (None, [])
-    assert kept.make(text(SMALLEST_ENTRY - 1)) == (None, [])
-    assert kept.make(text(SMALLEST_ENTRY))[0] is not None
+    assert kept.add_entry(text(200))[0] is not None
+    assert kept.add_entry(text(200)) == (None, [])
+    assert kept.add_entry(text(SMALLEST_ENTRY - 1)) == (None, [])
+    assert kept.add_entry(text(SMALLEST_ENTRY))[0] is not None
 
 
 def test_the_least_recently_used_goes_first() -> None:
     """Making room drops what was neither made nor found for longest, and no more than needed."""
     kept = cache(prefix_bytes=600)
-    a, b, c = (kept.make(text(200, seed))[0] for seed in range(3))
+    a, b, c = (kept.add_entry(text(200, seed))[0] for seed in range(3))
     assert None not in (a, b, c)
-    kept.find((*text(200, 0), 1))
-    new, dropped = kept.make(text(200, 3))
+    kept.find_entry((*text(200, 0), 1))
+    new, dropped = kept.add_entry(text(200, 3))
     assert b is not None
     assert dropped == [b.number]
     assert new is not None
-    assert kept.find((*text(200, 1), 1)) is None
-    assert kept.find((*text(200, 0), 1)) == a
+    assert kept.find_entry((*text(200, 1), 1)) is None
+    assert kept.find_entry((*text(200, 0), 1)) == a
 
 
 def test_an_entry_weighs_its_tokens_and_its_states() -> None:
     """States weigh the same however short the entry is: where they do not fit, nothing is kept."""
     kept = cache(prefix_bytes=1000, token_bytes=2, state_bytes=500)
-    entry, _ = kept.make(text(200))
+    entry, _ = kept.add_entry(text(200))
     assert entry is not None
     assert (entry.nbytes, kept.nbytes) == (900, 900)
-    assert kept.make(text(251)) == (None, [])
-    assert kept.make(text(250, seed=1))[1] == [entry.number]
+    assert kept.add_entry(text(251)) == (None, [])
+    assert kept.add_entry(text(250, seed=1))[1] == [entry.number]
 
 
 # ---- where
@@ -126,7 +126,7 @@ def test_no_boundary_where_an_entry_is_held_or_cannot_be() -> None:
     """A chunk that is cut for nothing costs a step."""
     kept = cache()
     prompt = text(300)
-    kept.make(prompt[:288])
+    kept.add_entry(prompt[:288])
     assert kept.boundaries(prompt, 0) == []
     assert cache(prefix_bytes=0).boundaries(prompt, 0) == []
     assert cache(prefix_bytes=200).boundaries(prompt, 0) == []
@@ -169,10 +169,10 @@ def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thin
         held = 0
         for answer in ("Yes.", "\n\nNo", "  (1)"):
             prompt = tokenizer.chat_prompt(chat, template_kwargs={"enable_thinking": thinking})
-            found = kept.find(prompt.tokens)
+            found = kept.find_entry(prompt.tokens)
             assert (len(found.tokens) if found else 0) == held
             assert kept.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
-            kept.make(prompt.tokens[: prompt.turn])
+            kept.add_entry(prompt.tokens[: prompt.turn])
             held = prompt.turn
             assert len(prompt.tokens) - OPENING <= held < len(prompt.tokens)
             assert not prompt.continued
@@ -198,10 +198,10 @@ def test_a_tools_result_goes_on_from_the_end_of_its_call(
         answer["reasoning_content"] = "I call it."
         wrote = f"I call it.\n</think>\n\n{wrote}"
     kept = cache()
-    end, _ = kept.make((*prompt.tokens, *tokenizer.encode(wrote)))
+    end, _ = kept.add_entry((*prompt.tokens, *tokenizer.encode(wrote)))
     following = [*chat, answer, {"role": "tool", "content": "sunny"}]
     assert end is not None
-    assert kept.find(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
+    assert kept.find_entry(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
 
 
 # ---- whatever is asked
@@ -221,7 +221,7 @@ def test_the_budget_holds_and_what_is_found_is_a_prefix(
     kept = cache(prefix_bytes=budget, token_bytes=2, state_bytes=100)
     held: set[int] = set()
     for prompt, length in asked:
-        found = kept.find(prompt)
+        found = kept.find_entry(prompt)
         if found is not None:
             assert found.number in held
             assert prompt[: len(found.tokens)] == found.tokens != prompt
@@ -229,11 +229,11 @@ def test_the_budget_holds_and_what_is_found_is_a_prefix(
         for boundary in kept.boundaries(prompt, start):
             assert start < boundary < len(prompt)
             assert boundary % BLOCK == 0
-            entry, dropped = kept.make(prompt[:boundary])
+            entry, dropped = kept.add_entry(prompt[:boundary])
             assert entry is not None
             assert held >= set(dropped)
             held = (held - set(dropped)) | {entry.number}
-        entry, dropped = kept.make(prompt[:length])
+        entry, dropped = kept.add_entry(prompt[:length])
         held -= set(dropped)
         held |= {entry.number} if entry else set()
         assert kept.nbytes <= budget

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.generation import prefix_cache
+from coordinator.generation.limits import Limits
 from coordinator.generation.request import GenerationRequest
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from tests.support.protocol.coordinators import PROMPT, ROOM, Hopeful, Scheduled

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.generation.in_flight import Rejection
+from coordinator.generation.limits import Limits
 from coordinator.generation.request import Finished, GenerationRequest, PrefillProgress, TokenChunk
-from coordinator.generation.scheduler import Limits, Scheduler
+from coordinator.generation.scheduler import Scheduler
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from mtp.depth.estimates import StepCost
+from proto.control import Rollback
 from proto.frame import Admit, Commit
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of
 from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, plain
@@ -65,7 +66,7 @@ def test_any_order_of_events_keeps_the_answers(
                 drive.back()
             case "cancel" if wanted:
                 seq_id = moves.choice(sorted(wanted))
-                drive.scheduler.cancel(seq_id)
+                drive.scheduler.cancel_sequence(seq_id)
                 got = drive.tokens(seq_id)
                 assert got == wanted.pop(seq_id)[: len(got)]
             case "reset":
@@ -108,7 +109,7 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
                 drive.back()
             case "cancel" if wanted:
                 seq_id = moves.choice(sorted(wanted))
-                drive.scheduler.cancel(seq_id)
+                drive.scheduler.cancel_sequence(seq_id)
                 del wanted[seq_id]
             case "reset":
                 drive.new_plan(FakeLastStage(drive.stage.epoch + 1), moves.randint(1, 3), room)
@@ -256,8 +257,8 @@ def test_rejections_say_what_was_lost() -> None:
     lost = [c for c in commits if c.accepted_length < widths[c.window]]
     assert lost
     assert len(lost) < len(commits)
-    assert drive.rejections == [
-        Rejection(seq_id, c.window, c.accepted_length, widths[c.window] - c.accepted_length)
+    assert drive.rollbacks == [
+        Rollback(seq_id, c.window, c.accepted_length, widths[c.window] - c.accepted_length)
         for c in lost
     ]
 
@@ -363,10 +364,10 @@ class Listener(Controller):
         self.drafts: list[list[tuple[int, bool]]] = []
         self.steps: list[tuple[int, int, int, float]] = []
 
-    def observe_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
+    def record_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
         self.drafts.append(list(drafts))
 
-    def observe_step(
+    def record_step_cost(
         self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
     ) -> None:
         self.steps.append((sequences, width, drafted, cost.seconds))

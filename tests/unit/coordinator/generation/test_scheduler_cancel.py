@@ -24,18 +24,18 @@ def test_nothing_is_skipped_while_a_prefix_entry_is_being_made() -> None:
     frames = drive.fill()
     assert [any(isinstance(op, SavePrefix) for op in f.ops) for f in frames] == [False] * 3 + [True]
     for _ in range(3):
-        assert not drive.scheduler.may_skip(seq_id)
+        assert not drive.scheduler.can_skip(seq_id)
         drive.back()
-    assert drive.scheduler.may_skip(seq_id)
+    assert drive.scheduler.can_skip(seq_id)
 
 
 def test_a_sequence_no_entry_is_made_of_may_be_skipped_at_once() -> None:
     """And one that is waiting, gone or unknown has nothing on its way."""
     drive = _drive(prefix_bytes=0)
     seq_id = drive.submit(PROMPT)
-    assert not drive.scheduler.may_skip(seq_id)
+    assert not drive.scheduler.can_skip(seq_id)
     drive.fill()
-    assert drive.scheduler.may_skip(seq_id)
-    drive.scheduler.cancel(seq_id)
-    assert not drive.scheduler.may_skip(seq_id)
-    assert not drive.scheduler.may_skip(99)
+    assert drive.scheduler.can_skip(seq_id)
+    drive.scheduler.cancel_sequence(seq_id)
+    assert not drive.scheduler.can_skip(seq_id)
+    assert not drive.scheduler.can_skip(99)

@@ -29,7 +29,7 @@ def most_in_flight(drive: Drive) -> int:
     most = 0
     drive.fill()
     while drive.stage.in_flight:
-        most = max([most, *(len(s.flight) for s in drive.scheduler.running.values())])
+        most = max([most, *(len(s.windows_in_flight) for s in drive.scheduler.running.values())])
         drive.back()
         drive.fill()
     return most
@@ -51,7 +51,7 @@ def test_right_hopes_cost_one_frame_a_token() -> None:
     drive = driven(4, right=5, out_of=5)
     seq = drive.submit(PROMPT, tokens=40)
     drive.run()
-    assert drive.rejections == []
+    assert drive.rollbacks == []
     assert len([f for f in drive.stage.seen if is_decode(f)]) == 39
     stats = drive.finished(seq).stats
     assert stats.accepted == stats.drafted
@@ -62,8 +62,8 @@ def test_a_failed_hope_is_told_at_once() -> None:
     drive = driven(4, right=0)  # no draft is ever right
     drive.submit(PROMPT, tokens=10)
     drive.run()
-    told = [r for r in drive.rejections if r.accepted_length == 0]
-    assert told and len(told) == len(drive.rejections)
+    told = [r for r in drive.rollbacks if r.accepted_length == 0]
+    assert told and len(told) == len(drive.rollbacks)
     assert max(r.trim for r in told) == 3
     for window in told:
         frame = next(
@@ -75,7 +75,7 @@ def test_a_failed_hope_is_told_at_once() -> None:
 class Wide(Controller):
     """Windows of two."""
 
-    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
         return Shape(2, fill)
 
 
@@ -170,7 +170,7 @@ def test_any_order_of_events(data: st.DataObject) -> None:
             case "leave" if alive:
                 seq = data.draw(st.sampled_from(sorted(alive)))
                 del alive[seq]
-                drive.scheduler.cancel(seq)
+                drive.scheduler.cancel_sequence(seq)
             case "plan":
                 stage = data.draw(make)
                 stage.epoch = drive.stage.epoch + 1

@@ -59,7 +59,7 @@ def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
     assert kinds.count(False) == 50
     longest = max(len(run) for run in "".join("d" if k else "p" for k in kinds).split("d"))
     assert longest <= stages + 1
-    drive.scheduler.cancel(running)
+    drive.scheduler.cancel_sequence(running)
 
 
 @pytest.mark.parametrize(("sequences", "stages"), [(4, 4), (8, 4), (5, 2), (3, 2), (7, 3)])
@@ -142,7 +142,7 @@ def test_cancelled_while_waiting() -> None:
     drive = Drive(room=replace(ROOM, sequences=1))
     first, second = drive.submit(), drive.submit()
     drive.fill()
-    drive.scheduler.cancel(second)
+    drive.scheduler.cancel_sequence(second)
     drive.run()
     assert drive.tokens(first) == plain((1, 2, 3), 20)
     assert not drive.events[second]
@@ -163,7 +163,7 @@ def test_cancelled_under_way(prompt: int, returned: int) -> None:
         drive.fill()
     assert gone in drive.stage.sequences
     events = len(drive.events[gone])
-    drive.scheduler.cancel(gone)
+    drive.scheduler.cancel_sequence(gone)
     frame = drive.send()
     assert frame is not None
     assert Evict(gone) in frame.ops
@@ -178,8 +178,8 @@ def test_cancelling_what_has_ended_changes_nothing() -> None:
     drive = Drive()
     seq_id = drive.submit(tokens=2)
     drive.run()
-    drive.scheduler.cancel(seq_id)
-    drive.scheduler.cancel(99)
+    drive.scheduler.cancel_sequence(seq_id)
+    drive.scheduler.cancel_sequence(99)
     assert drive.send() is None
 
 
@@ -189,7 +189,7 @@ def test_room_freed_is_room_given() -> None:
     big, next_one = drive.submit(tokens=40), drive.submit(tokens=30)
     drive.fill()
     assert list(drive.scheduler.running) == [big]
-    drive.scheduler.cancel(big)
+    drive.scheduler.cancel_sequence(big)
     drive.fill()
     assert list(drive.scheduler.running) == [next_one]
 
@@ -261,4 +261,4 @@ def test_a_frame_out_of_order_is_refused(wrong: str) -> None:
     frame = drive.stage.come_back()
     bad = replace(frame, number=1) if wrong == "number" else replace(frame, outcomes=())
     with pytest.raises(ProtocolError):
-        drive.scheduler.settle(bad, 1.0)
+        drive.scheduler.apply_outcomes(bad, 1.0)

@@ -57,10 +57,10 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
     pipeline = await pipelines.make(1)
     with patch.object(StageEngine, "process", lambda self, frame: free.wait(100)):
         with impatient():
-            pipeline.send(FRAME)
+            pipeline.send_frame(FRAME)
             async with asyncio.timeout(60):
                 with pytest.raises(WorkerLostError, match="stuck"):
-                    await pipeline.receive()
+                    await pipeline.receive_frame()
             await pipeline.close()
             with pytest.raises(NotReadyError, match="restart mtp-coord"):
                 await pipelines.make(2)
@@ -68,9 +68,9 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
         while pipeline.thread.alive:
             await pipeline.thread.close()
     other = await pipelines.make(1)
-    other.send(FRAME)
+    other.send_frame(FRAME)
     async with asyncio.timeout(60):
-        assert (await other.receive()).outcomes[0].token is not None
+        assert (await other.receive_frame()).outcomes[0].token is not None
     await other.close()
 
 
@@ -96,7 +96,7 @@ async def test_whatever_loading_raises_is_told(model: LocalModel) -> None:
 
     with (
         patch.object(local, "load_stage", out_of_memory),
-        pytest.raises(WorkerLostError, match=r"could not be loaded.*Unable to allocate"),
+        pytest.raises(WorkerLostError, match=r"loading the model failed.*Unable to allocate"),
     ):
         await LocalPipelines(model).make(1)
 
@@ -104,12 +104,12 @@ async def test_whatever_loading_raises_is_told(model: LocalModel) -> None:
 async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
     """And runs nothing that follows."""
     pipeline = await LocalPipelines(model).make(1)
-    pipeline.send(Frame(1, 5, segments=FRAME.segments))
-    pipeline.send(FRAME)
+    pipeline.send_frame(Frame(1, 5, segments=FRAME.segments))
+    pipeline.send_frame(FRAME)
     async with asyncio.timeout(60):
         for _ in range(2):
             with pytest.raises(Exception, match="frame 5"):
-                await pipeline.receive()
+                await pipeline.receive_frame()
     await pipeline.close()
 
 
@@ -136,10 +136,10 @@ async def test_an_engine_that_failed_lets_go_of_its_weights(
     gc.disable()
     try:
         with patch.object(EngineThread, "post", post_and_linger):
-            pipeline.send(frame)
+            pipeline.send_frame(frame)
             async with asyncio.timeout(60):
                 with pytest.raises(ProtocolError, match=said):
-                    await pipeline.receive()
+                    await pipeline.receive_frame()
             assert stage() is None
     finally:
         gc.enable()
@@ -155,7 +155,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
         patch.object(StageEngine, "process", lambda self, frame: free.wait(100)),
         patch("worker.engine.engine_thread.CLOSE_SECONDS", 0.05),
     ):
-        first.send(FRAME)
+        first.send_frame(FRAME)
         await first.close()
         assert first.thread.alive
         making = asyncio.create_task(pipelines.make(2))

@@ -1,0 +1,46 @@
+"""A snapshot of the generation loop, for status pages and command lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.generation.request import GenerationStats
+
+
+@dataclass(frozen=True)
+class RequestSnapshot:
+    """One admitted request. The last stage has computed `computed_tokens` of its `prefill_tokens`."""
+
+    request_id: str
+    computed_tokens: int
+    prefill_tokens: int
+    stats: GenerationStats
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of its prompt is not yet computed."""
+        return self.computed_tokens < self.prefill_tokens
+
+
+@dataclass(frozen=True)
+class LoopSnapshot:
+    """The state of a generation loop at one moment.
+
+    `serving` is False while the loop has no pipeline. `kv_tokens` is the K/V memory, in tokens, that the admitted
+    requests reserve. `stage_ms` are average milliseconds of a decode step, by stage.
+    """
+
+    serving: bool
+    epoch: int
+    mtp: str
+    requests: tuple[RequestSnapshot, ...]
+    request_limit: int
+    waiting: int
+    waiting_limit: int
+    kv_tokens: int
+    kv_limit: int
+    tokens_per_second: float
+    drafted_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+    stage_ms: tuple[float, ...]
+    recoveries: int
