@@ -20,7 +20,7 @@ _NEVER_CAST = ("A_log", "global_scale")
 """Endings of the parameters that stay in fp32, whatever the model's dtype."""
 
 _UNREAD = ("F64", "F8_E5M2")
-"""Types that MLX does not support. If a file has one tensor of such a type, MLX reads no tensor of this file."""
+"""Types that MLX does not support. MLX reads no tensor of a file that contains one of them."""
 
 _Files = dict[Path, dict[str, mx.array]]
 

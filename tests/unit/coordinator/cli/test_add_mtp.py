@@ -218,14 +218,14 @@ def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path
 
 def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A raw one, one that is no directory, one that has a head."""
-    with pytest.raises(UsageError, match="is a raw checkpoint. Convert it with mtp-coord convert"):
+    with pytest.raises(UsageError, match=r"is a raw checkpoint\. Convert it with mtp-coord convert"):
         add(checkpoints(mtp=False), checkpoints())
     with pytest.raises(UsageError, match="hf download mlx-community/some --local-dir"):
         add(Path("mlx-community/some"), checkpoints())
-    with pytest.raises(UsageError, match="has an MTP head already. Use --replace"):
+    with pytest.raises(UsageError, match=r"has an MTP head already\. Use --replace"):
         add(checkpoints(layout="mlx"), checkpoints())
     target = stripped(checkpoints(), tmp_path / "target", Settings())
-    with pytest.raises(UsageError, match="quantized already. Leave the flag out"):
+    with pytest.raises(UsageError, match=r"quantized already\. Leave the flag out"):
         add(target, checkpoints(layout="mlx", quantize=4), "--mtp-bits", "8")
 
 
@@ -237,7 +237,7 @@ def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> N
     weights = read_tensors(target)
     raw = {n: w for n, w in read_tensors(source).items() if is_head(n) and "fc" not in n}
     mx.save_safetensors(str(target / "model.safetensors"), weights | raw, {"format": "mlx"})
-    with pytest.raises(UsageError, match="has a part of an MTP head already. Use --replace"):
+    with pytest.raises(UsageError, match=r"has a part of an MTP head already\. Use --replace"):
         add(target, source)
     add(target, source, "--replace")
     expected = head_of(checkpoints(layout="mlx", quantize=4))
