@@ -15,6 +15,11 @@ class NodeStatus:
     `span` is inclusive, such as `0-31`, and None for a node without layers. `detail` is one line that explains why
     the node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes.
     `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
+
+    `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations. `chip` and
+    `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the weights
+    during a load: `disk`, `hub` or `coordinator`. `link_ms` is the round trip to the next stage. `busy_seconds` and the
+    bytes of the data plane are counters since the worker's start. `ready_at` is seconds since 1970.
     """
 
     name: str
@@ -26,6 +31,34 @@ class NodeStatus:
     memory_limit: int | None = None
     loaded: float | None = None
     stage_ms: float | None = None
+    weight_bytes: int = 0
+    prefix_bytes: int = 0
+    chip: str = ""
+    bytes_per_second: float | None = None
+    pinned: str | None = None
+    failure_count: int = 0
+    ready_at: int | None = None
+    loaded_bytes: int = 0
+    load_bytes: int = 0
+    weights_from: str = ""
+    link_ms: float | None = None
+    busy_seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """The served model. `layers` has one letter per layer: `g` for GDN, `a` for attention.
+
+    `quantization` is a short text such as `4-bit`, or empty. `context` is in tokens.
+    """
+
+    layers: str
+    has_head: bool
+    context: int
+    quantization: str = ""
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +76,9 @@ class ClusterStatus:
 
     Counts by draft position and counts of tokens run since the start and never decrease. `detail` is one line that
     explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit.
+    `phase` is the activity of the cluster's manager for `phase_seconds`, empty without one. `replans` counts the
+    answered replans of users, the last one with `replan_result`. The first plan waits for `workers_wanted`
+    workers.
     """
 
     ready: bool
@@ -63,6 +99,12 @@ class ClusterStatus:
     prefilling: tuple[PrefillStatus, ...] = ()
     recoveries: int = 0
     uptime_seconds: float = 0.0
+    phase: str = ""
+    phase_seconds: float = 0.0
+    replans: int = 0
+    replan_result: str = ""
+    workers_wanted: int | None = None
+    architecture: ModelStatus | None = None
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
+from coordinator.status.latency import LatencyLog
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
@@ -29,6 +30,7 @@ class Metrics:
         self, status: StatusSource, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.clock = clock
+        self.latency = LatencyLog()
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "mtp_requests",
@@ -89,11 +91,14 @@ class RequestMeter:
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""
-        now = self._metrics.clock()
+        now, latency = self._metrics.clock(), self._metrics.latency
+        latency.tokens += count
         if choice in self._last:
             self._metrics.gap.observe(now - self._last[choice])
+            latency.record_gap(now - self._last[choice])
         else:
             self._metrics.first_token.observe(now - self._began)
+            latency.record_first_token(now, now - self._began)
         self._last[choice] = now
         self._metrics.generated_tokens.inc(count)
 

@@ -1,0 +1,136 @@
+// The page: views by tab, the colour scheme, and the lines that every view shows.
+
+import { byId, setText } from "./dom.js";
+import { askForKey } from "./key.js";
+import { LiveState } from "./stream.js";
+import { ChatView } from "./chat.js";
+import { ClusterView } from "./cluster.js";
+import { ConnectView } from "./connect.js";
+import { SpeedView } from "./speed.js";
+import { TimelineView } from "./timeline.js";
+
+const NAMES = ["cluster", "chat", "timeline", "speed", "connect"];
+const live = new LiveState();
+const views = {
+  cluster: new ClusterView(byId("view-cluster"), live),
+  chat: new ChatView(byId("view-chat"), live),
+  timeline: new TimelineView(byId("view-timeline"), live),
+  speed: new SpeedView(byId("view-speed"), live),
+  connect: new ConnectView(byId("view-connect"), live),
+};
+let shown = "";
+
+function show(name, focus = false) {
+  if (!NAMES.includes(name)) name = "cluster";
+  if (name === shown) return;
+  shown = name;
+  document.body.dataset.view = name;
+  for (const other of NAMES) {
+    const tab = byId(`tab-${other}`);
+    const selected = other === name;
+    tab.setAttribute("aria-selected", String(selected));
+    tab.tabIndex = selected ? 0 : -1;
+    byId(`view-${other}`).hidden = !selected;
+    if (selected && focus) tab.focus();
+    views[other].setVisible?.(selected);
+  }
+  if (location.hash.slice(1) !== name) history.replaceState(null, "", `#${name}`);
+  update();
+}
+
+function startTabs() {
+  const tabs = byId("tabs");
+  tabs.addEventListener("click", (event) => {
+    const tab = event.target.closest("[role=tab]");
+    if (tab) show(tab.id.slice("tab-".length));
+  });
+  tabs.addEventListener("keydown", (event) => {
+    const steps = { ArrowRight: 1, ArrowLeft: -1 };
+    const at = NAMES.indexOf(shown);
+    let to = null;
+    if (event.key in steps) to = (at + steps[event.key] + NAMES.length) % NAMES.length;
+    if (event.key === "Home") to = 0;
+    if (event.key === "End") to = NAMES.length - 1;
+    if (to === null) return;
+    event.preventDefault();
+    show(NAMES[to], true);
+  });
+  addEventListener("hashchange", () => show(location.hash.slice(1)));
+}
+
+const THEMES = { auto: ["◐", "automatic"], light: ["☀", "light"], dark: ["☾", "dark"] };
+
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  const button = byId("theme");
+  const [sign, name] = THEMES[theme];
+  button.textContent = sign;
+  button.title = `Colour scheme: ${name}`;
+  button.setAttribute("aria-label", button.title);
+  views.timeline.redraw?.();
+}
+
+function startTheme() {
+  const names = Object.keys(THEMES);
+  let theme = localStorage.getItem("mtp-theme") ?? "auto";
+  if (!names.includes(theme)) theme = "auto";
+  setTheme(theme);
+  byId("theme").addEventListener("click", () => {
+    theme = names[(names.indexOf(theme) + 1) % names.length];
+    localStorage.setItem("mtp-theme", theme);
+    setTheme(theme);
+  });
+}
+
+const CONNECTIONS = {
+  connecting: "connecting",
+  live: "live",
+  reconnecting: "reconnecting",
+  locked: "locked",
+};
+
+function updateConnection() {
+  byId("link").dataset.state = live.connection;
+  setText(byId("link-text"), CONNECTIONS[live.connection]);
+  document.body.dataset.connection = live.connection;
+  updateNow();
+}
+
+function updateNow() {
+  const status = live.status;
+  let text = status ? status.activity : "Connecting to the coordinator";
+  let state = !status ? "wait" : status.ready ? (status.running ? "busy" : "ready") : "wait";
+  if (live.connection === "reconnecting") {
+    text = "The coordinator does not answer. Trying again.";
+    state = "bad";
+  }
+  if (live.connection === "locked") text = "The coordinator needs an API key.";
+  byId("now").dataset.state = state;
+  setText(byId("now-text"), text);
+}
+
+function update() {
+  if (!live.status) return;
+  setText(byId("model"), live.status.model);
+  document.title = live.status.ready && live.status.running
+    ? `${live.status.tokens_per_second.toFixed(0)} tokens/s · mtp-cluster` : "mtp-cluster";
+  updateNow();
+  views[shown].update?.();
+}
+
+let pending = false;
+live.addEventListener("change", (event) => {
+  for (const view of Object.values(views)) view.record?.(event.detail);
+  if (pending || document.hidden) return;
+  pending = true;
+  requestAnimationFrame(() => { pending = false; update(); });
+});
+document.addEventListener("visibilitychange", () => { if (!document.hidden) update(); });
+live.addEventListener("connection", updateConnection);
+
+startTabs();
+startTheme();
+show(location.hash.slice(1) || "cluster");
+updateConnection();
+live.run(askForKey);

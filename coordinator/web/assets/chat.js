@@ -1,0 +1,251 @@
+// The chat: conversations at the side, answers with their figures, the composer.
+
+import { figuresOf, streamAnswer } from "./completion.js";
+import { Conversations } from "./conversations.js";
+import { copyText, h, setText } from "./dom.js";
+import { count, rate, seconds, share } from "./format.js";
+import { renderMarkdown } from "./markdown.js";
+import { Parameters } from "./parameters.js";
+
+const FRAME_MS = 80; // a stream is drawn at most this often
+const TITLE = 48;
+
+export class ChatView {
+  constructor(root, live) {
+    this.live = live;
+    this.conversations = new Conversations();
+    this.current = this.conversations.list[0] ?? this.conversations.create();
+    this.parameters = new Parameters();
+    this.running = null;
+    this.list = h("ul", { class: "conversations" });
+    this.messages = h("div", { class: "messages", role: "log", "aria-label": "Conversation", "aria-live": "off", tabindex: "0" });
+    this.announcement = h("p", { class: "hidden", role: "status" });
+    this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => this.fitInput() });
+    this.send = h("button", { class: "primary", type: "submit" }, "Send");
+    this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
+      h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
+      h("p", { class: "hint" }, "Conversations stay in this browser."));
+    root.append(
+      h("h2", { class: "hidden" }, "Chat"),
+      h("div", { class: "chat" }, this.sidebar,
+        h("div", { class: "thread" }, this.messages, this.announcement,
+          h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
+            this.parameters.element, h("div", { class: "compose-row" }, this.input, this.send)))));
+    this.drawList();
+    this.drawMessages();
+  }
+
+  setVisible(visible) {
+    if (visible && matchMedia("(pointer: fine)").matches) this.input.focus({ preventScroll: true });
+    if (visible) this.scrollDown();
+  }
+
+  // ---- conversations
+
+  startNew() {
+    this.stop();
+    if (this.current.messages.length || !this.conversations.find(this.current.id)) this.current = this.conversations.create();
+    this.drawList();
+    this.drawMessages();
+    this.input.focus();
+  }
+
+  open(id) {
+    this.stop();
+    this.current = this.conversations.find(id) ?? this.conversations.create();
+    this.drawList();
+    this.drawMessages();
+  }
+
+  remove(id) {
+    this.conversations.remove(id);
+    if (this.current.id === id) this.open(this.conversations.list[0]?.id);
+    else this.drawList();
+  }
+
+  drawList() {
+    const kept = this.conversations.list.filter((one) => one.messages.length || one === this.current);
+    this.list.replaceChildren(...kept.map((one) => h("li", { class: one === this.current ? "current" : "" },
+      h("button", { class: "title", "aria-current": one === this.current ? "true" : null, onclick: () => this.open(one.id) }, one.title),
+      one.messages.length > 0 && h("button", { class: "icon small", "aria-label": `Delete: ${one.title}`, onclick: () => this.remove(one.id) }, "×"))));
+  }
+
+  drawMessages() {
+    const { messages } = this.current;
+    if (!messages.length) {
+      this.messages.replaceChildren(h("div", { class: "welcome" }, h("h3", {}, "Ask the cluster something"),
+        h("p", { class: "hint" }, "Each answer shows its time to the first token, its speed, and how many drafts of the MTP head were kept.")));
+      return;
+    }
+    this.messages.replaceChildren(...messages.map((message, i) => this.draw(message, i === messages.length - 1)));
+    this.scrollDown();
+  }
+
+  draw(message, last) {
+    if (message.role === "user") return h("article", { class: "message user" }, h("h4", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content));
+    const parts = new AnswerElement(message);
+    if (last && !this.running) parts.addActions(() => this.regenerate());
+    return parts.element;
+  }
+
+  scrollDown() {
+    this.messages.scrollTop = this.messages.scrollHeight;
+  }
+
+  // ---- answers
+
+  onKey(event) {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    this.submit();
+  }
+
+  fitInput() {
+    this.input.style.height = "auto";
+    this.input.style.height = `${Math.min(this.input.scrollHeight, 220)}px`;
+  }
+
+  submit() {
+    if (this.running) {
+      this.stop();
+      return;
+    }
+    const content = this.input.value.trim();
+    if (!content) return;
+    this.input.value = "";
+    this.fitInput();
+    const { messages } = this.current;
+    if (!messages.length) this.current.title = content.length > TITLE ? `${content.slice(0, TITLE)}…` : content;
+    messages.push({ role: "user", content });
+    this.answer();
+  }
+
+  regenerate() {
+    if (this.running || this.current.messages.at(-1)?.role !== "assistant") return;
+    this.current.messages.pop();
+    this.answer();
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  async answer() {
+    const conversation = this.current;
+    const abort = (this.running = new AbortController());
+    const body = this.parameters.body(conversation.messages);
+    const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: null };
+    conversation.messages.push(message);
+    this.conversations.save();
+    setText(this.send, "Stop");
+    this.drawList();
+    this.drawMessages();
+    const parts = new AnswerElement(message, true);
+    this.messages.lastChild.replaceWith(parts.element);
+    this.scrollDown();
+    let partial = null;
+    const redraw = throttle(() => { parts.update(message, partial); this.follow(); });
+    try {
+      const answer = await streamAnswer(body, abort.signal, (now) => {
+        partial = now;
+        copyAnswer(message, now);
+        redraw();
+      });
+      message.figures = figuresOf(answer);
+      setText(this.announcement, `Answer complete: ${count(message.figures.tokens ?? 0)} tokens.`);
+    } catch (error) {
+      if (partial) message.figures = figuresOf(partial);
+      message.error = abort.signal.aborted ? "Stopped." : error.message || "The coordinator does not answer.";
+      setText(this.announcement, message.error);
+    }
+    this.running = null;
+    setText(this.send, "Send");
+    if (!message.content && !message.reasoning && !message.calls.length && abort.signal.aborted) conversation.messages.pop();
+    this.conversations.save();
+    if (conversation === this.current) this.finishDrawing(message);
+  }
+
+  finishDrawing(message) {
+    const near = this.nearEnd();
+    if (this.current.messages.at(-1) === message) this.messages.lastChild.replaceWith(this.draw(message, true));
+    else this.drawMessages();
+    if (near) this.scrollDown();
+  }
+
+  nearEnd() {
+    const { scrollTop, scrollHeight, clientHeight } = this.messages;
+    return scrollHeight - scrollTop - clientHeight < 80;
+  }
+
+  follow() {
+    if (this.nearEnd()) this.scrollDown();
+  }
+}
+
+function copyAnswer(message, answer) {
+  message.content = answer.content;
+  message.reasoning = answer.reasoning;
+  message.calls = answer.calls;
+}
+
+// The elements of one answer. `update` draws what has arrived.
+class AnswerElement {
+  constructor(message, streaming = false) {
+    this.text = h("div", { class: "markdown" });
+    this.thinking = h("div", { class: "markdown" });
+    this.thinkingTitle = h("summary", {}, "Reasoning");
+    this.reasoning = h("details", { class: "reasoning", hidden: true }, this.thinkingTitle, this.thinking);
+    this.calls = h("div", { class: "calls" });
+    this.figures = h("p", { class: "answer-figures" });
+    this.actions = h("span", { class: "actions" });
+    this.element = h("article", { class: `message assistant${streaming ? " streaming" : ""}` }, h("h4", { class: "hidden" }, "Answer"),
+      this.reasoning, this.text, this.calls, h("div", { class: "answer-foot" }, this.figures, this.actions));
+    this.message = message;
+    this.update(message, null);
+    if (!streaming) this.addCopy();
+  }
+
+  update(message, partial) {
+    this.reasoning.hidden = !message.reasoning;
+    renderMarkdown(this.thinking, message.reasoning ?? "");
+    renderMarkdown(this.text, message.content);
+    if (partial) setText(this.thinkingTitle, message.content ? "Reasoning" : "Reasoning…");
+    this.calls.replaceChildren(...(message.calls ?? []).map((call) => h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, `Tool call: ${call.name}`)), h("pre", { tabindex: "0" }, h("code", {}, call.arguments)))));
+    this.figures.replaceChildren(...figureParts(message, partial));
+  }
+
+  addCopy() {
+    const button = h("button", { class: "quiet", onclick: () => copyText(this.message.content, button) }, "Copy");
+    this.actions.append(button);
+  }
+
+  addActions(regenerate) {
+    this.actions.append(h("button", { class: "quiet", onclick: regenerate }, "Regenerate"));
+  }
+}
+
+function figureParts(message, partial) {
+  const parts = [];
+  if (partial && partial.first === null) {
+    const { prompt } = partial;
+    parts.push(prompt ? `computing the prompt: ${count(prompt[0])} of ${count(prompt[1])} tokens` : "waiting for the first token");
+  }
+  const figures = message.figures;
+  if (figures) {
+    if (figures.firstToken !== null) parts.push(`first token ${seconds(figures.firstToken)}`);
+    if (figures.rate !== null) parts.push(`${rate(figures.rate)} tokens/s`);
+    if (figures.tokens !== null) parts.push(`${count(figures.tokens)} tokens`);
+    if (figures.drafts) parts.push(`${share(figures.drafts[0] / figures.drafts[1])} of ${count(figures.drafts[1])} drafts kept`);
+    if (figures.cached) parts.push(`${count(figures.cached)} of ${count(figures.prompt)} prompt tokens cached`);
+    if (message.seed !== undefined) parts.push(`seed ${message.seed}`);
+    if (figures.finish === "length") parts.push("ended at the token limit");
+  }
+  const shown = parts.map((part, i) => [i ? h("span", { class: "sep" }, " · ") : "", h("span", {}, part)]).flat();
+  if (message.error) shown.push(h("span", { class: message.error === "Stopped." ? "" : "error" }, `${shown.length ? " · " : ""}${message.error}`));
+  return shown;
+}
+
+function throttle(draw) {
+  let timer = null;
+  return () => { timer ??= setTimeout(() => { timer = null; draw(); }, FRAME_MS); };
+}

@@ -1,0 +1,232 @@
+// The cluster: key figures, the pipeline over the model's layers, its machines, idle workers and events.
+
+import { sparkline } from "./charts.js";
+import { h, setText } from "./dom.js";
+import { bytes, clockTime, count, plural, rate, seconds, share } from "./format.js";
+import { authorization } from "./key.js";
+import { latest, points, recentMean } from "./samples.js";
+import { BusyMeter } from "./busy.js";
+
+const SLOW = 1.15; // a stage this much slower than the mean is marked
+const SPARK_SECONDS = 120;
+
+export class ClusterView {
+  constructor(root, live) {
+    this.live = live;
+    this.busy = new BusyMeter();
+    this.drawn = {};
+    this.figures = h("div", { class: "figures" });
+    this.strip = h("div", { class: "strip" });
+    this.suggestion = h("p", { class: "suggestion" });
+    this.machines = h("ol", { class: "machines" });
+    this.others = h("div", { class: "others" });
+    this.events = h("ol", { class: "events" });
+    this.replan = h("button", { class: "primary", onclick: () => this.useIdleWorkers() }, "Use idle workers");
+    this.replanResult = h("span", { class: "hint", role: "status" });
+    this.replanRow = h("div", { class: "row", hidden: true }, this.replan, this.replanResult);
+    root.append(
+      h("h2", { class: "hidden" }, "Cluster"),
+      this.figures,
+      h("section", { class: "card", "aria-labelledby": "pipeline-title" },
+        h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), (this.plan = h("span", { class: "hint" }))),
+        this.strip, layerLegend(), this.suggestion, this.machines),
+      (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
+        h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Not in the plan")), this.others, this.replanRow)),
+      h("section", { class: "card", "aria-labelledby": "events-title" },
+        h("div", { class: "card-head" }, h("h3", { id: "events-title" }, "Events")), this.events));
+  }
+
+  record() {
+    const status = this.live.status;
+    if (status) this.busy.record(status.nodes, this.live.now());
+  }
+
+  update() {
+    const status = this.live.status;
+    if (!status) return;
+    this.drawFigures(status);
+    const stages = status.nodes.filter((node) => node.span);
+    const others = status.nodes.filter((node) => !node.span);
+    const busy = stages.map((node) => this.busy.share(node));
+    this.draw("strip", [status.architecture, stages.map((n) => [n.name, n.span, n.health])], () => drawStrip(this.strip, status, stages));
+    this.draw("machines", [stages, busy], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, busy[i]))));
+    this.draw("others", others, () => this.drawOthers(others, status));
+    this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
+    setText(this.suggestion, status.suggestion);
+    this.suggestion.hidden = !status.suggestion;
+    setText(this.plan, planLine(status, stages));
+  }
+
+  // Calls `change` when `key` differs from the last time: unchanged parts keep their elements.
+  draw(name, key, change) {
+    const text = JSON.stringify(key);
+    if (this.drawn[name] === text) return;
+    this.drawn[name] = text;
+    change();
+  }
+
+  drawFigures(status) {
+    const { history } = this.live;
+    const to = history.at(-1)?.[0] ?? 0;
+    const range = { from: to - SPARK_SECONDS, to };
+    const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
+    const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
+    this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
+      figure("Tokens per second", rate(status.tokens_per_second), "last 10 s", sparkline(recent("tokensPerSecond"), range)),
+      figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), status.mtp === "off" ? "MTP is off" : `MTP ${status.mtp}`, sparkline(recent("acceptance"), { ...range, max: 1 })),
+      figure("Time to first token", seconds(latest(history, "first50")), `95 % under ${seconds(latest(history, "first95"))}`),
+      figure("Requests", count(status.running), `${limit(status.running_limit)}${plural(status.waiting, "request")} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
+      figure("K/V memory", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens`, meter(kv))));
+  }
+
+  drawOthers(others, status) {
+    this.othersCard.hidden = !others.length;
+    const idle = status.ready && others.some((node) => node.health === "idle" && !node.detail);
+    this.replanRow.hidden = !idle;
+    if (!idle) setText(this.replanResult, "");
+    this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
+      h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
+      h("span", { class: "hint" }, [node.address, node.chip].filter(Boolean).join(" · ")),
+      h("span", { class: "why" }, whyUnused(node)))));
+  }
+
+  drawEvents() {
+    const events = this.live.events.slice(-30).reverse();
+    if (!events.length) {
+      this.events.replaceChildren(h("li", { class: "hint" }, "Nothing has happened since this page was first opened."));
+      return;
+    }
+    this.events.replaceChildren(...events.map((event) => h("li", { "data-kind": event.kind },
+      h("time", {}, clockTime(event.at)), h("span", {}, event.text),
+      event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}`))));
+  }
+
+  async useIdleWorkers() {
+    this.replan.disabled = true;
+    try {
+      const response = await fetch("/replan", { method: "POST", headers: { "Content-Type": "application/json", ...authorization() } });
+      const refused = response.status === 401 || response.status === 403;
+      setText(this.replanResult, response.ok ? "Looking for a better plan." : refused ? "This key may not change the plan." : "The coordinator refused.");
+    } catch {
+      setText(this.replanResult, "The coordinator does not answer.");
+    }
+    this.replan.disabled = false;
+  }
+}
+
+function limit(value) {
+  return value === null ? "" : `of ${count(value)} · `;
+}
+
+function planLine(status, stages) {
+  const parts = [`plan ${status.epoch}`];
+  if (stages.length) parts.push(plural(stages.length, "stage"));
+  const model = status.architecture;
+  if (model) {
+    parts.push(plural(model.layers.length, "layer"), `${count(model.context)} tokens of context`);
+    if (model.weight_bytes) parts.push(bytes(model.weight_bytes));
+    if (model.quantization) parts.push(model.quantization);
+  }
+  return parts.join(" · ");
+}
+
+function figure(name, value, note, graphic = null) {
+  return h("div", { class: "figure" }, h("span", { class: "name" }, name), h("span", { class: "value" }, value), h("span", { class: "note" }, note), graphic);
+}
+
+function meter(part) {
+  return h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${Math.min(100, part * 100)}%` } }));
+}
+
+function layerLegend() {
+  return h("p", { class: "layer-legend", "aria-hidden": "true" },
+    h("span", {}, h("i", { class: "layer g" }), "GDN"), h("span", {}, h("i", { class: "layer a" }), "attention"), h("span", {}, h("i", { class: "layer head" }), "MTP head"));
+}
+
+// ---- the strip
+
+function drawStrip(strip, status, stages) {
+  const model = status.architecture;
+  if (!model) {
+    strip.replaceChildren();
+    return;
+  }
+  const groups = stages.length ? stages.map((node) => ({ node, ...range(node.span) })) : [{ node: null, start: 0, end: model.layers.length }];
+  strip.replaceChildren(...groups.map((group, i) => {
+    const cells = [...model.layers.slice(group.start, group.end)].map((kind, k) => h("i", { class: `layer ${kind}`, title: `Layer ${group.start + k}: ${kind === "g" ? "GDN" : "attention"}` }));
+    const last = i === groups.length - 1;
+    if (last && model.has_head) cells.push(h("i", { class: "layer head", title: "MTP head" }));
+    const name = group.node ? `${group.node.name}: layers ${group.start} to ${group.end - 1}` : "No machine holds layers yet";
+    return h("div", { class: "span", "data-health": group.node?.health ?? "none", vars: { "--grow": group.end - group.start + (last && model.has_head ? 1 : 0) } },
+      h("div", { class: "cells", role: "img", "aria-label": name }, cells),
+      h("span", { class: "span-label", "aria-hidden": "true" }, group.node ? group.node.name : "not loaded", " ", group.node && h("span", { class: "hint" }, group.node.span)));
+  }));
+}
+
+function range(span) {
+  const [start, end] = span.split("-").map(Number);
+  return { start, end: (end ?? start) + 1 };
+}
+
+// ---- machines
+
+function machine(node, index, stages, busy) {
+  const times = stages.map((one) => one.stage_ms ?? 0);
+  const slowest = Math.max(...times, 1e-9);
+  const mean = times.reduce((a, b) => a + b, 0) / times.length;
+  const slow = stages.length > 1 && node.stage_ms === slowest && slowest > SLOW * mean;
+  const next = stages[index + 1];
+  return h("li", { class: `machine${slow ? " slow" : ""}`, "data-health": node.health },
+    h("div", { class: "machine-head" },
+      h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
+      h("span", { class: "badge" }, `layers ${node.span}`), slow && h("span", { class: "badge warn" }, "slowest")),
+    h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
+    node.health === "loading" ? loading(node) : stageTime(node, slowest, busy),
+    memory(node),
+    h("p", { class: "hint wire" }, next ? `to ${next.name}${node.link_ms === null ? "" : `: ${seconds(node.link_ms / 1000)} round trip`}` : node.address ? "to the coordinator" : "",
+      node.failure_count ? ` · ${plural(node.failure_count, "recent failure")}` : ""));
+}
+
+function stageTime(node, slowest, busy) {
+  return h("div", { class: "stage-time" },
+    h("div", { class: "line" }, h("span", {}, "Step"), h("b", {}, node.stage_ms === null ? "–" : `${node.stage_ms.toFixed(node.stage_ms < 10 ? 2 : 1)} ms`),
+      busy !== null && h("span", { class: "hint" }, `computes ${share(busy)} of the time`)),
+    h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${((node.stage_ms ?? 0) / slowest) * 100}%` } })));
+}
+
+function loading(node) {
+  const part = node.loaded ?? 0;
+  const from = { hub: "from the hub", coordinator: "from the coordinator", disk: "from its disk" }[node.weights_from] ?? "";
+  const text = node.load_bytes ? `${bytes(node.loaded_bytes)} of ${bytes(node.load_bytes)} ${from}` : share(part);
+  return h("div", { class: "stage-time" },
+    h("div", { class: "line" }, h("span", {}, "Loading"), h("b", {}, text)),
+    h("progress", { max: 1, value: part, "aria-label": `Loading ${node.name}` }));
+}
+
+function memory(node) {
+  const limit = node.memory_limit ?? node.memory_used;
+  const weights = Math.min(node.weight_bytes, node.memory_used);
+  const prefix = Math.min(node.prefix_bytes, node.memory_used - weights);
+  const kv = node.memory_used - weights - prefix;
+  const free = Math.max(0, limit - node.memory_used);
+  const parts = [["weights", weights], ["K/V and states", kv], ["prefixes", prefix], ["free", free]];
+  const width = (value) => `${(value / Math.max(1, limit)) * 100}%`;
+  return h("div", { class: "memory" },
+    h("div", { class: "line" }, h("span", {}, "Memory"), h("b", {}, bytes(node.memory_used)), h("span", { class: "hint" }, node.memory_limit ? `of ${bytes(node.memory_limit)}` : "")),
+    h("span", { class: "stack", "aria-hidden": "true" }, parts.map(([name, value]) => h("i", { class: `mem-${name[0].toLowerCase()}`, vars: { "--part": width(value) } }))),
+    h("ul", { class: "mem-legend" }, parts.map(([name, value]) => h("li", { class: `mem-${name[0].toLowerCase()}` }, `${name} ${bytes(value)}`))));
+}
+
+const WHY = {
+  idle: "Ready, and not in the plan. It can be used.",
+  draining: "It asked to leave.",
+  lost: "It was lost.",
+  refused: "It cannot serve this model.",
+  loading: "It loads.",
+  ready: "",
+};
+
+function whyUnused(node) {
+  const detail = node.detail ? `${node.detail[0].toUpperCase()}${node.detail.slice(1)}` : "";
+  return detail || WHY[node.health];
+}

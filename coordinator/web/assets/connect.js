@@ -1,0 +1,31 @@
+// Copyable settings for clients, and how to add a machine.
+
+import { copyText, h } from "./dom.js";
+
+export class ConnectView {
+  constructor(root, live) {
+    this.live = live;
+    this.drawn = "";
+    this.blocks = h("div", { class: "blocks" });
+    root.append(h("h2", { class: "hidden" }, "Connect"), this.blocks);
+  }
+
+  update() {
+    const model = this.live.status?.model;
+    if (!model || model === this.drawn) return;
+    this.drawn = model;
+    const base = `${location.origin}/v1`;
+    const key = this.live.connection === "locked" || document.cookie ? "YOUR_KEY" : "any";
+    this.blocks.replaceChildren(
+      block("Any OpenAI client", "Set these two variables. A client that asks for a key takes any text where the coordinator has no key.", `export OPENAI_BASE_URL=${base}\nexport OPENAI_API_KEY=${key}`),
+      block("Python", "With the openai package.", `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="${key}")\nanswer = client.chat.completions.create(\n    model="${model}",\n    messages=[{"role": "user", "content": "Hello"}],\n)\nprint(answer.choices[0].message.content)`),
+      block("curl", "Streams the answer.", `curl -N ${base}/chat/completions \\\n  -H 'Content-Type: application/json' \\\n  -d '{"model": "${model}", "stream": true, "messages": [{"role": "user", "content": "Hello"}]}'`),
+      block("Terminal", "The same chat and the same figures without a browser.", `mtp-coord chat --url ${location.origin}\nmtp-coord top --url ${location.origin}`),
+      block("Add a machine", "Run this on another machine of this network, then choose “Use idle workers” on the Cluster page. docs/security.md says what listening on a network opens.", "mtp-worker --listen 0.0.0.0:50505 --insecure"));
+  }
+}
+
+function block(title, text, code) {
+  const button = h("button", { "aria-label": `Copy: ${title}`, onclick: () => copyText(code, button) }, "Copy");
+  return h("section", { class: "card", "aria-label": title }, h("div", { class: "card-head" }, h("h3", {}, title), button), h("p", { class: "hint" }, text), h("pre", { tabindex: "0", "aria-label": `${title}: text to copy` }, h("code", {}, code)));
+}

@@ -1,0 +1,34 @@
+// The API key of this tab, or of this browser if the user keeps it.
+
+import { byId } from "./dom.js";
+
+const NAME = "mtp-api-key";
+
+function stored() {
+  return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "";
+}
+
+export function authorization() {
+  const key = stored();
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+// Resolves when the user has entered a key.
+export function askForKey() {
+  const dialog = byId("key-dialog");
+  const input = byId("key-input");
+  byId("key-error").textContent = stored() ? "The coordinator refused this key." : "";
+  sessionStorage.removeItem(NAME);
+  localStorage.removeItem(NAME);
+  input.value = "";
+  if (!dialog.open) dialog.showModal();
+  input.focus();
+  return new Promise((resolve) => {
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    byId("key-form").addEventListener("submit", () => {
+      const store = byId("key-keep").checked ? localStorage : sessionStorage;
+      store.setItem(NAME, input.value.trim());
+      resolve();
+    }, { once: true });
+  });
+}

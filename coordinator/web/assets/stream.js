@@ -1,0 +1,105 @@
+// The live state of the cluster over /v1/events. `fetch` is used because EventSource sends no API key.
+
+import { authorization } from "./key.js";
+
+const RETRY_MS = [500, 1000, 2000, 4000, 8000];
+const SILENCE_MS = 25000; // the server sends a comment every ten seconds
+const HISTORY = 600;
+const EVENTS = 100;
+const FRAMES = 6000;
+
+export class LiveState extends EventTarget {
+  constructor() {
+    super();
+    this.status = null;
+    this.events = [];
+    this.history = [];
+    this.frames = [];
+    this.clockOffset = 0;
+    this.connection = "connecting";
+    this.attempts = 0;
+  }
+
+  // Runs for as long as the page is open.
+  async run(askForKey) {
+    for (;;) {
+      let refused = false;
+      try {
+        refused = (await this.read()) === 401;
+      } catch {
+        // The coordinator is gone, or the network is: try again.
+      }
+      if (refused) {
+        this.setConnection("locked");
+        await askForKey();
+        continue;
+      }
+      this.setConnection("reconnecting");
+      const wait = RETRY_MS[Math.min(this.attempts, RETRY_MS.length - 1)];
+      this.attempts += 1;
+      await new Promise((resolve) => { this.wake = resolve; setTimeout(resolve, wait); });
+    }
+  }
+
+  async read() {
+    const abort = new AbortController();
+    let timer = setTimeout(() => abort.abort(), SILENCE_MS);
+    try {
+      const response = await fetch("/v1/events", { headers: authorization(), signal: abort.signal, cache: "no-store" });
+      if (!response.ok) return response.status;
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+      let text = "";
+      for (;;) {
+        const { value, done } = await reader.read();
+        if (done) return 0;
+        clearTimeout(timer);
+        timer = setTimeout(() => abort.abort(), SILENCE_MS);
+        text += value;
+        const blocks = text.split("\n\n");
+        text = blocks.pop();
+        for (const block of blocks) this.handle(block);
+      }
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+
+  handle(block) {
+    if (block.startsWith(":")) return;
+    const lines = block.split("\n");
+    const name = lines[0].slice("event: ".length);
+    const data = JSON.parse(lines[1].slice("data: ".length));
+    if (name === "snapshot") {
+      this.clockOffset = data.time - Date.now() / 1000;
+      this.status = data.status;
+      this.events = data.events;
+      this.history = data.history;
+      this.frames = [];
+      this.attempts = 0;
+      this.setConnection("live");
+    } else {
+      Object.assign(this.status, data.status ?? {});
+      append(this.events, data.events, EVENTS);
+      append(this.history, data.history, HISTORY);
+    }
+    append(this.frames, data.frames, FRAMES);
+    this.dispatchEvent(new CustomEvent("change", { detail: { kind: name, data } }));
+  }
+
+  setConnection(connection) {
+    if (this.connection === connection) return;
+    this.connection = connection;
+    this.dispatchEvent(new Event("connection"));
+  }
+
+  // Seconds since 1970 on the coordinator's clock.
+  now() {
+    return Date.now() / 1000 + this.clockOffset;
+  }
+}
+
+function append(list, more, most) {
+  if (!more) return;
+  list.push(...more);
+  if (list.length > most) list.splice(0, list.length - most);
+}

@@ -1,0 +1,181 @@
+"""The feed of the page: one snapshot for each new subscriber, then the changes, encoded once for all subscribers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from coordinator.status.activity import describe_activity, suggest_improvement
+from coordinator.status.cluster_events import EventLog
+from coordinator.status.cluster_status import ClusterStatus, StatusSource
+from coordinator.status.history import History
+from coordinator.status.latency import LatencyLog
+from proto.errors import CapacityError
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 0.25
+"""Seconds. Time between two looks at the status, hence between two messages: four a second."""
+
+KEEP_ALIVE_SECONDS = 10.0
+"""Seconds. A subscriber without changes gets a comment after this time, so that proxies keep the connection."""
+
+MAX_SUBSCRIBERS = 200
+"""Open pages. Bounds the sockets and the memory that pages take."""
+
+QUEUED_MESSAGES = 20
+"""Messages. A subscriber that is this far behind (five seconds) gets a new snapshot instead of them."""
+
+Json = dict[str, Any]
+Subscriber = asyncio.Queue[bytes | None]
+"""Messages to one page. None ends the stream."""
+
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class LiveFeed:
+    """The state that pages show. It looks at `source` from `start` or the first subscriber until `close`."""
+
+    def __init__(
+        self,
+        source: StatusSource,
+        latency: LatencyLog,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.source = source
+        self.clock = clock
+        """The clock of `latency`, in seconds."""
+        self.events = EventLog()
+        self.history = History(latency)
+        self._status: Json = {}
+        self._subscribers: set[Subscriber] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    # ---- life
+
+    def start(self) -> None:
+        """Begin to look at the status. Later calls change nothing."""
+        if self._task is None and not self._is_closed:
+            self._task = asyncio.create_task(self._run(), name="live feed")
+
+    def close(self) -> None:
+        """End every stream and stop."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+        for queue in self._subscribers:
+            _empty(queue)
+            queue.put_nowait(None)
+
+    @property
+    def subscribers(self) -> int:
+        """Number of open streams."""
+        return len(self._subscribers)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.publish_changes()
+            except Exception:  # a bug in the status must not end the feed
+                log.exception("live feed failed")
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+    # ---- messages
+
+    def publish_changes(self) -> None:
+        """Look at the status once and send what changed."""
+        status, at = self.source.status(), time.time()
+        events = self.events.record_status(status, at)
+        sample = self.history.record_status(status, at, self.clock())
+        if not self._subscribers:
+            self._status = {}
+            return
+        before, self._status = self._status, status_fields(status)
+        delta: Json = {}
+        changed = {k: v for k, v in self._status.items() if before.get(k, ...) != v}
+        if changed:
+            delta["status"] = changed
+        if events:
+            delta["events"] = [asdict(event) for event in events]
+        if sample is not None:
+            delta["history"] = [sample.compact()]
+        if delta:
+            self._send(_message("delta", delta))
+
+    def _send(self, message: bytes) -> None:
+        for queue in self._subscribers:
+            if queue.full():
+                _empty(queue)
+                queue.put_nowait(self._snapshot())
+            else:
+                queue.put_nowait(message)
+
+    def _snapshot(self) -> bytes:
+        if not self._status:
+            self._status = status_fields(self.source.status())
+        return _message(
+            "snapshot",
+            {
+                "time": time.time(),
+                "status": self._status,
+                "events": [asdict(event) for event in self.events.events],
+                "history": [sample.compact() for sample in self.history.samples],
+            },
+        )
+
+    # ---- subscribers
+
+    def subscribe(self) -> AsyncGenerator[bytes, None]:
+        """Return the server-sent events of one page. Raises CapacityError beyond MAX_SUBSCRIBERS."""
+        if self._is_closed or len(self._subscribers) >= MAX_SUBSCRIBERS:
+            raise CapacityError(
+                f"live pages: {MAX_SUBSCRIBERS} are open. Close one.", retry_after=10
+            )
+        self.start()
+        return self._stream()
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        queue: Subscriber = asyncio.Queue(QUEUED_MESSAGES)
+        self._subscribers.add(queue)
+        try:
+            yield self._snapshot()
+            while True:
+                message: bytes | None = b": keep-alive\n\n"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                        message = await queue.get()
+                if message is None:
+                    return
+                yield message
+        finally:
+            self._subscribers.discard(queue)
+
+
+def status_fields(status: ClusterStatus) -> Json:
+    """Return the fields of `status` for a page, with the lines about its activity."""
+    fields = asdict(status)
+    del fields["uptime_seconds"]  # it would change in every message
+    fields["started_at"] = round(time.time() - status.uptime_seconds)
+    fields["tokens_per_second"] = round(status.tokens_per_second, 2)
+    for node in fields["nodes"]:
+        if node["stage_ms"] is not None:
+            node["stage_ms"] = round(node["stage_ms"], 3)
+    fields["activity"] = describe_activity(status)
+    fields["suggestion"] = suggest_improvement(status)
+    return fields
+
+
+def _message(event: str, data: Json) -> bytes:
+    return f"event: {event}\ndata: {_dumps(data)}\n\n".encode()
+
+
+def _empty(queue: Subscriber) -> None:
+    while not queue.empty():
+        queue.get_nowait()

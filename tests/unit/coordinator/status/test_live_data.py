@@ -1,0 +1,127 @@
+"""Activity, events, history and latencies: pure functions of successive statuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.status.activity import describe_activity, suggest_improvement
+from coordinator.status.cluster_events import EventLog
+from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
+from coordinator.status.history import MAX_SAMPLES, History
+from coordinator.status.latency import KEPT_SECONDS, LatencyLog, percentile
+
+A = NodeStatus("mac-1", "10.0.0.1:1", "0-3", "ready", stage_ms=10.0)
+B = NodeStatus("mac-2", "10.0.0.2:1", "4-7", "ready", stage_ms=10.0)
+SERVING = ClusterStatus(ready=True, model="m", epoch=1, nodes=(A, B), phase="serving")
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (SERVING, "Ready"),
+        (replace(SERVING, running=1), "Generating 1 answer"),
+        (replace(SERVING, running=3, waiting=2), "Generating 3 answers, 2 queued"),
+        (
+            replace(SERVING, running=1, prefilling=(PrefillStatus("r", 704, 2812),)),
+            "Computing prompts: 704 of 2,812 tokens",
+        ),
+        (
+            ClusterStatus(
+                False,
+                "m",
+                nodes=(
+                    replace(
+                        A, health="loading", loaded_bytes=3_100_000_000, load_bytes=15_200_000_000
+                    ),
+                ),
+            ),
+            "Loading layers on 1 machine: 3.1 GB of 15.2 GB",
+        ),
+        (
+            ClusterStatus(False, "m", workers_wanted=2, nodes=(replace(A, health="idle"),)),
+            "Waiting for workers: 1 of 2 ready",
+        ),
+        (
+            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"),)),
+            "Recovering from the loss of mac-1",
+        ),
+        (ClusterStatus(False, "m", detail="waiting for workers"), "Waiting for workers"),
+    ],
+)
+def test_the_activity_is_one_line(status: ClusterStatus, text: str) -> None:
+    """The line names the present step and its progress."""
+    assert describe_activity(status) == text
+
+
+def test_the_suggestion_names_the_slow_stage_or_the_idle_worker() -> None:
+    """It names a machine, and says so if no cut would help."""
+    assert "same time" in suggest_improvement(SERVING)
+    slow = replace(SERVING, nodes=(A, replace(B, stage_ms=20.0)))
+    assert suggest_improvement(slow).startswith("mac-2 sets the pace: its stage takes 1.3 times")
+    idle = replace(SERVING, nodes=(A, B, NodeStatus("mac-3", "10.0.0.3:1")))
+    assert suggest_improvement(idle).startswith("mac-3 can serve")
+    assert suggest_improvement(ClusterStatus(False, "m")) == ""
+
+
+def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
+    """The recovery names the lost worker and the time from the loss until a plan serves again."""
+    events = EventLog()
+    assert events.record_status(SERVING, 100.0) == []
+    lost = replace(B, health="lost", span=None, detail="silent for 3 s")
+    broken = replace(SERVING, ready=False, recoveries=1, nodes=(A, lost))
+    assert [e.text for e in events.record_status(broken, 101.0)] == [
+        "mac-2 was lost: silent for 3 s"
+    ]
+    assert events.record_status(broken, 101.5) == []
+    back = replace(broken, ready=True, epoch=2)
+    (recovery,) = events.record_status(back, 103.5)
+    assert (recovery.kind, recovery.seconds) == ("recovery", 2.5)
+    assert recovery.text == "Recovered from the loss of mac-2: plan 2 serves"
+
+
+def test_joins_leaves_and_new_plans_are_events() -> None:
+    """A plan that changes without a failure is no recovery."""
+    events = EventLog()
+    events.record_status(replace(SERVING, nodes=(A,)), 1.0)
+    joined = replace(SERVING, nodes=(A, replace(B, health="idle", span=None)))
+    assert [e.text for e in events.record_status(joined, 2.0)] == ["mac-2 joined"]
+    assert [e.text for e in events.record_status(replace(SERVING, epoch=2), 3.0)] == [
+        "Plan 2 serves on 2 machines"
+    ]
+    assert [e.text for e in events.record_status(replace(SERVING, epoch=2, nodes=(A,)), 4.0)] == [
+        "mac-2 left"
+    ]
+
+
+def test_the_history_has_one_sample_a_second_for_ten_minutes() -> None:
+    """Rates come from the counters of one second, and old samples make room."""
+    latency = LatencyLog()
+    history = History(latency)
+    status = replace(SERVING, drafted_by_position=(0,), accepted_by_position=(0,))
+    assert history.record_status(status, 1000.0, 0.0) is None
+    latency.tokens += 30
+    latency.record_first_token(0.5, 0.25)
+    latency.record_gap(0.02)
+    status = replace(status, drafted_by_position=(10,), accepted_by_position=(7,))
+    assert history.record_status(status, 1000.5, 0.5) is None
+    sample = history.record_status(status, 1002.0, 2.0)
+    assert sample is not None
+    assert sample.compact() == [1002.0, 15.0, 0.7, 0, 0, 0.25, 0.25, 0.02, 0.02]
+    for second in range(3, MAX_SAMPLES + 10):
+        history.record_status(status, 1000.0 + second, float(second))
+    assert len(history.samples) == MAX_SAMPLES
+    assert history.samples[-1].acceptance is None
+    assert history.samples[-1].gap_50 is None
+
+
+def test_old_latencies_leave_the_percentiles() -> None:
+    """Times to the first token count for ten minutes."""
+    latency = LatencyLog()
+    latency.record_first_token(0.0, 9.0)
+    latency.record_first_token(100.0, 1.0)
+    assert latency.first_tokens(KEPT_SECONDS + 50) == [1.0]
+    assert percentile([], 0.5) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(range(100), 0.95) == 95
