@@ -22,18 +22,24 @@ class ModelInfo:
     """The served model.
 
     `context_length` is the maximum number of tokens of prompt and answer together. Requests name the model by `id`
-    or by an alias; mlx-lm's clients send `default_model`. `defaults` apply to sampling fields that a request omits.
+    or by one of `aliases`, which the user chose, or as mlx-lm's clients by `default_model`. `defaults` apply to
+    sampling fields that a request omits.
     """
 
     id: str
     context_length: int
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
-    aliases: tuple[str, ...] = ("default_model",)
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def answers_to(self, name: str) -> bool:
-        """Return whether `name` is the model's id or one of its aliases."""
-        return name == self.id or name in self.aliases
+        """Return whether `name` means this model."""
+        return name in (*self.listed_names, "default_model")
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The id and the aliases, each once."""
+        return tuple(dict.fromkeys((self.id, *self.aliases)))
 
 
 def generation_defaults(checkpoint: Path) -> SamplingParams:

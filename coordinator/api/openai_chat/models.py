@@ -16,8 +16,10 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the served model."""
-    return JSONResponse({"object": "list", "data": [describe_model(api_of(request).model)]})
+    """List the served model under its id, and under the names of --served-model-name."""
+    served = api_of(request).model
+    data = [{**describe_model(served), "id": name} for name in served.listed_names]
+    return JSONResponse({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{name:path}")

@@ -22,7 +22,8 @@ class ApiOptions:
 
     With `api_keys` every request except `/health` and `/ready` requires one of them. Web pages of
     `allowed_origins` may call the API from a browser; by default none may. A request without `max_tokens` gets at
-    most `default_max_tokens`, limited by the context and the K/V memory.
+    most `default_max_tokens`, limited by the context and the K/V memory. With `clamp_max_tokens` a larger
+    `max_tokens` of the client is lowered to what fits; otherwise it is an error.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class ApiOptions:
     keep_alive_seconds: float = 10.0
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
+    clamp_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         assert self.keep_alive_seconds > 0

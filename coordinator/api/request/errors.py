@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api.request.near_paths import nearest_path
 from coordinator.text.model_info import Json
 from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError
 
@@ -115,15 +116,32 @@ def request_error(error: ValidationError) -> RequestError:
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
 
 
-def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat] | None = None) -> None:
+def _routing_error(request: Request, error: HTTPException, paths: Sequence[str]) -> HTTPException:
+    """Return `error` with a message that helps if the router raised it: the path or the method meant."""
+    path, method = request.scope["path"], request.method
+    if error.status_code == 404 and error.detail == "Not Found":
+        meant = nearest_path(path, paths)
+        advice = f"Use {meant}." if meant else "docs/API.md lists the paths."
+        return HTTPException(404, f"{path}: path not found. {advice}", error.headers)
+    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        message = f"{path}: {method} is not supported. Use {allowed}."
+        return HTTPException(405, message, error.headers)
+    return error
+
+
+def install_error_handlers(
+    app: FastAPI, paths: Sequence[str] = (), formats: Mapping[str, ErrorFormat] | None = None
+) -> None:
     """Answer every exception of a handler in the format of its dialect.
 
-    `formats` maps path prefixes to formats; other paths use OpenAI's format.
+    `paths` are the app's paths, for suggestions. `formats` maps path prefixes to formats; other paths use OpenAI's.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
         """Return the response to `error` in the format of the request's path."""
         path = request.scope["path"]
+        if isinstance(error, HTTPException):
+            error = _routing_error(request, error, paths)
         for prefix, error_format in (formats or {}).items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

@@ -177,12 +177,14 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
             f"{context} tokens. Shorten it.",
             param=prompt_name,
         )
+    # The room in the context and in the K/V memory of the plan.
+    room = max(1, min(context, api.status.status().kv_limit or context) - prompt)
+    if settings.max_tokens and api.options.clamp_max_tokens:
+        return min(settings.max_tokens, room)
     if settings.max_tokens and prompt + settings.max_tokens > context:
         raise ContextLengthError(
             f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed the model's context of "
             f"{context} tokens. Lower {limit_name}.",
             param=limit_name,
         )
-    # Without a limit of the client: what fits into the context and the K/V memory of the plan.
-    room = min(context, api.status.status().kv_limit or context)
-    return settings.max_tokens or max(1, min(api.options.default_max_tokens, room - prompt))
+    return settings.max_tokens or min(api.options.default_max_tokens, room)

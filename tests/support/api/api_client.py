@@ -81,9 +81,10 @@ class ApiClient:
     context_length: int = 500
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     replan: Callable[[], None] | None = None
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        model = ModelInfo("tiny", self.context_length, self.defaults, created=7)
+        model = ModelInfo("tiny", self.context_length, self.defaults, self.aliases, created=7)
         tokenizer = self.generator.tokenizer
         self.app = create_app(
             self.generator, tokenizer, model, self.status, self.options, self.replan

@@ -58,6 +58,40 @@ async def test_unknown_paths_and_methods_have_openais_shape() -> None:
     assert (await api.get("/v1/chat/completions")).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/health", "/health"),
+    ],
+)
+async def test_a_near_path_is_a_404_that_names_the_path_meant(sent: str, meant: str) -> None:
+    """The error names the path that differs in a prefix, a slash or one letter."""
+    response = await ApiClient().post(sent, {})
+    assert response.status_code == 404
+    assert f"Use {meant}." in response.json()["error"]["message"]
+
+
+async def test_a_distant_path_names_no_other() -> None:
+    """An unknown path that resembles none gets no suggestion."""
+    for path in ("/v1/embeddings", "/v1", "/admin", "/favicon.ico"):
+        response = await ApiClient().get(path)
+        assert response.status_code == 404
+        assert "Use /" not in response.json()["error"]["message"]
+
+
+async def test_aliases_are_listed_and_served() -> None:
+    """A client with a hard-coded model finds its name in the list and is answered."""
+    api = ApiClient(aliases=("gpt-4o", "tiny"))
+    listed = (await api.get("/v1/models")).json()["data"]
+    assert [entry["id"] for entry in listed] == ["tiny", "gpt-4o"]
+    assert (await api.chat(model="gpt-4o")).json()["model"] == "tiny"
+
+
 async def test_status_is_the_whole_snapshot() -> None:
     """/status has every field of ClusterStatus."""
     api = ApiClient()

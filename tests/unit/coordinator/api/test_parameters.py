@@ -287,6 +287,16 @@ async def test_what_exceeds_the_context_is_refused_with_openais_code(
     assert (await api.complete(prompt="a", max_tokens=29)).status_code == 200
 
 
+async def test_clamping_lowers_max_tokens_to_the_room_left() -> None:
+    """With the option, a limit beyond the context becomes the rest of the context; a smaller one stays."""
+    api = ApiClient(context_length=30, options=ApiOptions(clamp_max_tokens=True))
+    for sent, expected in ((10_000, 28), (5, 5)):
+        assert (await api.complete(prompt=[1, 2], max_tokens=sent)).status_code == 200
+        assert api.generator.requests[-1].max_tokens == expected
+    too_long = await api.complete(prompt=[1] * 30, max_tokens=5)
+    assert error_of(too_long)["param"] == "prompt"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("engines", "chats"), [("prompt", "messages"), ("max_tokens", "max_completion_tokens")]
