@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5
 """Seconds. Maximum time for open answers to finish after SIGTERM."""
@@ -19,9 +22,18 @@ END_SECONDS = 5
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections."""
+    """A uvicorn server that calls `end_answers` after `GRACE_SECONDS`, where uvicorn would cut open connections.
 
-    def __init__(self, app: FastAPI, end_answers: Callable[[], Awaitable[None]]) -> None:
+    `end_pages` ends at once the event streams of open pages, which would otherwise last for the whole grace.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        end_answers: Callable[[], Awaitable[None]],
+        end_pages: Callable[[], None],
+        count_answers: Callable[[], int],
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -34,6 +46,8 @@ class HttpServer(uvicorn.Server):
         self.interrupted = False
         """True after Ctrl-C."""
         self._end_answers = end_answers
+        self._end_pages = end_pages
+        self._count_answers = count_answers
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,10 +63,15 @@ class HttpServer(uvicorn.Server):
 
     def _handle_signal(self, number: signal.Signals) -> None:
         self.interrupted |= number is signal.SIGINT
+        count = self._count_answers()
+        if count and not self.should_exit:
+            answers = f"{count} answer{'s' * (count > 1)}"
+            log.info("ending %s within %d s; again to stop", answers, GRACE_SECONDS)
         self.handle_exit(number, None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn.Server does, and end late answers meanwhile."""
+        self._end_pages()
         ending = asyncio.create_task(self._end_late_answers())
         try:
             await super().shutdown(sockets)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
+from coordinator.cli.model_argument import ModelArgument, ModelOption, required_model
 from coordinator.local_engine.head_trial import HeadAssessment, assess_head
 from coordinator.planning.even_cut import even_spans
 from mtp.checkpoint.format.names import join_names
@@ -42,7 +42,7 @@ def inspect(
     --nodes cuts for equal machines with room for anything, and charges the last one no drafts. mtp-coord plan and
     serve charge them, and know each machine's memory and speed: theirs may cut elsewhere.
     """
-    model = the_model(argument, option)
+    model = required_model(argument, option)
     checkpoint = open_model(model)
     cut = even_spans(checkpoint, nodes, "--nodes")
     with byte_bar("loading for a trial") as on_progress:

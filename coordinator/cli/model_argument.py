@@ -1,4 +1,4 @@
-"""A model named as an argument, `plan builtin`, or as all other commands have it, `plan --model builtin`."""
+"""The model of a command: an argument, as in `plan builtin`, or an option, as in `plan --model builtin`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mtp.checkpoint.hub.resolve import BUILTIN
 from proto.errors import UsageError
 
 ModelArgument = Annotated[
@@ -19,8 +20,22 @@ ModelOption = Annotated[
 ]
 
 
-def the_model(argument: str | None, option: str | None) -> str:
-    """The model named in either way. Raises UsageError when none is, or two are."""
-    if (argument is None) == (option is None):
+def required_model(argument: str | None, option: str | None) -> str:
+    """Return the model named by argument or option. Raises UsageError if none is named, or two."""
+    model = _named_model(argument, option)
+    if model is None:
         raise UsageError("name one model: a directory, a hub repo, or 'builtin'")
-    return argument or option or ""
+    return model
+
+
+def model_or_builtin(argument: str | None, option: str | None) -> str:
+    """Return the model named by argument or option, or `builtin`. Raises UsageError if two are named."""
+    return _named_model(argument, option) or BUILTIN
+
+
+def _named_model(argument: str | None, option: str | None) -> str | None:
+    if argument is not None and option is not None and argument != option:
+        raise UsageError(
+            f"two models are named: {argument!r} and --model {option!r}. Name one. A prompt needs --prompt"
+        )
+    return argument if option is None else option

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.model_argument import ModelArgument, ModelOption, the_model
+from coordinator.cli.model_argument import ModelArgument, ModelOption, required_model
 from coordinator.planning.capacity import plan_capacity, reserve_bytes
 from coordinator.planning.model_costs import model_costs
 from coordinator.planning.partition import Objective
@@ -93,7 +93,7 @@ def plan(
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
-    model = the_model(argument, option)
+    model = required_model(argument, option)
     question = Question(objective, spare, mtp, sequences, context, dtype, kv_bits)
     specs = given_nodes(node or [], nodes, memory)
     # Workers are asked for a fingerprint, which is of weights; to cut the layers headers are enough.
@@ -197,7 +197,8 @@ async def _ask(
 ) -> tuple[list[NodeSpec], dict[str, str]]:
     """The nodes that answer, and by address why the others are left out."""
     # gRPC and zeroconf, which a plan on paper does not need.
-    from coordinator.workers.describe import ask_all
+    from coordinator.workers.connection import ConnectionPolicy
+    from coordinator.workers.describe import describe_all
     from coordinator.workers.discovery import Discovery, collect
     from proto import cluster_pb2 as pb
 
@@ -205,7 +206,7 @@ async def _ask(
     me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord plan")
     async with Discovery(addresses, mdns=wait is not None) as discovery:
         candidates = await collect(discovery, wait or 0.0)
-        answers = await ask_all(candidates, ref, me)
+        answers = await describe_all(candidates, ref, me, ConnectionPolicy())
     refused = {a.address: a.reason for a in answers if a.node is None}
     accepted = [(a.address, a.node) for a in answers if a.node is not None]
     names = [node.name for _, node in accepted]

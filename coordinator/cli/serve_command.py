@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from coordinator.cli.http_call import API_KEY
+from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
-from coordinator.server.serve import ServeOptions
+from coordinator.server.options import DEFAULT_WAIT, ServeOptions
 from coordinator.server.serve import serve as run_server
 from mtp.depth.controller import MtpMode
 from proto.errors import UsageError
@@ -21,9 +22,12 @@ from proto.terminal.logs import LogFormat, LogLevel, configure
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="A directory, a hub repo, or 'builtin'.")] = "builtin",
-    host: Annotated[str, typer.Option(help="Where HTTP listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8080,
+    argument: ModelArgument = None,
+    model: ModelOption = None,
+    host: Annotated[str, typer.Option(help="Address for HTTP.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for HTTP; 0 chooses a free one.")
+    ] = 8080,
     worker: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,16 +36,30 @@ def serve(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Start when so many workers are there, not when --wait is over."),
+        typer.Option(min=1, help="Wait for this many workers before the first plan."),
     ] = None,
     wait: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0, help="Seconds to look for workers before serving with those there are."
+            min=0,
+            help="Seconds to look for workers; afterwards those that joined serve, or this process alone. With "
+            f"--nodes, too few workers are then an error.  [default: {DEFAULT_WAIT:g}; no limit with --nodes]",
+            show_default=False,
         ),
-    ] = 5.0,
+    ] = None,
+    alone_ok: Annotated[
+        bool,
+        typer.Option("--alone-ok", help="Serve with fewer than --nodes, or alone, after --wait."),
+    ] = False,
+    no_auto_replan: Annotated[
+        bool,
+        typer.Option(
+            "--no-auto-replan",
+            help="Use workers that join later only after mtp-coord replan, not when no answer is open.",
+        ),
+    ] = False,
     single_node: Annotated[
-        bool, typer.Option("--single-node", help="Look for no worker: serve in this process.")
+        bool, typer.Option("--single-node", help="Use no worker: serve in this process.")
     ] = False,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Use only the workers named by --worker.")
@@ -67,8 +85,13 @@ def serve(
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, max=8192, help="Most tokens of a prompt that travel together.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=1,
+            max=8192,
+            help="Most tokens of a prompt that travel together.  [default: 512; on an M5, 1024]",
+        ),
+    ] = None,
     max_step_tokens: Annotated[
         int,
         typer.Option(min=1, max=65536, help="Most prompt tokens, of any prompts, in one step."),
@@ -108,6 +131,10 @@ def serve(
             "repeatable.",
         ),
     ] = None,
+    allow_sleep: Annotated[
+        bool,
+        typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves."),
+    ] = False,
     no_wired_memory: Annotated[
         bool,
         typer.Option(
@@ -132,7 +159,11 @@ def serve(
     configure(log_level, log_format)
     check_exposure("--host", host, insecure=insecure)
     if single_node and (worker or nodes):
-        raise UsageError("--single-node looks for no worker: leave out --worker and --nodes")
+        raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
+    if alone_ok and nodes is None:
+        raise UsageError(
+            "--alone-ok needs --nodes. Without --nodes, serving alone is allowed anyway"
+        )
     if any(not key.strip() for key in api_key or ()):
         raise UsageError("--api-key: an empty key would let everybody in")
     if not api_key and API_KEY in os.environ:
@@ -140,12 +171,14 @@ def serve(
             f"{API_KEY} is set and empty, which would let everybody in: unset it, or give a key"
         )
     options = ServeOptions(
-        model=model,
+        model=model_or_builtin(argument, model),
         host=host,
         port=port,
         workers=tuple(worker or ()),
         nodes=nodes,
         wait=wait,
+        alone_ok=alone_ok,
+        auto_replan=not no_auto_replan,
         single_node=single_node,
         mdns=not no_mdns,
         dtype=dtype,
@@ -161,6 +194,7 @@ def serve(
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
         wired=not no_wired_memory,
+        awake=not allow_sleep,
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

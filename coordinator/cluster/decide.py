@@ -176,6 +176,20 @@ def _listed(names: Sequence[str]) -> str:
 # ---- reasons
 
 
+def describe_wait(view: View, planner: Planner) -> str:
+    """Return the workers that are ready, and what the first plan lacks, for people."""
+    usable = view.usable()
+    wanted = view.settings.nodes
+    ready = f"{len(usable)} of {wanted}" if wanted else f"{len(usable)} ready"
+    if not usable or (wanted and len(usable) < wanted):
+        return ready
+    try:
+        planner(usable, view.epoch + 1)
+    except ClusterError as error:
+        return f"{ready}; {error}"
+    return ready
+
+
 def _failure_reason(view: View, problem: str) -> str:
     """Return why no plan is possible: the last problem, and the problem of each worker."""
     settings = view.settings

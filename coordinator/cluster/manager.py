@@ -21,6 +21,7 @@ from coordinator.cluster.decide import (
     StartAlone,
     StartPlan,
     decide,
+    describe_wait,
 )
 from coordinator.cluster.events import (
     Event,
@@ -98,6 +99,10 @@ class ClusterManager:
         """Begin to look for workers."""
         self.membership.start(lambda: TimePassed(self.count_open_requests()))
 
+    def describe_wait(self) -> str:
+        """Return the workers that are ready, and what the first plan lacks, for people."""
+        return describe_wait(self.view, self._planner)
+
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
         self.replans.request()
@@ -122,7 +127,7 @@ class ClusterManager:
         return self.membership.clients
 
     def local_worker_bytes(self) -> int:
-        """Return the bytes that watched workers on this machine use. A pipeline of this process must leave them free."""
+        """Return the bytes that watched workers on this machine use. A pipeline of this process leaves them free."""
         statuses = (
             client.worker_status
             for address, client in self.clients.items()

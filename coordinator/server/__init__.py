@@ -1,1 +1,1 @@
-"""The composition root of `mtp-coord serve`: joins API, generation loop, cluster and live status."""
+"""The composition root of `mtp-coord serve`, which joins API, generation loop, cluster and live status."""

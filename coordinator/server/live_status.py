@@ -1,9 +1,10 @@
-"""What `/status`, `/metrics` and `mtp-coord status` show, put together from the loop and the cluster's view."""
+"""The live status of a server, made from the generation loop and the cluster's view."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.member import Member, MemberState
@@ -15,8 +16,10 @@ from coordinator.status.cluster_status import ClusterStatus, Health, NodeStatus,
 
 
 class LiveStatus:
-    """Implements `StatusSource`. `manager` is None where this process serves alone by choice;
-    `alone()` is what it says of itself when it does."""
+    """The StatusSource of a server.
+
+    `manager` is None in single-node mode. `alone()` returns the status of this process while it serves alone.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,21 @@ class LiveStatus:
             ),
             recoveries=loop.recoveries,
             uptime_seconds=self.loop.clock() - self._started,
+            **self._cluster_fields(),
         )
+
+    def _cluster_fields(self) -> dict[str, Any]:
+        """Return the fields that only a server with a cluster has."""
+        if self.manager is None:
+            return {"phase_seconds": self.loop.clock() - self._started}
+        view, replans = self.manager.view, self.manager.replans
+        return {
+            "phase": view.phase.value,
+            "phase_seconds": view.now - view.since,
+            "replans": replans.answered,
+            "replan_result": replans.result,
+            "workers_wanted": view.settings.nodes,
+        }
 
     def _detail(self, loop: LoopSnapshot) -> str:
         if self.manager is None or loop.serving:
@@ -124,9 +141,10 @@ def _health(member: Member, *, in_use: bool, loading: bool) -> Health:
 
 
 def _detail(member: Member, now: float) -> str:
-    """Why a worker is not used, for people."""
+    """Return why a worker is not used, for people."""
     if member.backoff_until > now:
-        return f"held back {member.backoff_until - now:.0f} s after {member.failure_count} losses"
+        seconds = member.backoff_until - now
+        return f"not used for {seconds:.0f} s, after {member.failure_count} failures"
     if member.state not in (MemberState.LOST, MemberState.REFUSED):
         return ""
-    return member.reason.removeprefix(f"{member.address} is lost: ")  # which the row says already
+    return member.reason.removeprefix(f"{member.address} is lost: ")  # the row shows the address

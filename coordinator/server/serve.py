@@ -1,6 +1,6 @@
-"""`mtp-coord serve`, put together: the model, the cluster or this process alone, the loop, the HTTP API.
+"""Composition root of `mtp-coord serve`: model, cluster, generation loop and HTTP API.
 
-The other composition root: here workers, scheduler and API meet.
+HTTP answers from the start. While the model is downloaded, `/status` shows the progress.
 """
 
 from __future__ import annotations
@@ -11,234 +11,194 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
-
-import mlx.core as mx
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
 from coordinator.api.app import create_app
 from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import Settings
+from coordinator.cluster.view import Phase
 from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.scheduler import Scheduler
 from coordinator.local_engine.generator import effective_mtp_mode
-from coordinator.pipeline.local import LocalModel, LocalPipelines, LocalSource
+from coordinator.pipeline.local import LocalPipelines, LocalSource
+from coordinator.server.download import ModelDownload
 from coordinator.server.live_status import LiveStatus
+from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
+from coordinator.server.options import ServeOptions
+from coordinator.server.starting_app import SwitchedApp, starting_app
 from coordinator.text.model_info import ModelInfo, generation_defaults
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.resolve import resolve_model, snapshot_of
-from mtp.depth.controller import Controller, MtpMode
-from mtp.head.attention import KVFormat
+from mtp.depth.controller import Controller
 from proto import cluster_pb2 as pb
-from proto.errors import MemoryLimitError, UsageError
-from proto.params import Acceptance
-from proto.span import Span
-from proto.terminal.size import format_size
+from proto.address import join_address
+from proto.errors import MemoryLimitError
+from proto.rpc.bind import bind_listener
+from proto.terminal.keep_awake import keep_awake
+from proto.terminal.progress_bar import byte_bar
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as proto/terminal/console.py has it."""
+"""Exit status after Ctrl-C, as in proto/terminal/console.py."""
 
-USUAL_DEPTH = 1
-"""Drafts a step the planner charges the last stage for, where `--mtp auto` will decide."""
+FIRST_WAIT_REPORT = 1.0
+"""Seconds before the first line about missing workers. Workers that are up join faster."""
 
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What the command line decides. Times in seconds; `nodes` None takes whoever is there when `wait` is over."""
-
-    model: str
-    host: str
-    port: int
-    workers: tuple[str, ...]
-    nodes: int | None
-    wait: float
-    single_node: bool
-    mdns: bool
-    dtype: str | None
-    mtp: MtpMode
-    acceptance: Acceptance
-    kv_bits: int | None
-    failure_timeout: float
-    max_sequences: int
-    prefill_chunk: int
-    step_tokens: int
-    prefix_cache: bool
-    share_weights: bool
-    api_keys: tuple[str, ...] = field(repr=False)  # secrets
-    allowed_origins: tuple[str, ...]
-    wired: bool
-    name: str
+WAIT_REPORT_SECONDS = 10.0
+"""Seconds between two lines about missing workers."""
 
 
 async def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C, which end the process once all is closed.
+    """Serve until SIGTERM or Ctrl-C. Afterwards everything is closed and the process ends.
 
-    Raises ClusterError when no first plan can be had, or the port cannot.
+    Raises UsageError if the port is not available, and ClusterError if no first plan is possible.
     """
-    listener = _listen(options.host, options.port)
-    checkpoint = Checkpoint.open(resolve_model(options.model))
-    mode = effective_mtp_mode(checkpoint, options.mtp)
-    tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
-    limits = Limits(
-        checkpoint.config.max_positions,
-        checkpoint.config.vocab_size,
-        prefill_chunk=options.prefill_chunk,
-        step_tokens=options.step_tokens,
-    )
-    local = LocalPipelines(_local_model(checkpoint, options, mode))
+    listener = bind_listener("--host and --port:", options.host, options.port)
+    server = _Server(options, listener)
     async with AsyncExitStack() as stack:
+        stack.enter_context(keep_awake(enabled=options.awake))
+        await _run(server.http, listener, server.start(stack), options.model)
+    _leave(INTERRUPTED if server.http.interrupted else 0)
+
+
+class _Server:
+    """The parts of one server, made one after another while HTTP already answers."""
+
+    def __init__(self, options: ServeOptions, listener: socket.socket) -> None:
+        self.options = options
+        self.port: int = listener.getsockname()[1]
+        self.url = _url(listener)
+        self.download = ModelDownload(options.model, served_name(options.model))
+        self.api_options = ApiOptions(options.api_keys, options.allowed_origins)
+        self.app = SwitchedApp(starting_app(self.download, self.api_options))
+        self.loop: GenerationLoop | None = None
+        self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
+
+    async def _end_answers(self) -> None:
+        if self.loop is not None:
+            await self.loop.close()
+
+    def _end_pages(self) -> None:
+        feed = getattr(getattr(self.app.app, "state", None), "live_feed", None)
+        if feed is not None:
+            feed.close()
+
+    def _count_answers(self) -> int:
+        if self.loop is None:
+            return 0
+        snapshot = self.loop.snapshot()
+        return len(snapshot.requests) + snapshot.waiting
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Download the model if needed, make all parts, and wait for the first plan.
+
+        Parts to be closed go to `stack`.
+        """
+        try:
+            with byte_bar("downloading the model", log) as show:
+                path = await asyncio.to_thread(self.download.run, show)
+        finally:
+            self.download.stop.set()
+        self.loop, manager = self._make_parts(path, stack)
+        reporting = manager and asyncio.create_task(_report_wait(manager, self.url))
+        try:
+            await self.loop.start()
+        finally:
+            if reporting:
+                reporting.cancel()
+
+    def _make_parts(
+        self, path: Path, stack: AsyncExitStack
+    ) -> tuple[GenerationLoop, ClusterManager | None]:
+        options = self.options
+        checkpoint = Checkpoint.open(path)
+        mode = effective_mtp_mode(checkpoint, options.mtp)
+        tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
+        limits = Limits(
+            checkpoint.config.max_positions,
+            checkpoint.config.vocab_size,
+            prefill_chunk=options.prefill_chunk or LocalPipelines.default_prefill_chunk(),
+            step_tokens=options.step_tokens,
+        )
+        local = LocalPipelines(local_model(checkpoint, options, mode))
         manager = None
         if options.single_node:
-            if problem := _why_not_alone(local.model):
+            if problem := why_not_alone(local.model):
                 raise MemoryLimitError(problem)
             source: ClusterManager | LocalSource = LocalSource(local.make)
         else:
-            name = f"{options.name}:{listener.getsockname()[1]}"
-            me = pb.Coordinator(id=secrets.token_hex(8), name=name)
-            source = manager = _manager(checkpoint, options, mode, me, local)
+            me = pb.Coordinator(id=secrets.token_hex(8), name=f"{options.name}:{self.port}")
+            source = manager = make_manager(checkpoint, options, mode, me, local)
             local.reserved_bytes = manager.local_worker_bytes
+            manager.count_open_requests = self._count_answers
             stack.push_async_callback(manager.close)
             manager.start()
         loop = GenerationLoop(source, Scheduler(limits, Controller(mode)))
         stack.push_async_callback(loop.close)
         model = ModelInfo(
-            _served_name(options.model),
+            served_name(options.model),
             checkpoint.config.max_positions,
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
         )
-        status = LiveStatus(loop, manager, model.id, local.status)
-        app = create_app(
+        self.app.app = create_app(
             loop,
             tokenizer,
             model,
-            status,
-            ApiOptions(options.api_keys, options.allowed_origins),
+            LiveStatus(loop, manager, model.id, local.status),
+            self.api_options,
             replan=manager.replan if manager else None,
         )
-        server = HttpServer(app, loop.close)
-        await _run(server, listener, loop, options)
-    _leave(INTERRUPTED if server.interrupted else 0)
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process now: freeing what gRPC holds at the interpreter's own end was seen to take for ever."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        return loop, manager
 
 
 async def _run(
-    server: HttpServer, listener: socket.socket, loop: GenerationLoop, options: ServeOptions
+    server: HttpServer,
+    listener: socket.socket,
+    start: Coroutine[Any, Any, None],
+    model: str,
 ) -> None:
-    """Answer HTTP from the start, so that /health and /ready tell of a plan that is on its way."""
-    # Asked now: who is told to stop closes it first, and the plan may get ready after that.
-    host, port = listener.getsockname()[:2]
+    """Answer HTTP while `start` makes the server ready, and until the server is stopped."""
+    url = _url(listener)  # now, because a server that is stopped early closes the listener
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    starting = asyncio.create_task(loop.start(), name="first plan")
+    starting = asyncio.create_task(start, name="start")
     try:
         await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            starting.result()  # raises why there is no plan
-            log.info("serving", extra={"url": f"http://{host}:{port}/v1", "model": options.model})
+            starting.result()  # raises the reason why there is no plan
+            log.info("serving", extra={"url": f"{url}/v1", "model": model})
+            log.info("ask it with: mtp-coord generate --url %s --prompt 'Hello'", url)
+            log.info("watch it with: mtp-coord status --url %s", url)
         await http
     finally:
         starting.cancel()
         server.should_exit = True
-        await asyncio.gather(http, return_exceptions=True)
+        await asyncio.gather(http, starting, return_exceptions=True)
 
 
-def _manager(
-    checkpoint: Checkpoint,
-    options: ServeOptions,
-    mode: MtpMode,
-    me: pb.Coordinator,
-    local: LocalPipelines,
-) -> ClusterManager:
-    repo, revision = snapshot_of(checkpoint.path) or ("", "")
-    served = ServedModel(
-        checkpoint,
-        pb.ModelRef(
-            name=options.model,
-            path=str(checkpoint.path.resolve()),
-            repo=repo,
-            revision=revision,
-            fingerprint=checkpoint.fingerprint(),
-        ),
-        options.dtype,
-        options.kv_bits or 0,
-        with_head=options.mtp.depth != 0,
-        draft_depth=USUAL_DEPTH if mode.depth is None else mode.depth,
-        max_sequences=options.max_sequences,
-        prefix_cache=options.prefix_cache,
-        share_weights=options.share_weights,
-    )
-    settings = Settings(
-        nodes=options.nodes or len(options.workers) or None,
-        wait=options.wait,
-        why_not_alone=_why_not_alone(local.model),
-    )
-    manager_options = ManagerOptions(
-        me, settings, options.workers, options.mdns, options.failure_timeout
-    )
-    return ClusterManager(served, manager_options, local.make)
+async def _report_wait(manager: ClusterManager, url: str) -> None:
+    """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
+    await asyncio.sleep(FIRST_WAIT_REPORT)
+    while True:
+        if manager.view.phase is Phase.GATHERING:
+            log.info("waiting for workers: %s; status: %s/status", manager.describe_wait(), url)
+        await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 
-def _local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> LocalModel:
-    """All layers in this process."""
-    return LocalModel(
-        checkpoint,
-        [Span(0, checkpoint.config.num_layers)],
-        getattr(mx, options.dtype) if options.dtype else None,
-        KVFormat.of(checkpoint.config.head_dim, options.kv_bits),
-        with_head=mode.depth != 0,
-        max_sequences=options.max_sequences,
-        prefix_cache=options.prefix_cache,
-        wired=options.wired,
-    )
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{join_address(host, port)}"
 
 
-def _why_not_alone(model: LocalModel) -> str:
-    """Why this machine cannot serve the model without workers; nothing where it can. Reads headers only."""
-    try:
-        model.capacity()
-    except MemoryLimitError as error:
-        weights = format_size(sum(model.checkpoint.part_bytes().values()))
-        return (
-            f"no worker serves, and the model ({weights}) does not fit into this machine: start mtp-worker on "
-            f"other machines ({error})"
-        )
-    return ""
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything is loaded: a port in use is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise UsageError(
-            f"--port {port}: {host}:{port} cannot be had ({error.strerror}); choose another, or 0 for any"
-        ) from error
-    return listener
-
-
-def _served_name(model: str) -> str:
-    """What clients call the model: never a path of this machine."""
-    return model if _is_repo(model) else model.rstrip("/").rpartition("/")[2]
-
-
-def _is_repo(model: str) -> bool:
-    return model.count("/") == 1 and not model.startswith(("/", ".", "~"))
+def _leave(status: int) -> NoReturn:
+    """End the process without the interpreter's own cleanup, in which gRPC was seen to hang forever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

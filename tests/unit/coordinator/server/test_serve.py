@@ -1,4 +1,4 @@
-"""`mtp-coord serve` between its start and its end, without sockets that answer."""
+"""The life of `mtp-coord serve`, without a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from coordinator.server.serve import _run
 
 
-async def test_told_to_stop_as_the_first_plan_gets_ready() -> None:
-    """SIGTERM closes the listener while the plan is still being loaded; that it serves a moment later is no error."""
+async def test_a_stop_while_the_first_plan_gets_ready_is_no_error() -> None:
+    """SIGTERM closes the listener while the plan is loading. A plan that serves a moment later is no error."""
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = asyncio.Event()
 
@@ -21,7 +21,9 @@ async def test_told_to_stop_as_the_first_plan_gets_ready() -> None:
         await asyncio.sleep(0.01)  # its connections end
 
     server: Any = SimpleNamespace(serve=serve, should_exit=False)
-    loop: Any = SimpleNamespace(start=stopped.wait)
-    options: Any = SimpleNamespace(model="m")
+
+    async def start() -> None:
+        await stopped.wait()
+
     async with asyncio.timeout(10):
-        await _run(server, listener, loop, options)
+        await _run(server, listener, start(), "m")

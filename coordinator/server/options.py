@@ -1,0 +1,47 @@
+"""Options of `mtp-coord serve`, as set on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mtp.depth.controller import MtpMode
+from proto.params import Acceptance
+
+DEFAULT_WAIT = 5.0
+"""Seconds to look for workers when neither --wait nor --nodes is given. A local mDNS answer takes about one."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the server. Times are in seconds.
+
+    `nodes` is the number of workers the first plan needs; None accepts any number. `wait` None stands for DEFAULT_WAIT,
+    or for no limit where workers are required. With `alone_ok` fewer workers than `nodes`, or none, serve after `wait`.
+    `prefill_chunk` None stands for the length that suits the GPU of this machine.
+    """
+
+    model: str
+    host: str
+    port: int
+    workers: tuple[str, ...]
+    nodes: int | None
+    wait: float | None
+    alone_ok: bool
+    auto_replan: bool
+    single_node: bool
+    mdns: bool
+    dtype: str | None
+    mtp: MtpMode
+    acceptance: Acceptance
+    kv_bits: int | None
+    failure_timeout: float
+    max_sequences: int
+    prefill_chunk: int | None
+    step_tokens: int
+    prefix_cache: bool
+    share_weights: bool
+    api_keys: tuple[str, ...] = field(repr=False)  # secrets
+    allowed_origins: tuple[str, ...]
+    wired: bool
+    awake: bool
+    name: str
