@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from coordinator.api import health
 from coordinator.api.openai_chat import chat, completions, models
@@ -17,6 +18,9 @@ from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.web import event_stream
+from coordinator.web.assets import page_routes
+from coordinator.web.live_feed import LiveFeed
 
 
 def create_app(
@@ -34,11 +38,15 @@ def create_app(
     options = options or ApiOptions()
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.api = Api(generator, tokenizer, model, status, options, Metrics(status), replan)
-    for router in (chat.router, completions.router, models.router, health.router):
+    metrics = Metrics(status)
+    app.state.api = Api(generator, tokenizer, model, status, options, metrics, replan)
+    app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock)
+    routers = (chat.router, completions.router, models.router, health.router, event_stream.router)
+    for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
-    install_error_handlers(app)
+    app.router.routes += page_routes
+    install_error_handlers(app, _paths_of(*routers, health.open_router))
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -48,3 +56,9 @@ def create_app(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
+
+
+def _paths_of(*routers: APIRouter) -> list[str]:
+    """Return the paths of `routers` that have no parameters."""
+    routes = [route for router in routers for route in router.routes]
+    return [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]

@@ -1,0 +1,83 @@
+"""The files of the page: what is served, with which headers, and what they may contain."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from coordinator.api.request.context import ApiOptions
+from coordinator.web.assets import load_assets
+from tests.support.api.api_client import ApiClient
+
+SCRIPTS = sorted(name for name in load_assets() if name.endswith(".js"))
+
+
+async def test_the_page_comes_with_a_strict_policy() -> None:
+    """No script, style or connection of another origin, no inline script, and no HTML from text."""
+    response = await ApiClient().get("/")
+    policy = response.headers["content-security-policy"]
+    assert response.status_code == 200
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert "trusted-types 'none'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["x-frame-options"] == "DENY"
+
+
+async def test_every_file_the_page_names_is_served() -> None:
+    """Links, scripts and imports lead to files with the right media type."""
+    client = ApiClient()
+    page = (await client.get("/")).text
+    named = set(re.findall(r'"(/assets/[^"]+)"', page))
+    for name in SCRIPTS:
+        imports = re.findall(r'from "\./([^"]+)"', load_assets()[name].content.decode())
+        named |= {f"/assets/{other}" for other in imports}
+    assert named == {f"/assets/{name}" for name in load_assets() if name != "index.html"}
+    for path in named:
+        response = await client.get(path)
+        assert response.status_code == 200
+        assert response.headers["content-type"].partition(";")[0] in {
+            "text/javascript",
+            "text/css",
+            "image/svg+xml",
+        }
+
+
+async def test_an_unchanged_file_costs_a_304() -> None:
+    """A browser that has the file gets no body."""
+    client = ApiClient()
+    etag = (await client.get("/assets/app.js")).headers["etag"]
+    again = await client.get("/assets/app.js", headers={"If-None-Match": etag})
+    assert again.status_code == 304
+    assert again.content == b""
+
+
+@pytest.mark.parametrize("name", ["none.js", "..%2fassets.py", "%2e%2e", "assets.py"])
+async def test_other_names_are_not_found(name: str) -> None:
+    """No name leads out of the folder."""
+    response = await ApiClient().get(f"/assets/{name}")
+    assert response.status_code == 404
+
+
+async def test_files_need_no_key_and_data_does() -> None:
+    """A browser can open the page of a coordinator with keys; the stream wants one."""
+    client = ApiClient(options=ApiOptions(api_keys=("secret",)))
+    assert (await client.get("/")).status_code == 200
+    assert (await client.get("/assets/app.js")).status_code == 200
+    assert (await client.get("/v1/events")).status_code == 401
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_make_no_html_from_text(name: str) -> None:
+    """Text of the model reaches the page as text nodes only. Nothing comes from another host."""
+    script = load_assets()[name].content.decode()
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unsafe not in script
+    assert not re.search(r"\b(import|fetch)\s*\(?[\"']https?:", script)
+
+
+def test_the_page_is_small() -> None:
+    """All files together stay under 150 kB, so that the first paint on a slow network takes no second."""
+    assert sum(len(asset.content) for asset in load_assets().values()) < 150_000
