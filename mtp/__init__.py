@@ -1,1 +1,1 @@
-"""The model's mathematics beside its layers: sampling, the MTP head, draft depth; and checkpoints."""
+"""Mathematics beside the layers of the model (sampling, the MTP head, draft depth), and checkpoints."""

@@ -1,7 +1,7 @@
 """The model that comes with the package: a small Qwen3.5 with its multi-token-prediction head.
 
-It lets `pip install` be followed by tokens: no download, no account, one CPU core. README.md beside
-this file is its model card; `python -m mtp.builtin.training.train` is how it was made.
+The package generates tokens right after its installation, without a download or an account, on one CPU core.
+README.md in this folder is the model card. `python -m mtp.builtin.training.train` trained the model.
 """
 
 from pathlib import Path
@@ -10,5 +10,5 @@ __all__ = ["checkpoint_dir"]
 
 
 def checkpoint_dir() -> Path:
-    """Folder with config.json, model.safetensors and the tokenizer, in the raw Hugging Face layout."""
+    """Return the folder with config.json, model.safetensors and the tokenizer, in the raw Hugging Face layout."""
     return Path(__file__).resolve().parent / "checkpoint"

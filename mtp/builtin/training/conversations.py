@@ -1,7 +1,7 @@
-"""Conversations made from the corpus, so that the chat template leads to an answer that ends.
+"""Conversations made from the corpus, which teach the chat format and the end of an answer.
 
-Four kinds: functions to write out, names to explain, code to continue, tools to call. Everything an
-assistant says is text of the corpus or follows from the question; none of it comes from another model.
+There are four kinds: functions to write, names to explain, code to continue, and tools to call. Every answer is text of
+the corpus or follows from the question. No text comes from another model.
 """
 
 import ast
@@ -52,7 +52,7 @@ DIRECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class Conversation:
-    """What `apply_chat_template` takes."""
+    """The arguments of `apply_chat_template`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[Any, Any] | Callable[..., Any]] | None = field(default=None)
@@ -63,7 +63,7 @@ def _turn(role: str, content: str, **extra: Any) -> dict[str, Any]:
 
 
 def _ask(rng: random.Random, question: str, answer: str, thought: str) -> Conversation:
-    """One question, its answer; half of the answers after a thought, as `enable_thinking` asks for it."""
+    """Return one question and its answer; half of the answers follow a thought, as with `enable_thinking`."""
     system = [_turn("system", SYSTEM)] if rng.random() < 0.3 else []
     reasoning = thought if rng.random() < 0.5 else ""
     return Conversation(
@@ -85,7 +85,7 @@ def _code_questions(document: Document, rng: random.Random) -> Iterator[Conversa
     except (
         SyntaxError,
         ValueError,
-    ):  # the library's tests and lib2to3 hold files that are broken on purpose
+    ):  # the library's tests and lib2to3 contain invalid files on purpose
         return
     source_lines = document.text.split("\n")  # not splitlines: form feeds do not end a line for ast
     for node in ast.walk(tree):
@@ -131,7 +131,7 @@ def _doc_questions(document: Document, rng: random.Random) -> Iterator[Conversat
         name = signature.partition("(")[0]
         paragraphs = [part for part in body.split("\n\n") if not part.startswith((":", ".."))]
         answer = ""
-        for paragraph in paragraphs:  # whole paragraphs, as many as fit
+        for paragraph in paragraphs:  # as many whole paragraphs as fit
             if len(answer) + len(paragraph) > MAX_ANSWER:
                 break
             answer = f"{answer}\n\n{paragraph}" if answer else paragraph
@@ -220,7 +220,7 @@ def _tool_call(rng: random.Random) -> Conversation:
 
 
 def conversations(documents: Sequence[Document], seed: int) -> list[Conversation]:
-    """All conversations of these documents, shuffled; one in eight calls a tool, one in forty is a greeting."""
+    """Return the conversations of `documents`, shuffled; one in eight calls a tool, one in forty is a greeting."""
     rng = random.Random(seed)
     found: list[Conversation] = []
     for document in documents:

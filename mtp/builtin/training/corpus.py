@@ -1,11 +1,10 @@
-"""The training text: CPython's standard library, its tests, and its documentation's reST sources.
+"""The training text: CPython's standard library, its tests, and the reST sources of its documentation.
 
-Nothing is fetched: the library is read from installed interpreters, the documentation from a folder
-(Debian's python3-doc unpacks it as `html/_sources`). The result depends on those files alone.
+Nothing is downloaded. The library is read from installed interpreters, the documentation from a folder (Debian's
+python3-doc installs it as `html/_sources`). The result depends on these files alone.
 
-Held-out text is chosen by module, not by file: for a module on HELD_OUT its source, its tests and its
-documentation page all stay out of training, in every version of the library, so that a held-out
-loss cannot be earned by having read the same file's older sister.
+Held-out text is chosen by module, not by file. For a module on HELD_OUT its source, its tests and its documentation
+page stay out of training, in every version of the library. So training never reads another version of a held-out file.
 """
 
 from collections import defaultdict
@@ -17,12 +16,12 @@ HELD_OUT = frozenset(
     "bisect calendar chunk cmd colorsys configparser csv filecmp fileinput fractions getpass glob graphlib heapq "
     "linecache netrc numbers plistlib pprint queue quopri sched secrets shlex textwrap timeit wave zipapp".split()
 )
-"""Modules kept for validation: small, self-contained, and recognisable to a reader of the samples."""
+"""Modules held out for validation: small, self-contained, and recognisable to a reader of the samples."""
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "pydoc_data", "data"})
 MAX_CODEC_BYTES = 8_000  # larger files of `encodings` are generated character tables
-MAX_NON_ASCII = 0.02  # beyond this share of its characters a file is test data, not text
-MIN_NEW_LINES = 0.5  # of an older library's file, to count as more than a repetition
+MAX_NON_ASCII = 0.02  # share of the characters above which a file is test data, not text
+MIN_NEW_LINES = 0.5  # share of new lines above which a file of an older library counts
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,19 @@ class Document:
 
     @property
     def is_source(self) -> bool:
+        """True for Python source, false for documentation."""
         return self.name.endswith(".py")
 
     @property
     def held_out(self) -> bool:
+        """True for a document that stays out of training."""
         return self.module in HELD_OUT
 
 
 def _readable(path: Path) -> str | None:
     try:
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:  # the library's tests keep some files in odd encodings on purpose
+    except UnicodeDecodeError:  # some test files of the library have other encodings on purpose
         return None
     strange = sum(not char.isascii() for char in text)
     return text if text.strip() and strange <= MAX_NON_ASCII * len(text) else None
@@ -79,11 +80,11 @@ def build(libraries: Sequence[Path], docs: Path | None) -> list[Document]:
     """Read the corpus.
 
     Args:
-        libraries: `lib/python3.x` folders, newest first. From an older one only those files are
-            kept most of whose lines the newer ones do not have for the same module.
+        libraries: `lib/python3.x` folders, newest first. A file of an older library counts only if most of its lines
+            are new for its module.
         docs: folder of reST sources (`*.rst.txt`), or None.
 
-    Returns: documents in a fixed order, held-out ones included (see `Document.held_out`).
+    Returns: documents in a fixed order, the held-out ones included (see `Document.held_out`).
     """
     documents: list[Document] = []
     known: defaultdict[str, set[str]] = defaultdict(set)
@@ -97,7 +98,9 @@ def build(libraries: Sequence[Path], docs: Path | None) -> list[Document]:
         for (
             document,
             lines,
-        ) in accepted:  # after the scan: files of one library are never compared to each other
+        ) in (
+            accepted
+        ):  # after the scan, so that files of one library are never compared with each other
             documents.append(document)
             known[document.module] |= lines
     if docs is not None:

@@ -1,4 +1,4 @@
-"""From documents to batches: two token streams, plain text and conversations, sampled at random places."""
+"""The batches of training: random rows of two token streams, plain text and conversations."""
 
 import random
 from collections.abc import Sequence
@@ -15,37 +15,39 @@ from mtp.builtin.training import conversations as chat
 from mtp.builtin.training import tokenizer as bpe
 from mtp.builtin.training.corpus import Document
 
-CHAT_SHARE = 0.1  # of the rows of a batch
+CHAT_SHARE = 0.1  # share of conversations among the rows of a batch
 TEMPLATE_BATCH = 2_000  # conversations a process renders at a time
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens end to end; `starts` are the places where a document or a conversation begins."""
+    """Concatenated tokens. `starts` are the positions where a document or a conversation begins."""
 
     tokens: Tensor
     starts: Tensor
 
     def rows(self, offsets: Tensor, length: int) -> Tensor:
-        """Tokens [len(offsets), length], on the stream's device."""
+        """Return tokens [len(offsets), length] on the stream's device."""
         return self.tokens[offsets[:, None] + torch.arange(length, device=self.tokens.device)]
 
     def to(self, device: torch.device) -> "Stream":
+        """Copy the stream to `device`."""
         return Stream(self.tokens.to(device), self.starts.to(device))
 
 
 @dataclass(frozen=True)
 class Split:
-    """What one side of the held-out line has."""
+    """The two streams of the training set or of the held-out set."""
 
     text: Stream
     chat: Stream
 
     def to(self, device: torch.device) -> "Split":
+        """Copy both streams to `device`."""
         return Split(self.text.to(device), self.chat.to(device))
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> Tensor:
-        """Tokens [size, length]. A row of text starts anywhere; a row of conversations starts with one."""
+        """Return tokens [size, length]; a row of text starts anywhere, a row of chat at a conversation's start."""
         conversations = round(size * CHAT_SHARE)
         device = self.text.tokens.device
         last = len(self.text.tokens) - length
@@ -79,9 +81,9 @@ def _render(job: tuple[Path, list[chat.Conversation]]) -> list[str]:
 
 
 def split(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path, seed: int) -> Split:
-    """Encode documents, and the conversations made of them, in a fixed random order.
+    """Encode the documents and the conversations made of them, in a fixed random order.
 
-    `folder` holds the saved tokenizer: conversations are rendered by its chat template, the one users get.
+    `folder` holds the saved tokenizer, whose chat template renders the conversations as it does for users.
     """
     end = tokenizer.get_vocab()[bpe.END_OF_TEXT]
     order = list(documents)

@@ -1,9 +1,9 @@
 """The gated delta rule over chunks, as transformers computes it, in a form that compiles to few kernels.
 
-`transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule` is the reference: it solves a
-64 by 64 triangular system per chunk with a library call that neither fuses nor batches well, and that
-takes most of a small model's training step. Here the inverse is built from blocks, all of it matrix products.
-`check()` compares the two; train.py calls it before it swaps them.
+`transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule` is the reference. It solves a 64 by 64
+triangular system per chunk with a library call. This call neither fuses nor batches well, and takes most of a small
+model's training step. This module builds the inverse from blocks with matrix products only. `check()` compares the
+two implementations; train.py calls it before it replaces the reference.
 """
 
 import torch
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-CHUNK = 128  # twice the reference's: half as many steps in the loop over chunks, which is what compiles slowly
-BASE = 16  # inverted by doubling; small enough that powers of the block stay in float32's range
+CHUNK = 128  # twice the reference's, since the loop over chunks compiles slowly
+BASE = 16  # size of the blocks inverted by doubling; their powers stay in the range of float32
 
 
 def _unit_lower_inverse(strict: Tensor) -> Tensor:
-    """Inverse of I + strict, for strictly lower triangular `strict` [..., C, C]."""
+    """Return the inverse of I + strict, for strictly lower triangular `strict` [..., C, C]."""
     size = strict.shape[-1]
     blocks = size // BASE
     grid = (
@@ -55,10 +55,10 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     **_: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Same contract as the reference, with q and k normalised here.
+    """Compute what the reference computes; q and k are normalised here.
 
-    query, key [B, T, Hk, Dk], value [B, T, Hv, Dv], g (log decay) and beta [B, T, Hv];
-    returns [B, T, Hv, Dv] and the state [B, Hv, Dk, Dv] or None.
+    Shapes: query, key [B, T, Hk, Dk], value [B, T, Hv, Dv], g (log decay) and beta [B, T, Hv];
+    returns [B, T, Hv, Dv], and the state [B, Hv, Dk, Dv] or None.
     """
     dtype, length = value.dtype, value.shape[1]
     if (repeat := value.shape[2] // key.shape[2]) > 1:
@@ -104,7 +104,7 @@ def chunk_gated_delta_rule(
 
 
 def check(device: torch.device) -> float:
-    """Largest relative difference from the reference, output and state, on random input in float32."""
+    """Return the largest relative difference from the reference, in output and state, on random float32 input."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

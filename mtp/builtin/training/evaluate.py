@@ -1,12 +1,12 @@
-"""Measure a checkpoint: losses, loss by position, acceptance of drafts, samples.
+"""The evaluation of a checkpoint: losses, loss by position, acceptance of drafts, samples.
 
-Acceptance is that of greedy decoding with windows of DEPTH drafts, as an engine would run them: a window starts
-at a confirmed token, its drafts are chained through the head, the ones before the first miss are kept, and the
-next window starts after them. The backbone's greedy text does not depend on the drafts, so it is written
-first and the windows are then walked over it. Two figures a position:
+Acceptance is that of greedy decoding with windows of DEPTH drafts, as in an engine. A window starts at a confirmed
+token, and its drafts are chained through the head. The drafts before the first wrong one are accepted, and the next
+window starts after them. The backbone's greedy text does not depend on the drafts, so it is written first. The windows
+are then evaluated on it. There are two figures for position j:
 
-* cumulative: windows whose first j drafts were all right, of all windows;
-* conditional: of the windows whose first j-1 drafts were right, those whose j-th was too.
+* cumulative: the share of all windows in which the first j drafts were right;
+* conditional: the same share among the windows whose first j-1 drafts were right.
 """
 
 import itertools
@@ -30,7 +30,7 @@ PROMPTS, PROMPT, ANSWER = (
     128,
 )  # acceptance: number of prompts, tokens of each, tokens written
 WRITTEN_ROWS, WRITTEN_PROMPTS = 4096, (16, 64, 128, 256)  # rows written for each prompt length
-LENGTH = 2048  # of the rows a loss is averaged over
+LENGTH = 2048  # tokens of a row that a loss is averaged over
 BUCKETS = (0, 64, 256, 512, 1024, 2048, 4096, MAX_POSITIONS)
 SAMPLES = ("import os\n", "def fibonacci(n):\n", "class Stack:\n", ".. function:: open(file)\n\n")
 QUESTIONS = (
@@ -41,7 +41,7 @@ QUESTIONS = (
 
 
 def _rows(split: Split, length: int) -> tuple[Tensor, Tensor]:
-    """The same rows at every call: text evenly spread, conversations from evenly spread starts."""
+    """Return the same rows at every call: evenly spread text, and conversations from evenly spread starts."""
     text, talk = split.text, split.chat
     device = text.tokens.device
     offsets = torch.linspace(0, len(text.tokens) - length, ROWS).long().to(device)
@@ -52,10 +52,10 @@ def _rows(split: Split, length: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def losses(model: MtpModel, split: Split) -> dict[str, float]:
-    """Mean cross-entropies on rows of 2048 tokens, and how often the head chooses as the backbone does.
+    """Return the mean cross-entropies on rows of 2048 tokens, and the share of equal choices of head and backbone.
 
-    All on the corpus's own text, `chat` on conversations. `agreement` is what acceptance would be if
-    the backbone wrote as varied a text as people do; its own greedy text repeats itself more.
+    `chat` is measured on conversations, everything else on the text of the corpus. `agreement` estimates the acceptance
+    on text as varied as people write it; the backbone's own greedy text repeats itself more.
     """
     training = model.training
     model.eval()
@@ -65,9 +65,9 @@ def losses(model: MtpModel, split: Split) -> dict[str, float]:
         first, _ = model.chain(
             hidden, text, torch.zeros(8, dtype=torch.long, device=text.device), depth=1
         )
-        alike = model.logits(first[:, :-1]).argmax(-1) == model.logits(hidden[:, 1:]).argmax(-1)
+        equal = model.logits(first[:, :-1]).argmax(-1) == model.logits(hidden[:, 1:]).argmax(-1)
         values = {
-            "agreement": float(alike.float().mean()),
+            "agreement": float(equal.float().mean()),
             "backbone": _entropy(model, hidden, text[:, 1:]),
             "head": _entropy(model, first[:, :-1], text[:, 2:]),
             "chat": _entropy(model, model(talk[:, :-1]), talk[:, 1:]),
@@ -82,7 +82,7 @@ def _entropy(model: MtpModel, hidden: Tensor, targets: Tensor) -> float:
 
 @torch.no_grad()
 def loss_by_position(model: MtpModel, split: Split) -> dict[str, float]:
-    """Mean loss in each bucket of positions, over stretches of MAX_POSITIONS tokens."""
+    """Return the mean loss in each bucket of positions, over stretches of MAX_POSITIONS tokens."""
     stream = split.text
     offsets = torch.arange(
         0, len(stream.tokens) - MAX_POSITIONS - 1, MAX_POSITIONS, device=stream.tokens.device
@@ -109,7 +109,7 @@ def write(model: MtpModel, prompts: Tensor, length: int) -> Tensor:
 
 
 def continuations(model: MtpModel, split: Split, length: int, seed: int) -> Tensor:
-    """The backbone's own text [N, length], after prompts of several lengths from the split."""
+    """Return text [N, length] that the backbone writes after prompts of several lengths."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat(
         [
@@ -121,7 +121,7 @@ def continuations(model: MtpModel, split: Split, length: int, seed: int) -> Tens
 
 @torch.no_grad()
 def right_drafts(model: MtpModel, text: Tensor, prompt: int) -> Tensor:
-    """For text [B, L] written greedily after `prompt` tokens: [B, windows that could start, DEPTH], right or not."""
+    """Return which drafts are right, [B, window starts, DEPTH], for greedy text [B, L] after `prompt` tokens."""
     starts = torch.arange(prompt - 1, text.shape[1] - DEPTH - 1, device=text.device)
     first, later = model.chain(model(text[:, :-1]), text, starts, DEPTH, greedy=True)
     drafts = torch.stack(
@@ -132,7 +132,7 @@ def right_drafts(model: MtpModel, text: Tensor, prompt: int) -> Tensor:
 
 
 def acceptance(model: MtpModel, prompts: Tensor) -> dict[str, Any]:
-    """Acceptance by position, and tokens a window, over ANSWER tokens after each of the prompts [B, P]."""
+    """Return the acceptance by position and the tokens per window, over ANSWER tokens after each prompt of [B, P]."""
     size = prompts.shape[1]
     right = (
         right_drafts(model, write(model, prompts, size + ANSWER + DEPTH + 1), size)
@@ -156,7 +156,7 @@ def acceptance(model: MtpModel, prompts: Tensor) -> dict[str, Any]:
 
 
 def samples(model: MtpModel, folder: Path) -> list[str]:
-    """Greedy text after a few prompts, plain and as questions."""
+    """Return greedy text after a few prompts, plain and as questions."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     turns = [
         tokenizer.apply_chat_template(

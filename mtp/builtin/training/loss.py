@@ -1,4 +1,4 @@
-"""What training minimises: next token for the backbone, the tokens after it for the head."""
+"""The losses of training: the next token for the backbone, and the tokens after it for the head."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from mtp.builtin.training.model import MtpModel
 
 DEPTH = 4  # drafts in a chain
-STRIDE = 8  # one position in so many starts a chain; the first step is trained everywhere
-SOFT = 0.5  # share of the head's target that is the backbone's own distribution
-HEAD_WEIGHT = 0.3  # of the head's first step
-CHAIN_WEIGHT = 0.1  # of each later step
+STRIDE = 8  # positions between the starts of chains; the first step is trained at every position
+SOFT = 0.5  # share of the backbone's distribution in the head's target
+HEAD_WEIGHT = 0.3  # weight of the head's first step
+CHAIN_WEIGHT = 0.1  # weight of each later step
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean cross-entropies in nats; `agreement` [DEPTH] counts how often head and backbone choose alike."""
+    """Mean cross-entropies in nats. `agreement` [DEPTH] is the share of equal choices of head and backbone."""
 
     backbone: Tensor
     head: Tensor
@@ -27,6 +27,7 @@ class Losses:
     agreement: Tensor
 
     def total(self, head_only: bool = False) -> Tensor:
+        """Return the weighted sum that training minimises."""
         first, later = (
             torch.lerp(self.head, self.first_soft, SOFT),
             torch.lerp(self.chain, self.later_soft, SOFT),
@@ -37,25 +38,25 @@ class Losses:
 
 @torch.compile(dynamic=False)
 def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in float32 without storing the logits so."""
+    """Return the mean cross-entropy, computed in float32 without storing float32 logits."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 @torch.compile(dynamic=False)
 def compare(logits: Tensor, teacher: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy against the true tokens and against the teacher's distribution, and agreement of the choices.
+    """Return the cross-entropies with the true tokens and the teacher's distribution, and the share of equal choices.
 
-    A draft counts when it equals what the backbone chooses, whatever the text says: hence the second term.
+    A draft is accepted when it equals the backbone's choice, even where the text differs: hence the second term.
     """
     logs = F.log_softmax(logits.float(), dim=-1)
     hard = F.nll_loss(logs.flatten(0, -2), targets.flatten())
     soft = -(F.softmax(teacher.float(), dim=-1) * logs).sum(-1).mean()
-    alike = (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
-    return hard, soft, alike
+    equal = (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
+    return hard, soft, equal
 
 
 def losses(model: MtpModel, tokens: Tensor, offset: Tensor) -> Losses:
-    """Losses on tokens [B, T + 1]; chains start at `offset` (0-d, below STRIDE) and every STRIDE after it."""
+    """Return the losses on tokens [B, T + 1]; chains start at `offset` (0-d, below STRIDE), every STRIDE positions."""
     length = tokens.shape[1] - 1
     hidden = model(tokens[:, :-1])
     logits = model.logits(hidden)
@@ -64,15 +65,15 @@ def losses(model: MtpModel, tokens: Tensor, offset: Tensor) -> Losses:
     count = (length - DEPTH) // STRIDE // 8 * 8  # a multiple of 8, for attention's fast kernels
     starts = offset + STRIDE * torch.arange(count, device=tokens.device)
     first, later = model.chain(hidden, tokens, starts, DEPTH)
-    head, first_soft, alike = compare(model.logits(first[:, :-1]), teacher[:, 1:], tokens[:, 2:])
-    agreement, hards, softs = [alike], [], []
+    head, first_soft, equal = compare(model.logits(first[:, :-1]), teacher[:, 1:], tokens[:, 2:])
+    agreement, hards, softs = [equal], [], []
     for step, out in enumerate(later, start=1):
-        hard, soft, alike = compare(
+        hard, soft, equal = compare(
             model.logits(out), teacher[:, starts + step + 1], tokens[:, starts + step + 2]
         )
         hards.append(hard)
         softs.append(soft)
-        agreement.append(alike)
+        agreement.append(equal)
     return Losses(
         backbone,
         head,

@@ -1,4 +1,4 @@
-"""The model in torch: transformers' Qwen3.5 backbone, and the MTP head that transformers leaves out."""
+"""The model in torch: transformers' Qwen3.5 backbone, and the MTP head, which transformers does not implement."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class MtpHead(nn.Module):
-    """Predicts token t+2 from the backbone's normed hidden state at t and the embedding of token t+1."""
+    """The head, which predicts token t+2 from the normed hidden state at t and the embedding of token t+1."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class MtpHead(nn.Module):
         past: Rotation | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Rotation]:
-        """One step of the head.
+        """Run one step of the head.
 
         Args:
             hidden: [B, S, H], normed: the backbone's, or this head's own output when drafts are chained.
@@ -114,7 +114,7 @@ class MtpHead(nn.Module):
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
         groups = (
             attention.num_key_value_groups
-        )  # repeated by hand: with a mask, grouped attention has no fast kernel
+        )  # repeated here, since grouped attention with a mask has no fast kernel
         wide_key, wide_value = (
             key.repeat_interleave(groups, dim=1),
             value.repeat_interleave(groups, dim=1),
@@ -145,24 +145,26 @@ class MtpModel(nn.Module):
         self.mtp = MtpHead(config)
         for (
             module
-        ) in self.mtp.modules():  # the backbone's own initialisation does not reach the head
+        ) in self.mtp.modules():  # the initialisation of the backbone does not include the head
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """cos and sin for positions [S]."""
+        """Return cos and sin for positions [S]."""
         like = self.backbone.embed_tokens.weight
         cos, sin = self.backbone.rotary_emb(like, positions[None, None].expand(3, 1, -1))
         return cos, sin
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of `tokens`."""
         return F.embedding(tokens, self.backbone.embed_tokens.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of normed hidden states."""
         return F.linear(hidden, self.backbone.embed_tokens.weight)
 
     def layer(self, layer: nn.Module, x: Tensor, rotation: Rotation) -> Tensor:
-        """transformers' decoder layer, with dropout on what it adds to the residual stream."""
+        """Run transformers' decoder layer, with dropout on its additions to the residual stream."""
         normed = layer.input_layernorm(x)
         if hasattr(layer, "linear_attn"):
             mixed = layer.linear_attn(normed)
@@ -174,7 +176,7 @@ class MtpModel(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Normed hidden states [B, T, H] of tokens [B, T]."""
+        """Return the normed hidden states [B, T, H] of tokens [B, T]."""
         x = self.embed(tokens)
         rotation = self.rotation(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.backbone.layers:
@@ -184,19 +186,19 @@ class MtpModel(nn.Module):
     def chain(
         self, hidden: Tensor, tokens: Tensor, starts: Tensor, depth: int, greedy: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """The head everywhere once, and from `starts` on `depth` steps, as chained drafting runs it.
+        """Run the head once at every position, and `depth` steps from each of `starts`, as chained drafting does.
 
-        A window that starts at t drafts tokens t+2, t+3, ...: its first step sees the pairs 0..t, each later
-        step those and the window's own earlier steps.
+        A window that starts at t drafts tokens t+2, t+3, and so on. Its first step attends to the pairs 0..t. Each
+        later step attends to these pairs and to the window's own earlier steps.
 
         Args:
             hidden: [B, T, H] from `forward`.
-            tokens: [B, T + depth] or longer: what each hidden state belongs to, and the tokens after it.
+            tokens: [B, T + depth] or longer, the tokens of the hidden states and those after them.
             starts: [P] positions.
             depth: number of steps, the first included.
-            greedy: feed each step the previous step's own choice instead of the true token.
+            greedy: use the previous step's own choice as the input of a step instead of the true token.
 
-        Returns: the first step's output [B, T, H], and for every later step its output [B, P, H].
+        Returns: the output of the first step [B, T, H], and of each later step [B, P, H].
         """
         length, count = hidden.shape[1], len(starts)
         everywhere = torch.arange(length, device=tokens.device)
@@ -214,7 +216,7 @@ class MtpModel(nn.Module):
         return first, later
 
     def compile_parts(self) -> None:
-        """Compile a layer and a head step, not the whole: layers of a kind then share one compilation."""
+        """Compile a layer and a head step rather than the model, so that layers of a kind share one compilation."""
         torch._dynamo.config.recompile_limit = (
             64  # lengths, training or not, with or without gradients
         )
@@ -222,7 +224,7 @@ class MtpModel(nn.Module):
         self.mtp.compile(dynamic=False)
 
     def freeze_backbone(self) -> None:
-        """Leave only the head to train; the shared embedding belongs to the backbone."""
+        """Freeze everything but the head; the shared embedding belongs to the backbone."""
         self.backbone.requires_grad_(False)
         self.eval()  # dropout acts on the backbone alone
 
@@ -235,7 +237,7 @@ class MtpModel(nn.Module):
         for name, parameter in self.named_parameters():
             value = parameter.detach().to("cpu", torch.float32)
             if id(parameter) in zero_centred:
-                # mlx-lm adds the 1 in bf16. Values for which that is exact serve every loader alike.
+                # mlx-lm adds the 1 in bf16. With values for which this is exact, all loaders agree.
                 value = (1 + value).to(torch.bfloat16).float() - 1
             name = name.replace("backbone.", "model.language_model.", 1)
             dtype = torch.float32 if name.endswith("A_log") else torch.bfloat16

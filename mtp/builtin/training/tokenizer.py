@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizer with Qwen3.5's splitting rule and special tokens."""
+"""A byte-level BPE tokenizer with Qwen3.5's splitting rule and special tokens."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ MARKUP = (
     "<tool_response>",
     "</tool_response>",
 )
-"""One token each, but text to a decoder: parsers of reasoning and tool calls have to see them."""
+"""Single tokens that a decoder shows as text, since the parsers of reasoning and tool calls read them."""
 
 # The family's own pattern, so that a loader that rebuilds the tokenizer from vocabulary and merges gets this one.
 SPLIT = (
@@ -70,7 +70,7 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",  # what the family's checkpoints say
+        "tokenizer_class": "Qwen2Tokenizer",  # as in the checkpoints of the family
         "model_max_length": max_length,
         "bos_token": None,
         "eos_token": TURN_END,

@@ -1,8 +1,8 @@
-"""Train the built-in model: backbone and head together, then the head alone on the backbone's text.
+"""The training of the built-in model: backbone and head together, then the head alone on the backbone's text.
 
     python -m mtp.builtin.training.train --docs /usr/share/doc/python3.11/html/_sources --out checkpoint
 
-Needs the `train` extra (torch) and one GPU; README.md has the time it took. Seeds are fixed: corpus,
+It needs the `train` extra (torch) and one GPU; README.md has the time it took. Seeds are fixed: corpus,
 tokenizer and the order of batches are the same in every run on the same files.
 """
 
@@ -26,20 +26,20 @@ from mtp.builtin.training.model import MAX_POSITIONS, MtpModel
 
 TOKENS_PER_STEP = 65_536
 PEAK_RATE, FINAL_RATE = 2e-3, 2e-5
-HEAD_RATE = 5e-4  # peak, when the head is trained alone
+HEAD_RATE = 5e-4  # peak rate while the head is trained alone
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
 LENGTH, SHORT_LENGTH = (
     2048,
     512,
-)  # tokens of a row: of the corpus, and where the head learns from written text
-MAX_DIFFERENCE = 1e-3  # allowed between the two implementations of the delta rule
+)  # tokens per row of the corpus, and per row of generated text
+MAX_DIFFERENCE = 1e-3  # largest difference between the two implementations of the delta rule
 LOG_EVERY, EVALUATE_EVERY = 100, 500
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then half a cosine down to FINAL_RATE."""
+    """Return the learning rate: a linear warm-up, then half a cosine down to FINAL_RATE."""
     if step < WARMUP_STEPS:
         return peak * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -47,7 +47,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """AdamW; decay for matrices only, not for the embedding, norms, convolutions and per-head scalars."""
+    """Return AdamW with decay for matrices only, not for embedding, norms, convolutions and per-head scalars."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed_tokens" in name]
@@ -68,9 +68,9 @@ def fit(
     seed: int,
     out: Path,
 ) -> None:
-    """`steps` optimizer steps on what `batch(step, generator)` returns, [B, T + 1] each.
+    """Run `steps` optimizer steps on the rows [B, T + 1] that `batch(step, generator)` returns.
 
-    The checkpoint goes to `out` now and then.
+    The checkpoint is saved to `out` every EVALUATE_EVERY steps.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -89,9 +89,9 @@ def fit(
         adam.zero_grad()
         if (step + 1) % LOG_EVERY == 0 or step == 0:
             values = f"loss {result.backbone:.3f} head {result.head:.3f} chain {result.chain:.3f}"
-            alike = "/".join(f"{value:.3f}" for value in result.agreement.tolist())
+            equal = "/".join(f"{value:.3f}" for value in result.agreement.tolist())
             seconds = time.monotonic() - started
-            print(f"step {step + 1}/{steps} {values} alike {alike} {seconds:.0f}s", flush=True)
+            print(f"step {step + 1}/{steps} {values} equal {equal} {seconds:.0f}s", flush=True)
         if (step + 1) % EVALUATE_EVERY == 0:
             found = evaluate.losses(model, held_out)
             print(f"  held-out {json.dumps(found)}", flush=True)
@@ -101,7 +101,7 @@ def fit(
 def prepare(
     libraries: Sequence[Path], docs: Path | None, out: Path, seed: int
 ) -> tuple[Split, Split]:
-    """Read the corpus, write the tokenizer to `out`, encode: training split, held-out split."""
+    """Read the corpus, write the tokenizer to `out`, and return the training split and the held-out split."""
     documents = corpus.build(libraries, docs)
     seen = [document for document in documents if not document.held_out]
     kept = [document for document in documents if document.held_out]
@@ -123,7 +123,7 @@ def prepare(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     own = Path(sysconfig.get_path("stdlib"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,25 +136,25 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--docs", type=Path, help="folder of the documentation's reST sources")
     parser.add_argument(
-        "--out", type=Path, required=True, help="where the checkpoint and the evaluation go"
+        "--out", type=Path, required=True, help="folder for the checkpoint and the evaluation"
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=5500,
-        help="of backbone and head together (default %(default)s)",
+        help="steps of backbone and head together (default %(default)s)",
     )
     parser.add_argument(
         "--head-steps",
         type=int,
         default=800,
-        help="of the head alone afterwards (default %(default)s)",
+        help="steps of the head alone afterwards (default %(default)s)",
     )
     parser.add_argument(
         "--dropout",
         type=float,
         default=0.1,
-        help="on what a layer adds to the residual stream (default %(default)s)",
+        help="dropout on the additions of a layer (default %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -163,7 +163,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Corpus, tokenizer, training, evaluation."""
+    """Build the corpus and the tokenizer, train the model, and evaluate it."""
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -172,7 +172,7 @@ def main() -> None:
 
     if (difference := delta.check(device)) > MAX_DIFFERENCE:
         raise RuntimeError(
-            f"delta.chunk_gated_delta_rule differs from transformers' by {difference:.1e}"
+            f"delta.chunk_gated_delta_rule differs from the one of transformers by {difference:.1e}"
         )
     modeling_qwen3_5.torch_chunk_gated_delta_rule = delta.chunk_gated_delta_rule
     torch.set_float32_matmul_precision("high")
@@ -196,8 +196,8 @@ def main() -> None:
     )
     model.save(options.out)
 
-    # From here on the weights are those of the file. What the head will be asked is to guess the
-    # backbone's greedy choices on the backbone's own text, so half of its last lessons are that.
+    # From here on the weights are those of the file. In use, the head predicts the backbone's greedy choices on the
+    # backbone's own text. So half of the last training rows are text of the backbone.
     model.load(options.out)
     model.freeze_backbone()
     written = evaluate.continuations(model, train, length=SHORT_LENGTH + 1, seed=options.seed)
