@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         end_answers: Callable[[], Awaitable[None]],
-        end_pages: Callable[[], None] = lambda: None,
+        end_pages: Callable[[], None],
         count_answers: Callable[[], int],
     ) -> None:
         super().__init__(
