@@ -27,7 +27,8 @@ ARROWS: dict[str, set[str]] = {
     "mtp.builtin.training": set(),
     "mtp.sampling": WIRE,
     "mtp.depth": WIRE,
-    "mtp.head": {"mtp.sampling"} | WIRE,
+    "mtp.kernels": set(),
+    "mtp.head": {"mtp.kernels", "mtp.sampling"} | WIRE,
     "mtp.checkpoint": {"mtp.checkpoint.format"},
     "mtp.checkpoint.format": {"mtp.head"} | TERMINAL,
     "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
@@ -44,8 +45,15 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "worker.engine": {"worker.cache", "worker.model"} | WIRE,
-    "worker.model": {"mtp.checkpoint.format", "mtp.head", "mtp.sampling", "worker.cache"} | WIRE,
-    "worker.cache": {"mtp.head", "mtp.sampling"} | WIRE,
+    "worker.model": {
+        "mtp.checkpoint.format",
+        "mtp.head",
+        "mtp.kernels",
+        "mtp.sampling",
+        "worker.cache",
+    }
+    | WIRE,
+    "worker.cache": {"mtp.head", "mtp.kernels", "mtp.sampling"} | WIRE,
     "worker.fetch": {"mtp.checkpoint.format", "mtp.checkpoint.hub", "proto.rpc"} | TERMINAL,
     "coordinator": set(),
     "coordinator.cli": {
@@ -84,6 +92,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.generation",
         "coordinator.status",
         "coordinator.text",
+        "coordinator.web",
     }
     | WIRE,
     "coordinator.api.openai_chat": {
@@ -140,7 +149,8 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.workers": {"coordinator.planning", "mtp.checkpoint.format", "proto.rpc"} | WIRE,
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
-    "coordinator.status": set(),
+    "coordinator.status": TERMINAL - {"proto"},
+    "coordinator.web": {"coordinator.status"} | WIRE,
 }
 """The folders that each folder may import from, itself aside. An arrow that no module uses is an error."""
 
@@ -164,6 +174,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.server": {"socket"},
+    "coordinator.web": {"fastapi", "starlette"},
     "coordinator.workers": {"grpc", "socket", "zeroconf"},
 }
 """The network libraries that each folder may import; folders that are not listed import none."""
