@@ -102,6 +102,7 @@ class GenerationLoop:
             accepted_by_position=tuple(meter.drafts.accepted),
             stage_ms=tuple(meter.stage_ms),
             recoveries=self.recoveries,
+            prefix_bytes=scheduler.prefixes.nbytes,
         )
 
     # ---- requests

@@ -27,7 +27,8 @@ class LoopSnapshot:
     """The state of a generation loop at one moment.
 
     `serving` is False while the loop has no pipeline. `kv_tokens` is the K/V memory, in tokens, that the admitted
-    requests reserve. `stage_ms` are average milliseconds of a decode step, by stage.
+    requests reserve. `stage_ms` are average milliseconds of a decode step, by stage. `prefix_bytes` bounds the bytes
+    of the prefix entries on each stage.
     """
 
     serving: bool
@@ -44,3 +45,4 @@ class LoopSnapshot:
     accepted_by_position: tuple[int, ...]
     stage_ms: tuple[float, ...]
     recoveries: int
+    prefix_bytes: int = 0

@@ -11,8 +11,16 @@ from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.snapshot import LoopSnapshot
+from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
-from coordinator.status.cluster_status import ClusterStatus, Health, NodeStatus, PrefillStatus
+from coordinator.status.cluster_status import (
+    ClusterStatus,
+    Health,
+    ModelStatus,
+    NodeStatus,
+    PrefillStatus,
+)
+from proto import cluster_pb2 as pb
 
 
 class LiveStatus:
@@ -27,8 +35,10 @@ class LiveStatus:
         manager: ClusterManager | None,
         model: str,
         alone: Callable[[], NodeStatus],
+        architecture: ModelStatus | None = None,
     ) -> None:
         self.loop = loop
+        self.architecture = architecture
         self.alone = alone
         self.manager = manager
         self.model = model
@@ -60,6 +70,7 @@ class LiveStatus:
             ),
             recoveries=loop.recoveries,
             uptime_seconds=self.loop.clock() - self._started,
+            architecture=self.architecture,
             **self._cluster_fields(),
         )
 
@@ -85,28 +96,34 @@ class LiveStatus:
     def _nodes(self, loop: LoopSnapshot) -> tuple[NodeStatus, ...]:
         times = loop.stage_ms
         if self.manager is None or (loop.serving and not self.manager.view.serving):
-            alone = replace(self.alone(), stage_ms=sum(times) if times else None)
-            others = [] if self.manager is None else self._members({}, times)
+            weights = self.architecture.weight_bytes if self.architecture else 0
+            alone = replace(
+                self.alone(),
+                stage_ms=sum(times) if times else None,
+                weight_bytes=weights,
+                prefix_bytes=loop.prefix_bytes,
+            )
+            others = [] if self.manager is None else self._members({}, loop)
             return (alone, *others)
         plan = self.manager.plan
         stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
-        return tuple(self._members(stages, times))
+        return tuple(self._members(stages, loop))
 
     def _members(
-        self, stages: dict[str, tuple[int, StagePlan]], times: tuple[float, ...]
+        self, stages: dict[str, tuple[int, StagePlan]], loop: LoopSnapshot
     ) -> list[NodeStatus]:
         assert self.manager is not None
         members = sorted(
             self.manager.view.members.values(),
             key=lambda m: (stages[m.address][0] if m.address in stages else 99, m.address),
         )
-        return [self._member(m, stages.get(m.address), times) for m in members]
+        return [self._member(m, stages.get(m.address), loop) for m in members]
 
     def _member(
-        self, member: Member, stage: tuple[int, StagePlan] | None, times: tuple[float, ...]
+        self, member: Member, stage: tuple[int, StagePlan] | None, loop: LoopSnapshot
     ) -> NodeStatus:
         assert self.manager is not None
-        view = self.manager.view
+        view, times = self.manager.view, loop.stage_ms
         client = self.manager.clients.get(member.address)
         worker_status = client.worker_status if client else None
         in_use = stage is not None and member.address in view.serving
@@ -122,7 +139,34 @@ class LiveStatus:
             memory_limit=member.memory_limit,
             loaded=done / total if loading and total else None,
             stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,
+            weight_bytes=stage[1].weight_bytes if stage and in_use else 0,
+            prefix_bytes=loop.prefix_bytes if in_use else 0,
+            chip=member.chip,
+            bytes_per_second=member.speed * REFERENCE_BANDWIDTH,
+            pinned=str(member.pinned) if member.pinned else None,
+            failure_count=member.failure_count,
+            loaded_bytes=done if loading else 0,
+            load_bytes=total if loading else 0,
+            weights_from=self._weights_from(member) if loading else "",
+            **_counters(worker_status),
         )
+
+    def _weights_from(self, member: Member) -> str:
+        assert self.manager is not None
+        if member.has_files:
+            return "disk"
+        return "coordinator" if self.manager.model.share_weights else "hub"
+
+
+def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
+    """Return the fields of a NodeStatus that the worker counts."""
+    if worker_status is None:
+        return {}
+    return {
+        "busy_seconds": worker_status.busy_us / 1e6,
+        "bytes_in": worker_status.bytes_in,
+        "bytes_out": worker_status.bytes_out,
+    }
 
 
 def _health(member: Member, *, in_use: bool, loading: bool) -> Health:

@@ -30,6 +30,7 @@ from coordinator.pipeline.local import LocalPipelines, LocalSource
 from coordinator.server.download import ModelDownload
 from coordinator.server.live_status import LiveStatus
 from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
+from coordinator.server.model_status import model_status
 from coordinator.server.options import ServeOptions
 from coordinator.server.starting_app import SwitchedApp, starting_app
 from coordinator.text.model_info import ModelInfo, generation_defaults
@@ -147,14 +148,17 @@ class _Server:
             checkpoint.config.max_positions,
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
         )
-        self.app.app = create_app(
+        app = create_app(
             loop,
             tokenizer,
             model,
-            LiveStatus(loop, manager, model.id, local.status),
+            LiveStatus(loop, manager, model.id, local.status, model_status(checkpoint)),
             self.api_options,
             replan=manager.replan if manager else None,
         )
+        self._end_pages()  # they reconnect to the app that serves the model
+        app.state.live_feed.start()
+        self.app.app = app
         return loop, manager
 
 

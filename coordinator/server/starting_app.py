@@ -14,6 +14,9 @@ from coordinator.api.request.context import Api, ApiOptions
 from coordinator.api.request.errors import install_error_handlers
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
+from coordinator.web import event_stream
+from coordinator.web.assets import page_routes
+from coordinator.web.live_feed import LiveFeed
 from proto.errors import NotReadyError
 
 
@@ -29,12 +32,16 @@ class SwitchedApp:
 
 
 def starting_app(status: StatusSource, options: ApiOptions) -> FastAPI:
-    """Return an app with the operators' endpoints, which answers every other request with status 503."""
+    """Return an app with the page and the operators' endpoints. It answers every other request with status 503."""
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     absent = cast(Any, None)  # these endpoints use neither generator, tokenizer nor model
-    app.state.api = Api(absent, absent, absent, status, options, Metrics(status))
-    app.include_router(health.router, dependencies=[Depends(require_key)])
+    metrics = Metrics(status)
+    app.state.api = Api(absent, absent, absent, status, options, metrics)
+    app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock)
+    for router in (health.router, event_stream.router):
+        app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
+    app.router.routes += page_routes
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse(request: Request) -> None:

@@ -161,7 +161,8 @@ class LiveFeed:
 def status_fields(status: ClusterStatus) -> Json:
     """Return the fields of `status` for a page, with the lines about its activity."""
     fields = asdict(status)
-    del fields["uptime_seconds"]  # it would change in every message
+    for name in ("uptime_seconds", "phase_seconds"):
+        del fields[name]  # they would change in every message
     fields["started_at"] = round(time.time() - status.uptime_seconds)
     fields["tokens_per_second"] = round(status.tokens_per_second, 2)
     for node in fields["nodes"]:
