@@ -69,6 +69,10 @@ def worker(
             help="Let macOS page the weights out. The default on machines of 16 GB and less.",
         ),
     ] = False,
+    allow_sleep: Annotated[
+        bool,
+        typer.Option("--allow-sleep", help="Let a Mac fall asleep while the worker runs."),
+    ] = False,
     no_mdns: Annotated[
         bool, typer.Option("--no-mdns", help="Do not announce this worker on the network.")
     ] = False,
@@ -123,6 +127,7 @@ def worker(
         mdns=not no_mdns,
         state_dir=state_dir,
         wired=not no_wired_memory,
+        awake=not allow_sleep,
     )
     asyncio.run(run(options))
 

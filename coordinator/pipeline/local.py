@@ -29,6 +29,7 @@ from proto.frame import Frame
 from proto.progress import OnProgress
 from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
+from worker.engine.apple_gpu import default_prefill_chunk, warn_of_emulated_bfloat16
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
@@ -162,6 +163,7 @@ class LocalPipeline:
         release_weights()
         stages = self._model.load(self.thread.expect, on_progress)
         wire_weights(wanted=self._model.wired)
+        warn_of_emulated_bfloat16(stages[0].dtype)
         last = stages[-1]
         verifier = Verifier(last.modules, last.kv_format)
         self._engines = [
@@ -259,6 +261,11 @@ class LocalPipelines:
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None
+
+    @staticmethod
+    def default_prefill_chunk() -> int:
+        """Return the tokens of a prompt chunk that suit the GPU of this machine."""
+        return default_prefill_chunk()
 
     def status(self) -> NodeStatus:
         """Return the status of this process while it serves alone."""

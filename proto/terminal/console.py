@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 from proto.errors import ClusterError
 from proto.frame import VERSION
+from proto.terminal.open_files import raise_open_file_limit
 
 
 def run(program: str, app: Callable[[], object]) -> None:
@@ -23,6 +24,7 @@ def run(program: str, app: Callable[[], object]) -> None:
     A ClusterError prints one line on stderr, without a traceback. Any other exception is a bug and keeps its
     traceback.
     """
+    raise_open_file_limit()
     try:
         app()
     except ClusterError as error:

@@ -34,6 +34,7 @@ WORKER: Rows = {
     "--no-mdns": ([], {"mdns": False}),
     "--state-dir": (["state"], {"state_dir": Path("state")}),
     "--no-wired-memory": ([], {"wired": False}),
+    "--allow-sleep": ([], {"awake": False}),
     "--insecure": (["--listen", "0.0.0.0:7"], {"host": "0.0.0.0", "port": 7}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),
@@ -62,6 +63,7 @@ SERVE: Rows = {
     "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
     "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
     "--no-wired-memory": ([], {"wired": False}),
+    "--allow-sleep": ([], {"awake": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),
 }

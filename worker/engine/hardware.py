@@ -20,7 +20,10 @@ RECOMMENDED_SHARE = 0.85
 """Default memory limit as a share of the bytes Metal recommends. Other programs use the GPU's memory too."""
 
 PROBE_ROWS = 4096
-"""Of a square fp32 matrix: 64 MB, more than any cache."""
+"""Rows and columns of an fp32 matrix of 64 MB, which exceeds the caches of most chips."""
+
+GPU_MATRICES = 16
+"""Matrices of one evaluation on a GPU: 1 GB, which takes 2 ms even at 500 GB/s."""
 
 PROBES = 10
 
@@ -73,21 +76,24 @@ def chip() -> str:
 
 
 def measured_bandwidth() -> float:
-    """Bytes a second that a matrix-vector product reads: what decoding one token consists of.
+    """Return the bytes a second that matrix-vector products read, since decoding consists of these.
 
-    The best of several, rounded to half octaves: equal machines must count as equal, or every start would cut the
-    model elsewhere. Takes a tenth of a second; must run on the thread that computes.
+    A GPU reads GPU_MATRICES different matrices in one evaluation. With one matrix the cost of an evaluation, about
+    0.2 ms on Metal, would hide the difference between chips, and a large cache would hold the matrix. The best of
+    several probes is rounded to half octaves, so that equal machines count as equal and the cut stays the same over
+    restarts. Takes a tenth of a second. Call it on the thread that computes.
     """
-    weights = mx.random.uniform(shape=(PROBE_ROWS, PROBE_ROWS))
-    vector = mx.random.uniform(shape=(PROBE_ROWS,))
-    mx.eval(weights, vector)
+    count = 1 if backend() == "cpu" else GPU_MATRICES
+    matrices = [mx.full((PROBE_ROWS, PROBE_ROWS), 1.0 + i) for i in range(count)]
+    vector = mx.ones((PROBE_ROWS,))
+    mx.eval(*matrices, vector)
     best = math.inf
-    for _ in range(PROBES):
+    for _ in range(PROBES):  # the first one also compiles and warms up
         started = time.perf_counter()
-        mx.eval(weights @ vector)
+        mx.eval([matrix @ vector for matrix in matrices])
         best = min(best, time.perf_counter() - started)
     mx.clear_cache()
-    octaves = math.log2(weights.nbytes / best)
+    octaves = math.log2(sum(matrix.nbytes for matrix in matrices) / best)
     return float(2 ** (round(2 * octaves) / 2))
 
 

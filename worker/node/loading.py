@@ -10,6 +10,7 @@ from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.progress import OnProgress
+from worker.engine.apple_gpu import warn_of_emulated_bfloat16
 from worker.engine.memory import release_weights, wire_weights
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
@@ -84,4 +85,5 @@ def read_stage(
         )
     wire_weights(wanted=identity.wired)
     stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
+    warn_of_emulated_bfloat16(stage.dtype)
     return LoadedStage(key, stage, weight_bytes)

@@ -28,6 +28,7 @@ class WorkerOptions:
     mdns: bool
     state_dir: Path | None
     wired: bool = True
+    awake: bool = True
 
 
 def remembered_port(state_dir: Path | None, name: str, host: str) -> int:

@@ -12,6 +12,7 @@ import grpc.aio
 
 from proto.announcement import Announcement
 from proto.errors import UsageError
+from proto.terminal.keep_awake import keep_awake
 from worker.engine.hardware import measured_bandwidth
 from worker.engine.memory import set_limits
 from worker.node.announce import announced
@@ -46,6 +47,7 @@ async def run(options: WorkerOptions) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
     async with AsyncExitStack() as stack:
+        stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
         port = _bind(server, options)
         await server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -35,3 +36,39 @@ def test_residency_is_renewed_on_macos_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(hardware.REFRESH, "100")
     hardware.renew_residency()
     assert os.environ[hardware.REFRESH] == "100"
+
+
+@pytest.mark.parametrize(("chip", "speed"), [("M4", 120e9), ("M4 Max", 546e9), ("M3 Ultra", 819e9)])
+def test_the_bandwidth_probe_sees_the_chip_and_not_the_evaluation(
+    monkeypatch: pytest.MonkeyPatch, chip: str, speed: float
+) -> None:
+    """With Metal's cost of 0.25 ms an evaluation, the result is within half an octave of the chip's bandwidth."""
+    clock = [0.0]
+
+    def evaluate(*arrays: Any) -> None:
+        products = arrays[0] if isinstance(arrays[0], list) else []
+        clock[0] += 0.25e-3 + len(products) * hardware.PROBE_ROWS**2 * 4 / speed
+
+    monkeypatch.setattr(hardware, "backend", lambda: "metal")
+    monkeypatch.setattr(mx, "eval", evaluate)  # nothing is computed, so no memory is used
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert 2**-0.5 < hardware.measured_bandwidth() / speed < 2**0.5, chip
+
+
+def test_the_bandwidth_probe_reads_different_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One evaluation on a GPU covers GPU_MATRICES different matrices, and the result is finite and positive."""
+    monkeypatch.setattr(hardware, "backend", lambda: "metal")
+    monkeypatch.setattr(hardware, "PROBE_ROWS", 64)
+    evaluated: list[int] = []
+    evaluate = mx.eval
+
+    def record(*arrays: Any) -> None:
+        if isinstance(arrays[0], list):
+            evaluate(*arrays)
+            evaluated.append(len({product[0].item() for product in arrays[0]}))
+        else:
+            evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", record)
+    assert 0 < hardware.measured_bandwidth() < float("inf")
+    assert evaluated == [hardware.GPU_MATRICES] * hardware.PROBES

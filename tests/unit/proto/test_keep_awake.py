@@ -1,0 +1,74 @@
+"""Keeping a Mac awake."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from proto.terminal.keep_awake import keep_awake
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def caffeinate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake `caffeinate` on a pretended Mac. It writes its process id and its arguments to the returned file."""
+    said = tmp_path / "said"
+    program = tmp_path / "bin" / "caffeinate"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$$ $@" > {said}.new && mv {said}.new {said}\nexec sleep 60\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("sys.platform", "darwin")
+    return said
+
+
+def wait_for(file: Path) -> str:
+    """Return the text of a file that another process writes."""
+    deadline = time.monotonic() + DEADLINE
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return file.read_text()
+
+
+def test_caffeinate_runs_while_the_program_serves(caffeinate: Path) -> None:
+    """Inside the block `caffeinate` holds an assertion for this process, and it has ended afterwards."""
+    with keep_awake():
+        pid, *arguments = wait_for(caffeinate).split()
+        assert arguments == ["-i", "-s", "-w", str(os.getpid())]
+        assert psutil.pid_exists(int(pid))
+    assert not psutil.pid_exists(int(pid))
+
+
+def test_sleep_can_be_allowed(caffeinate: Path) -> None:
+    """With `enabled` False nothing is started."""
+    with keep_awake(enabled=False):
+        time.sleep(0.2)
+    assert not caffeinate.exists()
+
+
+def test_other_systems_are_left_alone(caffeinate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Linux nothing is started."""
+    monkeypatch.setattr("sys.platform", "linux")
+    with keep_awake():
+        time.sleep(0.2)
+    assert not caffeinate.exists()
+
+
+def test_a_mac_without_caffeinate_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing program is logged and does not stop the start."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with keep_awake():
+        pass
+    assert "may fall asleep" in caplog.text
