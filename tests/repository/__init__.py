@@ -1,1 +1,1 @@
-"""Checks of the repository itself: layout, docs, flags, packaging, deploy files."""
+"""Checks of the repository itself: layout, prose, docs, flags, packaging, deploy files."""

@@ -1,4 +1,4 @@
-"""What the benches stand on: a model that every server can be asked the same of, and figures that are left behind."""
+"""The parts that the benches share: the random model, the published figures, and the ratios."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.stages.local_run import run
 
 
 def test_the_random_model_says_words_to_the_end(tmp_path: Path) -> None:
-    """Prompts have the length asked for, and every token of an answer is one that shows at once; none ends it."""
+    """Prompts have the requested length; every token of an answer is visible at once, and none is an end token."""
     model = write_random_model(tmp_path / "random", hidden=64, layers=2, dtype=mx.bfloat16)
     assert (model / "model.safetensors.index.json").exists()
     tokenizer = Tokenizer.load(model)
@@ -28,7 +28,7 @@ def test_the_random_model_says_words_to_the_end(tmp_path: Path) -> None:
 
 
 def test_prompts_of_two_seeds_share_nothing(tmp_path: Path) -> None:
-    """A server's prefix cache finds nothing of one in the other."""
+    """Prompts of two seeds share no prefix, so that a server's prefix cache cannot help."""
     model = write_random_model(tmp_path / "random", hidden=64, layers=2, dtype=mx.bfloat16)
     tokenizer = Tokenizer.load(model)
     one, other = (tokenizer.encode(prompt_of(tokenizer, 20, seed)) for seed in (1, 2))
@@ -36,7 +36,7 @@ def test_prompts_of_two_seeds_share_nothing(tmp_path: Path) -> None:
 
 
 def test_figures_and_chart_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One JSON file with the hardware in it and one PNG, under the bench's name."""
+    """A bench writes one JSON file with the hardware and one PNG, under its name."""
     monkeypatch.setattr(report, "FOLDER", tmp_path / "bench")
     report.publish("name", {"a": 1.5}, {"title": report.bars({"a": 1.5}, "s")})
     written = json.loads((tmp_path / "bench" / "name.json").read_text())
@@ -48,7 +48,7 @@ def test_figures_and_chart_are_written(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_bench_of_checkpoints_leaves_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row it prints is in its JSON file, and there is a chart."""
+    """The bench writes every printed row into its JSON file, and a chart."""
     monkeypatch.setattr(report, "FOLDER", tmp_path)
     checkpoints.show([checkpoints.Row("convert", 4, 6, 0.5), checkpoints.Row("add", 2, 2, 1.0)], 9)
     figures = json.loads((tmp_path / "checkpoints.json").read_text())["figures"]
@@ -58,7 +58,7 @@ def test_the_bench_of_checkpoints_leaves_its_figures(
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    """The median of the rounds' ratios; for seconds the smaller is the faster."""
+    """A speed-up is the median of the ratios within the rounds; for seconds the smaller value is faster."""
     rounds = {
         "first token": {servers.OURS: [1.0, 2.0, 4.0], servers.ONE: [2.0, 6.0, 4.0]},
         "one stream": {servers.OURS: [1.0, 2.0, 4.0], servers.ONE: [2.0, 6.0, 4.0]},

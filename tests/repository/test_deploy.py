@@ -1,4 +1,4 @@
-"""deploy/: each file parses as what it is, and starts our programs with flags they have."""
+"""The files in deploy/ parse, and start our programs with flags that exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_agent(path: Path) -> dict[str, Any]:
 
 
 class UnitParser(configparser.ConfigParser):
-    """systemd's format is close enough to INI: `%` means nothing here, a repeated key is an error."""
+    """A parser of systemd units, which resemble INI files; `%` has no meaning, and a repeated key is an error."""
 
     def __init__(self) -> None:
         super().__init__(interpolation=None, strict=True)
@@ -52,7 +52,7 @@ def read_unit(path: Path) -> UnitParser:
 
 
 def read_containerfile() -> list[tuple[str, str]]:
-    """(instruction, arguments) in order; comments dropped, continued lines joined."""
+    """Return (instruction, arguments) in order, without comments and with continued lines joined."""
     lines = [line for line in CONTAINERFILE.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     pairs = [line.partition(" ") for line in joined.splitlines() if line.strip()]
@@ -60,7 +60,7 @@ def read_containerfile() -> list[tuple[str, str]]:
 
 
 def calls() -> list[CommandLine]:
-    """Every call of our programs in deploy/, the pages aside (tests/repository/test_docs.py reads those)."""
+    """Return every call of our programs in deploy/, except those in pages (see tests/repository/test_docs.py)."""
     found = [from_words(path.name, read_agent(path)["ProgramArguments"]) for path in AGENTS]
     found += [from_words(p.name, shlex.split(read_unit(p)["Service"]["ExecStart"])) for p in UNITS]
     commands = [json.loads(rest) for word, rest in read_containerfile() if word == "CMD"]
@@ -69,19 +69,19 @@ def calls() -> list[CommandLine]:
 
 
 def test_both_programs_have_an_agent_and_a_unit() -> None:
-    """Nothing below is vacuous: two agents, two units, one image's default."""
+    """The tests below find two agents, two units and the default of one image."""
     assert sorted(call.program for call in calls()) == ["mtp-coord"] * 3 + ["mtp-worker"] * 2
 
 
 @pytest.mark.parametrize("call", calls(), ids=str)
 def test_services_start_with_flags_that_exist(call: CommandLine) -> None:
-    """A service file with a flag its program refuses would restart for ever."""
+    """A service has only flags that exist: with an unknown flag it would restart without end."""
     assert call.unknown_flags() == []
 
 
 @pytest.mark.parametrize("call", calls(), ids=str)
 def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
-    """A service that binds off loopback carries --insecure, without which the program refuses; others do not."""
+    """A service has --insecure if and only if it listens outside loopback."""
     words = " ".join(call.args)
     elsewhere = re.search(r"--(listen|host) (?!127\.0\.0\.1)", words) is not None
     assert ("--insecure" in call.args) == elsewhere
@@ -89,7 +89,7 @@ def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
 
 @each_agent
 def test_launchd_agent(path: Path) -> None:
-    """A property list named after its label, restarted after a crash, with time to drain and a log to read."""
+    """An agent is named after its label, restarts after a crash, has time to drain, and writes a log."""
     agent = read_agent(path)
     assert agent["Label"] == path.stem
     assert all(isinstance(word, str) for word in agent["ProgramArguments"])
@@ -101,7 +101,7 @@ def test_launchd_agent(path: Path) -> None:
 
 @each_agent
 def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
-    """launchd expands neither ~ nor $HOME: what stands for a path is replaced by deploy/README.md's commands."""
+    """The commands of deploy/README.md replace every placeholder, since launchd expands neither ~ nor $HOME."""
     agent = path.read_text().partition("<plist")[2]
     assert "~" not in agent
     assert "$" not in agent
@@ -113,7 +113,7 @@ def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
 
 @each_unit
 def test_systemd_unit_has_what_a_service_needs(path: Path) -> None:
-    """Restarts after a crash but not after a usage error, drains, and runs with as few rights as it can."""
+    """A unit restarts after a crash but not after a usage error, drains, and has few privileges."""
     unit = read_unit(path)
     service = unit["Service"]
     assert unit["Install"]["WantedBy"] == "multi-user.target"
@@ -127,7 +127,7 @@ def test_systemd_unit_has_what_a_service_needs(path: Path) -> None:
 @each_unit
 @pytest.mark.skipif(which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
-    """systemd's own verifier finds nothing to say, once the program's path exists."""
+    """systemd's own verifier accepts the unit when the path of the program exists."""
     installed = Path(sys.executable).parent
     copy = tmp_path / path.name
     copy.write_text(path.read_text().replace("/opt/mtp-cluster/bin", str(installed)))
@@ -143,7 +143,7 @@ def test_systemd_accepts_the_unit(path: Path, tmp_path: Path) -> None:
 
 
 def test_containerfile() -> None:
-    """Builds from what is in the repository, runs as nobody in particular, and says what it listens on."""
+    """The image is built from files of the repository, does not run as root, and declares its port."""
     instructions = read_containerfile()
     words = [word for word, _ in instructions]
     assert words[0] == "FROM"
@@ -169,7 +169,7 @@ def test_containerfile() -> None:
 
 
 def test_prometheus_scrapes_the_coordinator() -> None:
-    """One job, the metrics path the API has, the port `serve` has by default."""
+    """The configuration has one job, with the metrics path of the API and the default port of `serve`."""
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     assert job["metrics_path"] == "/metrics"

@@ -1,4 +1,4 @@
-"""The pages: every link leads somewhere, every command and flag they show exists."""
+"""The pages: every link has a target, and every command and flag exists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def test_readme_opens_with_the_two_commands() -> None:
-    """A stranger's first screen: run it, test it."""
+    """The README shows the two make commands near its top."""
     block = re.search(r"\A# mtp-cluster\n\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert block is not None
     assert [line.partition("#")[0].strip() for line in block[1].splitlines()] == [
@@ -39,14 +39,14 @@ def test_readme_opens_with_the_two_commands() -> None:
 
 
 def test_readme_names_every_command() -> None:
-    """Its table is where a newcomer looks for what there is."""
+    """The README mentions every command of `mtp-coord`."""
     named = {call.command for call in CALLS if call.source == "README.md"}
     assert set(COMMANDS) <= named
 
 
 @each_page
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    """A file or folder of this repository stands behind each."""
+    """Every relative link leads to a file or folder of this repository."""
     targets = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
@@ -62,5 +62,5 @@ def test_make_targets_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_commands_and_flags_exist(call: CommandLine) -> None:
-    """What a page tells people to type is accepted by the program it names."""
+    """The programs accept the commands and flags that the pages show."""
     assert call.unknown_flags() == []

@@ -1,4 +1,4 @@
-"""Every flag of `mtp-worker` and `mtp-coord serve` reaches what runs: each has a row here, and does what it says."""
+"""The flags of `mtp-worker` and `mtp-coord serve`: each has a row here and sets its own option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 
 Decided = dict[str, Any]
-"""Options by name, with the log's level and format."""
+"""The options by name, with the level and format of the log."""
 
 Decide = Callable[..., Decided]
 Rows = dict[str, tuple[Sequence[str], Decided]]
@@ -72,7 +72,7 @@ SERVE: Rows = {
 def deciding(
     monkeypatch: pytest.MonkeyPatch, module: str, edge: str, command: TyperCommand
 ) -> Decide:
-    """The command as a function of its words, that ends where it would run."""
+    """Return a function that parses the words of the command and returns the options it would run with."""
     monkeypatch.delenv("MTP_API_KEY", raising=False)
 
     def decide(*words: str) -> Decided:
@@ -113,7 +113,7 @@ def worker_command() -> TyperCommand:
 
 @pytest.mark.parametrize("flag", WORKER)
 def test_a_workers_flag_does_what_it_says(flag: str, decide_worker: Decide) -> None:
-    """It changes the options it is for, and no others."""
+    """The flag changes its own options and no others."""
     words, change = WORKER[flag]
     plain = decide_worker()
     assert decide_worker(flag, *words) == {**plain, **change} != plain
@@ -121,21 +121,21 @@ def test_a_workers_flag_does_what_it_says(flag: str, decide_worker: Decide) -> N
 
 @pytest.mark.parametrize("flag", SERVE)
 def test_a_flag_of_serve_does_what_it_says(flag: str, decide_serve: Decide) -> None:
-    """It changes the options it is for, and no others."""
+    """The flag changes its own options and no others."""
     words, change = SERVE[flag]
     plain = decide_serve()
     assert decide_serve(flag, *words) == {**plain, **change} != plain
 
 
 def test_no_flag_is_left_out() -> None:
-    """A flag that is added needs a row, and an option that nothing decides has none."""
+    """Every flag of both programs has a row."""
     for command, rows in ((worker_command(), WORKER), (load_command("serve"), SERVE)):
         flags = {parameter.opts[0] for parameter in command.params} - {"--version", "--help"}
         assert flags == set(rows)
 
 
 def test_no_option_is_left_out(decide_worker: Decide, decide_serve: Decide) -> None:
-    """Every option can be decided by some flag, but for the name of the machine a coordinator runs on."""
+    """A flag sets every option, except the name of the coordinator's machine."""
     for decided, rows in ((decide_worker(), WORKER), (decide_serve(), SERVE)):
         changed = {name for _, change in rows.values() for name in change}
         assert set(decided) - changed <= ({"name"} if rows is SERVE else set())
@@ -144,7 +144,7 @@ def test_no_option_is_left_out(decide_worker: Decide, decide_serve: Decide) -> N
 def test_keys_from_the_environment(
     decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As vLLM's clients have it: a variable, which no list of processes shows; help does not tell what it holds."""
+    """MTP_API_KEY sets the keys without showing them in a process list or in the help."""
     monkeypatch.setenv("MTP_API_KEY", "secret-1 secret-2")
     assert decide_serve()["api_keys"] == ("secret-1", "secret-2")
     assert decide_serve("--api-key", "other")["api_keys"] == ("other",)
@@ -155,7 +155,7 @@ def test_keys_from_the_environment(
 
 @pytest.mark.parametrize("key", ["", " "])
 def test_an_empty_key_is_refused(decide_serve: Decide, key: str) -> None:
-    """It would let everybody in."""
+    """An empty key is refused, since it would accept every client."""
     with pytest.raises(UsageError, match="--api-key"):
         decide_serve("--api-key", key)
 
@@ -164,13 +164,13 @@ def test_an_empty_key_is_refused(decide_serve: Decide, key: str) -> None:
 def test_an_empty_variable_is_refused(
     decide_serve: Decide, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """A service file whose variable was never filled in would let everybody in."""
+    """An empty variable is refused, since it would accept every client."""
     monkeypatch.setenv("MTP_API_KEY", key)
     with pytest.raises(UsageError, match="MTP_API_KEY"):
         decide_serve()
 
 
 def test_a_key_makes_no_listener_safe(decide_serve: Decide) -> None:
-    """What is sent is still not encrypted, the key neither: elsewhere than on loopback it takes --insecure."""
+    """Listening outside loopback needs --insecure even with a key, since the traffic is not encrypted."""
     with pytest.raises(UsageError, match="--insecure"):
         decide_serve("--host", "0.0.0.0", "--api-key", "secret")

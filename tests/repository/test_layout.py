@@ -1,4 +1,4 @@
-"""The layout of DESIGN §11 and the habits of STYLE, read from the source so that neither erodes."""
+"""The layout of DESIGN §11 and the rules for files and functions, checked against the source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TERMINAL = {"proto", "proto.terminal"}
 
 ARROWS: dict[str, set[str]] = {
     "proto": set(),
-    "proto.rpc": WIRE,
+    "proto.rpc": {"proto.trust"} | WIRE,
+    "proto.trust": WIRE,
     "proto.terminal": WIRE,
     "mtp": set(),
     "mtp.builtin": set(),
@@ -39,6 +40,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.hub",
         "mtp.head",
         "proto.rpc",
+        "proto.trust",
         "worker.engine",
         "worker.fetch",
         "worker.model",
@@ -54,7 +56,8 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "worker.cache": {"mtp.head", "mtp.kernels", "mtp.sampling"} | WIRE,
-    "worker.fetch": {"mtp.checkpoint.format", "mtp.checkpoint.hub", "proto.rpc"} | TERMINAL,
+    "worker.fetch": {"mtp.checkpoint.format", "mtp.checkpoint.hub", "proto.rpc", "worker.engine"}
+    | TERMINAL,
     "coordinator": set(),
     "coordinator.cli": {
         "coordinator.generation",
@@ -80,6 +83,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.planning",
         "coordinator.status",
         "coordinator.text",
+        "coordinator.web",
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.depth",
@@ -87,6 +91,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.api": {
+        "coordinator.api.anthropic",
         "coordinator.api.openai_chat",
         "coordinator.api.request",
         "coordinator.generation",
@@ -101,6 +106,11 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.text",
     }
     | WIRE,
+    "coordinator.api.anthropic": {
+        "coordinator.api.answer",
+        "coordinator.api.request",
+        "coordinator.text",
+    },
     "coordinator.api.answer": {
         "coordinator.api.request",
         "coordinator.generation",
@@ -146,16 +156,22 @@ ARROWS: dict[str, set[str]] = {
         "worker.node",
     }
     | TERMINAL,
-    "coordinator.workers": {"coordinator.planning", "mtp.checkpoint.format", "proto.rpc"} | WIRE,
+    "coordinator.workers": {
+        "coordinator.planning",
+        "mtp.checkpoint.format",
+        "proto.rpc",
+        "proto.trust",
+    }
+    | WIRE,
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
     "coordinator.web": {"coordinator.status"} | WIRE,
 }
-"""The folders that each folder may import from, itself aside. An arrow that no module uses is an error."""
+"""The other folders that each folder imports from. An arrow that no module uses is an error."""
 
 COMPOSITION_ROOTS = {"coordinator.pipeline.local"}
-"""The modules of `coordinator` that import `worker`: they run stages in the coordinator's own process."""
+"""The modules of `coordinator` that import `worker`, because they run stages in the coordinator's process."""
 
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "huggingface_hub", "requests", "socket"}
 WIRES |= {"ssl", "starlette", "urllib", "uvicorn", "zeroconf"}
@@ -169,6 +185,7 @@ WIRES_OF: dict[str, set[str]] = {
     "worker.node": {"grpc", "socket", "zeroconf"},
     "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
     "coordinator.api.answer": {"starlette"},
+    "coordinator.api.anthropic": {"fastapi", "starlette"},
     "coordinator.api.openai_chat": {"fastapi", "starlette"},
     "coordinator.api.request": {"fastapi", "starlette"},
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},
@@ -203,7 +220,7 @@ class Module:
         return ast.parse(self.text)
 
     def imports(self) -> Iterator[tuple[str, list[str]]]:
-        """Every module named by an import anywhere in the file, with the names taken from it."""
+        """Yield every module that the file imports, with the imported names."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((alias.name, []) for alias in node.names)
@@ -229,7 +246,7 @@ each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: modu
 
 
 def imported_modules(module: Module) -> set[str]:
-    """Our own modules this one imports: `from proto.rpc import link` counts as proto.rpc.link."""
+    """Return our own modules that `module` imports; `from proto.rpc import link` counts as proto.rpc.link."""
     found = set()
     for source, names in module.imports():
         submodules = {f"{source}.{name}" for name in names} & BY_NAME.keys()
@@ -315,7 +332,7 @@ def test_no_import_cycles() -> None:
 
 @each_module
 def test_a_file_is_read_in_one_sitting(module: Module) -> None:
-    """It says what it is in its first line, and it is short."""
+    """A file begins with a docstring, is short, and has a specific name."""
     assert ast.get_docstring(module.tree), f"{module.path} has no docstring"
     assert len(module.text.splitlines()) <= MAX_FILE_LINES
     assert module.path.stem not in {"utils", "helpers", "misc", "common"}
@@ -323,7 +340,7 @@ def test_a_file_is_read_in_one_sitting(module: Module) -> None:
 
 @each_module
 def test_a_function_fits_a_screen(module: Module) -> None:
-    """Its body, from the docstring on: a command's signature is a table of flags and may be longer."""
+    """The body of a function is short; the signature of a command is a table of flags and may be longer."""
     long = {
         node.name: length
         for node in ast.walk(module.tree)
@@ -335,7 +352,7 @@ def test_a_function_fits_a_screen(module: Module) -> None:
 
 @each_module
 def test_nothing_is_left_for_later(module: Module) -> None:
-    """No marker of unfinished work and no silenced linter; a `type: ignore` names its error."""
+    """No comment marks unfinished work or silences the linter."""
     comments = [line for line in module.text.splitlines() if "#" in line]
     for marker in ("TODO", "FIXME", "XXX", "noqa"):
         assert not [line for line in comments if marker in line]

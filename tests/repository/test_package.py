@@ -1,4 +1,4 @@
-"""What a stranger gets: the distribution, its pinned versions, the Makefile."""
+"""The distribution, its pinned versions, and the Makefile."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ PACKAGES = {"proto", "mtp", "worker", "coordinator"}
 
 
 def pinned() -> dict[str, str]:
-    """constraints.txt as canonical name → version."""
+    """Return constraints.txt as a dict from canonical name to version."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(name): exact for name, exact in pairs}
 
 
 def requirements() -> list[Requirement]:
-    """Everything pyproject asks for, extras included, our own extras aside."""
+    """Return the requirements of pyproject.toml, with the extras and without our own package."""
     extras = PROJECT["optional-dependencies"].values()
     asked = [Requirement(text) for group in [PROJECT["dependencies"], *extras] for text in group]
     return [requirement for requirement in asked if requirement.name != PROJECT["name"]]
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The modules a file names in its imports."""
+    """Yield the modules that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -49,7 +49,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """The wheel as `pip wheel .` would build it, built offline with the installed build backend."""
+    """Build the wheel offline with the installed build backend, as `pip wheel .` does."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
@@ -58,14 +58,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
 
 
 def test_the_wheel_holds_our_packages_and_nothing_else(wheel: zipfile.Path) -> None:
-    """Four packages and the metadata: no tests, no deploy files, nothing of the working tree."""
+    """The wheel holds the four packages and the metadata, and nothing else."""
     top = {entry.name for entry in wheel.iterdir()}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
 
 
 @pytest.mark.skipif(which("git") is None, reason="git is not installed")
 def test_the_wheel_holds_every_data_file(wheel: zipfile.Path) -> None:
-    """What lies beside the code and is in git is installed with it: the built-in model above all."""
+    """The wheel holds the data files that are in git, such as the built-in model."""
     listed = subprocess.run(
         ["git", "ls-files", *sorted(PACKAGES)],
         cwd=ROOT,
@@ -87,12 +87,12 @@ def test_the_wheel_holds_every_data_file(wheel: zipfile.Path) -> None:
 
 
 def test_the_wheel_is_small(wheel: zipfile.Path) -> None:
-    """The built-in model may take 16 MB; the rest is text."""
+    """The wheel stays below 18 MB: 16 MB for the built-in model, and text."""
     assert Path(str(wheel.root.filename)).stat().st_size < 18 * 2**20
 
 
 def test_one_version_everywhere() -> None:
-    """The newest heading of the changelog, pyproject and the installed metadata agree."""
+    """The newest heading of the changelog, pyproject.toml and the installed metadata have the same version."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
     newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - (unreleased|\d{4}-\d\d-\d\d)$", changelog, re.M)
     assert newest is not None
@@ -100,7 +100,7 @@ def test_one_version_everywhere() -> None:
 
 
 def test_constraints_are_names_and_versions_only() -> None:
-    """No index, no path, no option, no local version: anyone's pip can take them."""
+    """constraints.txt has names and versions only, so that every pip accepts it."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert lines[0].startswith("# ")
     assert [line for line in lines[1:] if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
@@ -108,7 +108,7 @@ def test_constraints_are_names_and_versions_only() -> None:
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
 def test_every_requirement_has_a_tested_version(requirement: Requirement) -> None:
-    """Each is a range, and the version the tests passed with lies inside it."""
+    """The tested version of each requirement lies inside its range."""
     elsewhere = requirement.marker is not None and not requirement.marker.evaluate()
     exact = pinned().get(canonicalize_name(requirement.name))
     assert exact is not None or elsewhere
@@ -117,7 +117,7 @@ def test_every_requirement_has_a_tested_version(requirement: Requirement) -> Non
 
 
 def test_every_library_we_import_is_declared() -> None:
-    """A library that only happens to be there because another one needs it may be gone tomorrow."""
+    """Every imported library is a declared dependency, not only one of another library."""
     imported = {
         name.partition(".")[0]
         for package in PACKAGES
@@ -138,7 +138,7 @@ def test_every_library_we_import_is_declared() -> None:
 
 
 def test_runtime_dependencies_are_bounded_ranges() -> None:
-    """A lower and an upper bound on each; of MLX and mlx-lm, whose layers and names we use, one minor version."""
+    """Each runtime dependency has a lower and an upper bound; MLX and mlx-lm are bound to one minor version."""
     runtime = [Requirement(text) for text in PROJECT["dependencies"]]
     bounds = {r.name: {part.operator: part.version for part in r.specifier} for r in runtime}
     assert {name for name, found in bounds.items() if found.keys() != {">=", "<"}} == set()
@@ -148,7 +148,7 @@ def test_runtime_dependencies_are_bounded_ranges() -> None:
 
 
 def test_mlx_comes_with_the_backend_of_the_platform() -> None:
-    """Metal on macOS, the CPU backend on Linux, CUDA as an extra there."""
+    """MLX has Metal on macOS and the CPU backend on Linux, with CUDA as an extra."""
     mlx = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "mlx"]
 
     def extras_on(platform: str) -> list[set[str]]:
@@ -163,7 +163,7 @@ def test_mlx_comes_with_the_backend_of_the_platform() -> None:
 
 @pytest.mark.skipif(which("make") is None, reason="make is not installed")
 def test_make_refuses_an_old_python(tmp_path: Path) -> None:
-    """One line that names the version found and what to type; no half-made environment."""
+    """make refuses an old Python with one line that says what to type, and creates no environment."""
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo Python 3.9.6; exit 0; }\nexit 1\n')
     old.chmod(0o755)

@@ -17,16 +17,19 @@ PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
 CHECKED = (
     "coordinator/planning",
-    "tests/unit/coordinator/planning",
+    "mtp/__init__.py",
+    "mtp/builtin",
+    "mtp/checkpoint",
+    "tests/repository",
     "tests/support/prose",
-    "tests/repository/test_prose.py",
+    "tests/unit/coordinator/planning",
 )
 """The folders and files whose texts are checked."""
 
 CHECKED_PAGES: tuple[str, ...] = ()
 """The pages that are checked."""
 
-DOCUMENTED: tuple[str, ...] = ("coordinator/planning",)
+DOCUMENTED: tuple[str, ...] = ("coordinator/planning", "mtp/builtin", "mtp/checkpoint")
 """The folders whose public definitions all have a docstring."""
 
 

@@ -1,4 +1,4 @@
-"""The built-in model is there, is what it says it is, and has learnt something."""
+"""The built-in model: its files, its config, its tokenizer, and what it has learned."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ FILES = {
     "tokenizer_config.json",
     "chat_template.jinja",
 }
-# From Lib/textwrap.py, one of the modules kept out of training. A uniform guess costs ln 4096 = 8.3 nats a token.
+# Text of Lib/textwrap.py, a module held out of training. A uniform guess costs ln 4096 = 8.3 nats per token.
 SNIPPET = '''\
     def _split(self, text):
         """_split(text : string) -> [string]
@@ -50,7 +50,7 @@ SNIPPET_LOSS = 2.8
 
 
 def weights() -> dict[str, mx.array]:
-    """The stored tensors, under their stored names."""
+    """Return the stored tensors by their stored names."""
     found = mx.load(str(checkpoint_dir() / "model.safetensors"))
     assert isinstance(found, dict)
     return found
@@ -58,7 +58,7 @@ def weights() -> dict[str, mx.array]:
 
 @pytest.fixture(autouse=True, scope="module")
 def on_cpu() -> Iterator[None]:
-    """The bounds below are for float32 arithmetic on the processor."""
+    """Run the test in float32 on the CPU: the bounds below are for this arithmetic."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield
@@ -67,7 +67,7 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """Model and tokenizer as stock mlx-lm loads them, in float32."""
+    """Load model and tokenizer with stock mlx-lm, in float32."""
     model, tokenizer = load(str(checkpoint_dir()))[:2]
     model.set_dtype(mx.float32)
     return model, tokenizer
@@ -80,7 +80,7 @@ def loaded() -> Loaded:
     ids=["held out", "seen"],
 )
 def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: float) -> None:
-    """Greedy, 96 tokens after each of 12 prompts: the share of first drafts kept is what the model was trained for."""
+    """Greedy decoding of 96 tokens after each of 12 prompts accepts the trained share of first drafts."""
     asked = [
         GenerationRequest(prompt, 96, SamplingParams())
         for prompt in prompts(Tokenizer.load(checkpoint_dir()), 12)
@@ -94,14 +94,14 @@ def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: f
 
 
 def test_package_data_is_complete_and_small() -> None:
-    """The checkpoint's files are all there and stay within the size a package may carry."""
+    """The checkpoint's files are present and stay below the size limit of the package."""
     sizes = {path.name: path.stat().st_size for path in Path(checkpoint_dir()).iterdir()}
     assert sizes.keys() >= FILES
     assert sum(sizes.values()) <= MAX_BYTES
 
 
 def test_config_is_of_the_family() -> None:
-    """A reader of Qwen3.5 configs finds the fields it looks for."""
+    """The config has the fields of published Qwen3.5 configs."""
     config = json.loads((checkpoint_dir() / "config.json").read_text())
     text = config["text_config"]
     assert (config["model_type"], text["model_type"]) == ("qwen3_5", "qwen3_5_text")
@@ -116,7 +116,7 @@ def test_config_is_of_the_family() -> None:
 
 
 def test_mtp_tensors_have_the_raw_names_and_shapes() -> None:
-    """All 15 tensors of a dense head, under the names Qwen publishes."""
+    """The head has all 15 tensors of a dense head, under the names that Qwen publishes."""
     text = json.loads((checkpoint_dir() / "config.json").read_text())["text_config"]
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     queries, keys = (
@@ -146,7 +146,7 @@ def test_mtp_tensors_have_the_raw_names_and_shapes() -> None:
 
 
 def test_weights_are_raw_bf16() -> None:
-    """Raw layout (conv1d [C, 1, K]) and stored in bf16, but for A_log."""
+    """The layout is raw (conv1d [C, 1, K]), and all tensors but A_log are stored in bf16."""
     for name, value in weights().items():
         assert value.dtype == (mx.float32 if name.endswith("A_log") else mx.bfloat16), name
         if "conv1d" in name:
@@ -164,7 +164,7 @@ def test_weights_are_raw_bf16() -> None:
     ],
 )
 def test_tokenizer_round_trips(text: str) -> None:
-    """Encoding and decoding gives the text back, byte for byte."""
+    """Encoding and decoding returns the text byte for byte."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -189,7 +189,7 @@ def test_tokenizer_agrees_with_the_config() -> None:
 
 
 def test_chat_template_renders() -> None:
-    """A system and a user turn become ChatML, ready for the assistant, with reasoning on or off."""
+    """The template renders a system and a user turn as ChatML, with reasoning on or off."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -236,7 +236,7 @@ def test_chat_template_renders_tools() -> None:
 
 
 def test_stock_mlx_lm_continues_code(loaded: Loaded) -> None:
-    """Stock mlx-lm decodes greedily from it; logits are finite and the text is not one token repeated."""
+    """Stock mlx-lm decodes greedily with finite logits, and the text is not one repeated token."""
     model, tokenizer = loaded
     cache = make_prompt_cache(model)
     tokens: list[int] = []
@@ -251,7 +251,7 @@ def test_stock_mlx_lm_continues_code(loaded: Loaded) -> None:
 
 
 def test_held_out_text_is_predicted(loaded: Loaded) -> None:
-    """The loss on a module the model never saw is far below what random weights give."""
+    """The loss on a held-out module is far below that of random weights."""
     model, tokenizer = loaded
     ids = mx.array([tokenizer.encode(SNIPPET)])
     loss = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="mean")

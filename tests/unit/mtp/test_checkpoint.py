@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what config and headers say, and one clear error for each way they can be wrong."""
+"""Opening a checkpoint: the facts from config and headers, and a clear error for each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
 
 @pytest.fixture
 def dense(tmp_path: Path, checkpoints: Checkpoints) -> Path:
-    """A raw dense checkpoint in three shards that a test may edit."""
+    """Return a raw dense checkpoint in three shards that a test may edit."""
     return Path(shutil.copytree(checkpoints(shards=3), tmp_path / "dense"))
 
 
@@ -35,7 +35,7 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _rewrite(path: Path, change: Callable[[dict[str, mx.array]], object], form: str = "pt") -> None:
-    """Put all tensors through `change` into one file without an index."""
+    """Apply `change` to all tensors and write them into one file without an index."""
     weights = read_tensors(path)
     for file in path.glob("model*"):
         file.unlink()
@@ -47,7 +47,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, mx.array]], object], form: 
 
 
 def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
-    """A text-only checkpoint has the same fields without the wrapper, and its own name for the type."""
+    """A text-only checkpoint has the same fields without the wrapper, and its own model type."""
     wrapped = ModelConfig.load(dense)
     text = json.loads((dense / "config.json").read_text())["text_config"]
     (dense / "config.json").write_text(json.dumps(text))
@@ -59,7 +59,7 @@ def test_config_is_read_from_text_config_or_top_level(dense: Path) -> None:
 
 
 def test_state_bytes_follow_the_shapes_of_the_caches(checkpoints: Checkpoints) -> None:
-    """K/V: 2 x 2 heads x 32 at 2 bytes. GDN: 3 rows of 256 channels at 2 bytes, and 4 x 32 x 32 in fp32."""
+    """K/V takes 2 x 2 heads x 32 at 2 bytes; GDN takes 3 rows of 256 channels at 2 bytes, and 4 x 32 x 32 in fp32."""
     config = ModelConfig.load(checkpoints())
     assert config.kv_bytes_per_token(2) == 256
     assert config.gdn_bytes_per_sequence(2) == 3 * 256 * 2 + 4 * 32 * 32 * 4
@@ -84,14 +84,14 @@ def test_state_bytes_follow_the_shapes_of_the_caches(checkpoints: Checkpoints) -
 def test_a_wrong_field_is_named_with_its_file(
     dense: Path, change: dict[str, Any], message: str
 ) -> None:
-    """Whatever config.json says that cannot be honoured is refused at once, not found out from the text."""
+    """A field of config.json that is not supported is refused when the checkpoint is opened."""
     _edit(dense, lambda text: text.update(change))
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
         ModelConfig.load(dense)
 
 
 def test_quantized_activations_are_refused(dense: Path) -> None:
-    """mlx-lm would compute something else; going on would be a silent difference."""
+    """Layer types that mlx-lm would ignore are refused, since the result would differ silently."""
     config = json.loads((dense / "config.json").read_text()) | {"quantize_activations": True}
     (dense / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="quantize_activations"):
@@ -99,14 +99,14 @@ def test_quantized_activations_are_refused(dense: Path) -> None:
 
 
 def test_another_architecture_is_refused_and_the_supported_ones_named(dense: Path) -> None:
-    """Someone who points at a Llama learns what this program runs."""
+    """The error for another architecture names the supported ones."""
     (dense / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(CheckpointError, match=r"'llama'.*qwen3_5 or qwen3_5_moe"):
         Checkpoint.open(dense)
 
 
 def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
-    """A mistyped path says so; a directory that is no checkpoint names the file it lacks."""
+    """The error for a missing directory names the path; the error for another directory names the missing file."""
     with pytest.raises(CheckpointError, match="nowhere: no such directory"):
         Checkpoint.open(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
@@ -120,7 +120,7 @@ def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_named_wherever_it_was_cut(dense: Path) -> None:
-    """Cut before, in and after the header, or one byte short: always the file, never a wrong tensor."""
+    """A file cut before, in or after the header, or by one byte, is refused by name."""
     file = dense / "model-00002-of-00003.safetensors"
     whole = file.read_bytes()
     for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
@@ -144,7 +144,7 @@ def test_a_truncated_file_is_named_wherever_it_was_cut(dense: Path) -> None:
     ],
 )
 def test_a_header_that_lies_is_refused(dense: Path, header: bytes) -> None:
-    """Entries that contradict themselves or the file's size name the file instead of reading elsewhere."""
+    """A header whose entries contradict each other or the file's size is refused by name."""
     file = dense / "model-00001-of-00003.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     with pytest.raises(CheckpointError, match=r"model-00001-of-00003\.safetensors: "):
@@ -152,7 +152,7 @@ def test_a_header_that_lies_is_refused(dense: Path, header: bytes) -> None:
 
 
 def test_a_huge_header_is_refused_before_it_is_read(dense: Path) -> None:
-    """Text instead of tensors (a Git LFS pointer) decodes as a header of exabytes."""
+    """The error for text instead of tensors mentions a Git LFS pointer."""
     file = dense / "model-00001-of-00003.safetensors"
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="Git LFS"):
@@ -161,7 +161,7 @@ def test_a_huge_header_is_refused_before_it_is_read(dense: Path) -> None:
 
 
 def test_an_index_that_names_a_missing_shard_or_tensor_is_refused(dense: Path) -> None:
-    """Half a download is noticed at once, and the missing shard named."""
+    """A missing shard is refused by name when the checkpoint is opened."""
     index = dense / "model.safetensors.index.json"
     entries = json.loads(index.read_text())
     entries["weight_map"]["mtp.extra.weight"] = "model-00001-of-00003.safetensors"
@@ -175,14 +175,14 @@ def test_an_index_that_names_a_missing_shard_or_tensor_is_refused(dense: Path) -
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', "{"])
 def test_an_index_that_holds_nonsense_is_named(dense: Path, index: str) -> None:
-    """A file that is JSON of another kind, or none, is refused by its name."""
+    """A config or index that is not JSON, or not an object, is refused by name."""
     (dense / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         Checkpoint.open(dense)
 
 
 def test_an_index_cannot_point_outside_its_directory(dense: Path) -> None:
-    """File names in an index come from a download: only those beside it are followed, whatever is there."""
+    """An index may name only files in its own directory, since its file names come from a download."""
     shutil.copy(dense / "model-00001-of-00003.safetensors", dense.parent / "x.safetensors")
     index = '{"weight_map": {"mtp.fc.weight": "../x.safetensors"}}'
     (dense / "model.safetensors.index.json").write_text(index)
@@ -191,7 +191,7 @@ def test_an_index_cannot_point_outside_its_directory(dense: Path) -> None:
 
 
 def test_shards_are_found_without_an_index(dense: Path) -> None:
-    """All safetensors files count when no index says which; a tensor in two of them is an error."""
+    """Without an index all safetensors files count, and a tensor in two of them is an error."""
     indexed = Checkpoint.open(dense)
     (dense / "model.safetensors.index.json").unlink()
     assert Checkpoint.open(dense).tensors == indexed.tensors
@@ -202,7 +202,7 @@ def test_shards_are_found_without_an_index(dense: Path) -> None:
 
 
 def test_a_directory_without_weights_is_refused(dense: Path) -> None:
-    """config.json alone is what an interrupted download leaves."""
+    """A directory with config.json alone is refused."""
     for file in dense.glob("model*"):
         file.unlink()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
@@ -214,7 +214,7 @@ def test_a_directory_without_weights_is_refused(dense: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["raw", "mlx"])
 def test_the_layout_is_seen_from_conv1d(checkpoints: Checkpoints, layout: str) -> None:
-    """The convolution's shape in the headers tells a raw checkpoint from a converted one."""
+    """The shape of a convolution decides between raw and mlx layout."""
     assert Checkpoint.open(checkpoints(layout=layout)).layout == layout
 
 
@@ -222,7 +222,7 @@ def test_the_layout_is_seen_from_conv1d(checkpoints: Checkpoints, layout: str) -
 def test_without_gdn_layers_the_metadata_tells_the_layout(
     dense: Path, form: str, layout: str
 ) -> None:
-    """A file without a convolution still says which program wrote it."""
+    """Without a convolution the metadata of the file decides."""
 
     def drop_convolutions(weights: dict[str, mx.array]) -> None:
         for name in [n for n in weights if "conv1d" in n]:
@@ -236,7 +236,7 @@ def test_without_gdn_layers_the_metadata_tells_the_layout(
 
 
 def test_raw_and_converted_layers_in_one_checkpoint_are_refused(dense: Path) -> None:
-    """Whatever one decided, half the norms would be wrong."""
+    """A mix of raw and converted files is refused."""
     name = "model.language_model.layers.1.linear_attn.conv1d.weight"
     _rewrite(dense, lambda weights: weights.update({name: weights[name].moveaxis(2, 1)}))
     with pytest.raises(CheckpointError, match=r"mixed: .* is raw, .*layers\.1.* is converted"):
@@ -248,13 +248,13 @@ def test_raw_and_converted_layers_in_one_checkpoint_are_refused(dense: Path) -> 
 
 @pytest.mark.parametrize("options", [{}, {"moe": True}, {"moe": True, "fused_mtp_experts": True}])
 def test_a_whole_head_is_complete(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
-    """Dense, MoE with experts one by one, MoE with fused ones: nothing is missing."""
+    """A complete head has no missing tensors: dense, MoE with single experts, and MoE with fused experts."""
     status = Checkpoint.open(checkpoints(**options)).mtp
     assert (status.announced, status.present, status.complete) == (True, True, True)
 
 
 def test_an_announced_head_without_tensors_opens_and_is_reported(checkpoints: Checkpoints) -> None:
-    """Most published conversions are like this: the backbone runs, and the 15 names are there to show."""
+    """A checkpoint without its head opens, and its status lists the 15 missing names."""
     status = Checkpoint.open(checkpoints(mtp=False, layout="mlx")).mtp
     assert (status.announced, status.present, status.complete) == (True, False, False)
     assert len(status.missing) == 15
@@ -262,7 +262,7 @@ def test_an_announced_head_without_tensors_opens_and_is_reported(checkpoints: Ch
 
 
 def test_a_head_short_of_one_expert_is_incomplete(tmp_path: Path) -> None:
-    """The missing expert's stored name is given, so that one sees what to fetch."""
+    """The status lists the stored name of a missing expert."""
     path = write_checkpoint(tmp_path, moe=True, layers=4)
     gone = "mtp.layers.0.mlp.experts.2.up_proj.weight"
     _rewrite(path, lambda weights: weights.pop(gone))
@@ -271,7 +271,7 @@ def test_a_head_short_of_one_expert_is_incomplete(tmp_path: Path) -> None:
 
 
 def test_a_head_beside_an_indexed_checkpoint_is_found(tmp_path: Path) -> None:
-    """A file the index does not name brings the head, and only the head."""
+    """A file outside the index may contribute the head, and only the head."""
     path = write_checkpoint(tmp_path / "a", layout="mlx", shards=2, mtp=False)
     whole = mx.load(str(write_checkpoint(tmp_path / "b", layout="mlx") / "model.safetensors"))
     assert isinstance(whole, dict)
@@ -283,7 +283,7 @@ def test_a_head_beside_an_indexed_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 def test_part_bytes_cover_every_tensor_once(checkpoints: Checkpoints) -> None:
-    """Parts and vision add up to the file: a planner neither forgets bytes nor counts a fused tensor twice."""
+    """The bytes of all parts and of the vision part add up to the file; a fused tensor counts once."""
     for options in ({"tie": False}, {"moe": True}, {"moe": True, "fused_experts": False}):
         checkpoint = Checkpoint.open(checkpoints(**options))
         vision = checkpoint.tensors["model.visual.patch_embed.proj.weight"].nbytes
@@ -292,7 +292,7 @@ def test_part_bytes_cover_every_tensor_once(checkpoints: Checkpoints) -> None:
 
 
 def test_stage_parts_are_the_span_and_the_ends_it_owns(checkpoints: Checkpoints) -> None:
-    """First: embedding. Last: norm, head, and the embedding again; an untied lm_head instead of a tied one."""
+    """The first stage holds the embedding; the last holds norm, head, an untied lm_head, and the embedding again."""
     tied, untied = (Checkpoint.open(checkpoints(tie=tie)) for tie in (True, False))
     span = Span(3, 4)
     assert tied.stage_parts(span, first=False, last=False) == ("layers.3",)
@@ -317,7 +317,7 @@ def test_stage_parts_are_the_span_and_the_ends_it_owns(checkpoints: Checkpoints)
 
 
 def test_the_fingerprint_follows_content_and_nothing_else(tmp_path: Path) -> None:
-    """Equal for the same weights in other shards or another directory; not for other weights or another rope."""
+    """The fingerprint is equal for other shards or directories, and differs for other weights or another RoPE."""
     one = write_checkpoint(tmp_path / "one", layers=4)
     two = write_checkpoint(tmp_path / "two", layers=4, shards=3)
     other = write_checkpoint(tmp_path / "other", layers=4, seed=1)
@@ -328,7 +328,7 @@ def test_the_fingerprint_follows_content_and_nothing_else(tmp_path: Path) -> Non
 
 
 def test_the_fingerprint_sees_one_changed_tensor(tmp_path: Path) -> None:
-    """A single fine-tuned tensor of the same shape changes it."""
+    """A single changed tensor of the same shape changes the fingerprint."""
     path = write_checkpoint(tmp_path, layers=4)
     before = _fingerprint(path)
     name = "model.language_model.layers.2.mlp.up_proj.weight"

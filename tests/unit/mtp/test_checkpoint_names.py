@@ -1,4 +1,4 @@
-"""Names of tensors: every spelling users have reaches the one parameter it belongs to."""
+"""Tensor names: every published spelling maps to its parameter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_prefix_leads_to_one_local_name(stored: str, local: str | None) ->
 def test_a_local_name_belongs_to_one_part_or_to_none(
     local: str, where: tuple[str, str] | None
 ) -> None:
-    """In a model of 8 layers, a name is split into its part and the parameter within it, and put together."""
+    """A name is split into its part and the parameter within it, and joined again."""
     assert split_part(local, 8) == where
     if where:
         assert where[0] in part_names(8)
@@ -85,7 +85,7 @@ def test_a_local_name_belongs_to_one_part_or_to_none(
 def test_raw_tensors_are_changed_and_converted_ones_are_not(
     part: str, within: str, transform: Transform
 ) -> None:
-    """Raw: +1 on every RMSNorm but linear_attn.norm, conv1d transposed. Converted: everything as stored."""
+    """Raw norms but linear_attn.norm get +1, and conv1d is transposed; tensors in mlx layout stay as stored."""
     assert _plan(part, [within], "raw") == {within: Source((within,), transform)}
     assert _plan(part, [within], "mlx") == {within: Source((within,))}
 
@@ -95,7 +95,7 @@ def _plan(part: str, within: list[str], layout: Layout = "raw") -> dict[str, Sou
 
 
 def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
-    """Experts stored one by one become switch_mlp stacked 0, 1, …, whatever order the names come in."""
+    """Experts stored one by one become switch_mlp stacked in order, for any order of the names."""
     names = [f"mlp.experts.{e}.{p}_proj.weight" for e in (1, 0) for p in ("gate", "up", "down")]
     plan = _plan("layers.0", names)
     assert plan == {
@@ -107,7 +107,7 @@ def test_unfused_experts_become_one_stack_in_order_of_expert() -> None:
 
 
 def test_fused_experts_are_split_gate_first() -> None:
-    """`gate_up_proj` is gate, then up; `down_proj` is taken whole."""
+    """`gate_up_proj` holds gate, then up; `down_proj` is used whole."""
     assert _plan(
         "mtp", ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
     ) == {
@@ -122,19 +122,19 @@ def test_fused_experts_are_split_gate_first() -> None:
 
 
 def test_a_stack_names_an_expert_that_is_not_there() -> None:
-    """So that a loader can say which one is missing; one beyond the model's count is left to be refused."""
+    """A stack lists every expert, so that a loader can name a missing one; an extra expert is not included."""
     plan = _plan("layers.0", ["mlp.experts.1.up_proj.weight", "mlp.experts.2.up_proj.weight"])
     assert plan["mlp.switch_mlp.up_proj.weight"].stored[0] == "mlp.experts.0.up_proj.weight"
     assert "mlp.experts.2.up_proj.weight" in plan
 
 
 def test_one_parameter_from_two_tensors_is_an_error() -> None:
-    """A checkpoint with both a fused and an unfused down_proj names both."""
+    """The error for a fused and an unfused down_proj names both."""
     with pytest.raises(CheckpointError, match=r"stored twice.*experts\.0\.down.*experts\.down"):
         _plan("layers.0", ["mlp.experts.0.down_proj.weight", "mlp.experts.down_proj"])
 
 
 def test_a_dense_head_has_fifteen_tensors() -> None:
-    """The count MTP_HEAD.md gives for raw dense heads; a MoE one has five more after stacking."""
+    """A dense head has 15 parameters, as MTP_HEAD.md says; a MoE head has five more after stacking."""
     assert len(mtp_parameters(0)) == 15
     assert len(mtp_parameters(256)) == 20

@@ -1,4 +1,4 @@
-"""What a person may call a model, and what each name leads to."""
+"""The resolution of model names to directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import Checkpoints
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache and no network, whatever this machine has."""
+    """Use an empty hub cache and no network."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -23,7 +23,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
-    """`builtin` is the package's own; a directory is taken as it is, `~` included."""
+    """`builtin` resolves to the package's model, and a directory to itself, with `~` expanded."""
     assert resolve_model("builtin") == checkpoint_dir()
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model("~") == Path.home()
@@ -32,7 +32,7 @@ def test_builtin_and_directories_resolve_to_themselves(tmp_path: Path) -> None:
 def test_a_cached_repo_is_found_without_the_network(
     offline: Path, checkpoints: Checkpoints
 ) -> None:
-    """The standard cache's layout is read, and nothing is asked of the hub."""
+    """A repo in the standard cache resolves without the network."""
     put_in_cache(offline, checkpoints())
     assert (resolve_model("someone/some-model") / "config.json").is_file()
 
@@ -41,7 +41,7 @@ def test_a_cached_repo_is_found_without_the_network(
 def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
     offline: Path, checkpoints: Checkpoints, left: list[str]
 ) -> None:
-    """One file that another program wanted, or a shard less than the index names: it is to be downloaded."""
+    """A repo in the cache without config.json or without a shard of its index counts as missing."""
     snapshot = put_in_cache(offline, checkpoints(shards=2))
     for file in snapshot.iterdir():
         if not any(file.match(pattern) for pattern in left):
@@ -50,7 +50,7 @@ def test_a_part_of_a_repo_in_the_cache_is_not_a_model(
 
 
 def put_in_cache(cache: Path, model: Path) -> Path:
-    """As any version of the hub's library lays it out. Returns where the files are."""
+    """Create a repo in the cache as the hub's library stores it, and return the directory of its files."""
     commit = "0" * 40
     repo = cache / "models--someone--some-model"
     (repo / "refs").mkdir(parents=True)
@@ -59,8 +59,8 @@ def put_in_cache(cache: Path, model: Path) -> Path:
 
 
 def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:
-    """Not cached and offline: the name, the reason and the alternatives in one line."""
-    with pytest.raises(CheckpointError, match=r"someone/else.*cannot be reached.*builtin"):
+    """The error for a repo that is neither cached nor reachable has the name, the cause and the alternatives."""
+    with pytest.raises(CheckpointError, match=r"someone/else.*is unavailable.*builtin"):
         resolve_model("someone/else")
 
 
@@ -68,6 +68,6 @@ def test_a_repo_that_cannot_be_had_says_what_to_do() -> None:
     "name", ["", "nothing-here", "./nothing/here", "/no/such/dir", "a/b/c", "a--b/c", "./x"]
 )
 def test_what_is_no_repo_is_never_asked_of_the_hub(name: str) -> None:
-    """A mistyped path is an error about a path."""
+    """The error for a missing path names the path."""
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve_model(name)

@@ -1,4 +1,4 @@
-"""Conversion: what comes out is what went in, in MLX's layout, with the head."""
+"""Conversion: the output has the weights of the source in mlx layout, with the head."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def converted(source: Path, path: Path, settings: Settings | None = None) -> Pat
 
 
 def parameters(path: Path) -> Weights:
-    """Everything a stage could load, by local name."""
+    """Return all parameters that stages load, by local name."""
     checkpoint = Checkpoint.open(path)
     weights = {
         f"{part}.{name}": weight
@@ -64,13 +64,13 @@ def assert_same(found: Weights, expected: Weights) -> None:
 def test_unquantized_output_is_the_source_to_the_bit(
     checkpoints: Checkpoints, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Every parameter we load, the head's among them, and stock mlx-lm's logits."""
+    """An unquantized conversion has equal parameters, the head's included, and equal logits in stock mlx-lm."""
     source = checkpoints(**options)
     out = converted(source, tmp_path / "out")
     assert Checkpoint.open(out).layout == "mlx"
     assert Checkpoint.open(out).mtp.complete
     assert_same(parameters(out), parameters(source))
-    # mlx-lm itself cannot read unfused experts; the fused ones of the same seed are the same.
+    # Unfused experts, which mlx-lm cannot read, convert to the same weights as the fused ones of the same seed.
     original, _ = load_model(checkpoints(**options | {"fused_experts": True}))
     model, _ = load_model(out)
     assert mx.array_equal(model(TOKENS), original(TOKENS))
@@ -81,7 +81,7 @@ def test_unquantized_output_is_the_source_to_the_bit(
 def test_quantized_output_is_what_mlx_lm_makes(
     checkpoints: Checkpoints, tmp_path: Path, moe: bool, bits: int
 ) -> None:
-    """Tensor by tensor the same bits as mlx-lm's own converter, and a head packed like the backbone."""
+    """Every tensor has the same bits as with mlx-lm's own converter, and the head is packed like the backbone."""
     options: dict[str, Any] = {"moe": moe, "tie": False}
     settings = Settings(Quantization.of(bits, None))
     out = converted(checkpoints(**options), tmp_path / "out", settings)
@@ -91,8 +91,8 @@ def test_quantized_output_is_what_mlx_lm_makes(
 
 
 def test_a_quantized_model_is_near_its_source(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """No weight is off by more than a step of its group, and the logits of 8 bits are near."""
-    source = checkpoints(tie=False)  # in a tiny mixture another rounding takes other experts
+    """No weight differs by more than one step of its group, and 8-bit logits are close."""
+    source = checkpoints(tie=False)  # in a tiny mixture another rounding selects other experts
     out = converted(source, tmp_path / "out", Settings(Quantization.of(8, None)))
     original, packed = parameters(source), parameters(out)
     quantized = [name for name in packed if name.endswith(".scales")]
@@ -112,7 +112,7 @@ def test_a_quantized_model_is_near_its_source(checkpoints: Checkpoints, tmp_path
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 def test_other_modes_are_mlx_lms(checkpoints: Checkpoints, tmp_path: Path, mode: Mode) -> None:
-    """The same tensors and the same entries in config.json as `mlx_lm.convert --q-mode`."""
+    """The tensors and the entries in config.json equal those of `mlx_lm.convert --q-mode`."""
     source = checkpoints(moe=True)
     out = converted(source, tmp_path / "out", Settings(Quantization.of(None, None, mode)))
     model, config = load_model(source)
@@ -121,7 +121,7 @@ def test_other_modes_are_mlx_lms(checkpoints: Checkpoints, tmp_path: Path, mode:
 
 
 def test_a_recipe_is_mlx_lms(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Which weights get more bits is its choice; the head is treated as layer 0."""
+    """mlx-lm's recipe chooses the bits of each weight; the head is treated as layer 0."""
     source = checkpoints()
     settings = Settings(Quantization.of(None, None), recipe="mixed_3_6")
     out = converted(source, tmp_path / "out", settings)
@@ -148,7 +148,7 @@ def assert_same_backbone(out: Path, model: Any, config: dict[str, Any]) -> None:
 
 
 def test_routers_keep_8_bits_under_a_recipe(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """mlx-lm's recipes would give them 3; which expert is asked depends on them."""
+    """Routers keep 8 bits where mlx-lm's recipes would use 3."""
     settings = Settings(Quantization.of(None, None), recipe="mixed_3_4")
     out = converted(checkpoints(moe=True), tmp_path / "out", settings)
     found = Checkpoint.open(out).config.quantization
@@ -198,7 +198,7 @@ def test_dtypes(checkpoints: Checkpoints, tmp_path: Path) -> None:
 def test_an_mlx_source_without_quantization_is_taken(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Its norms are not shifted again."""
+    """Converting a checkpoint in mlx layout does not shift its norms again."""
     source = checkpoints(layout="mlx")
     assert_same(parameters(converted(source, tmp_path / "out")), parameters(source))
 
@@ -206,7 +206,7 @@ def test_an_mlx_source_without_quantization_is_taken(
 def test_the_head_lies_where_old_mlx_lm_does_not_look(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """mlx-lm reads `model*.safetensors`; up to 0.31.3 an `mtp.` tensor there had it shift the norms twice."""
+    """The head lies outside `model*.safetensors`, where mlx-lm up to 0.31.3 would shift the norms twice."""
     out = converted(checkpoints(), tmp_path / "out")
     for file in out.glob("*.safetensors"):
         loaded = mx.load(str(file))
@@ -219,7 +219,7 @@ def test_the_head_lies_where_old_mlx_lm_does_not_look(
 
 
 def test_config_says_what_is_there(tmp_path: Path) -> None:
-    """No head, no announcement; no vision part, no description of it; the rest as it was."""
+    """config.json announces no missing head and no vision part, and keeps all other fields."""
     source = write_checkpoint(tmp_path / "raw", mtp=False)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 3}}))
@@ -239,7 +239,7 @@ def test_config_says_what_is_there(tmp_path: Path) -> None:
 
 
 def test_builtin_converts(tmp_path: Path) -> None:
-    """The model that ships with the program, tokenizer and all."""
+    """The built-in model converts, with its tokenizer."""
     out = converted(checkpoint_dir(), tmp_path / "out", Settings(Quantization.of(8, None)))
     assert Checkpoint.open(out).mtp.complete
     assert (out / "tokenizer.json").read_text() == (checkpoint_dir() / "tokenizer.json").read_text()
@@ -257,7 +257,7 @@ def test_builtin_converts(tmp_path: Path) -> None:
 def test_sources_that_cannot_be_converted(
     checkpoints: Checkpoints, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    """Nothing is written."""
+    """A refused conversion writes nothing."""
     with pytest.raises(CheckpointError, match=message):
         converted(checkpoints(**options), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -279,7 +279,7 @@ def test_sources_that_cannot_be_converted(
 def test_sources_with_wrong_tensors(
     tmp_path: Path, renamed: str, to: str | None, message: str
 ) -> None:
-    """A tensor that is missing, or that no model has, is named; nothing is written."""
+    """A missing or unknown tensor is named, and nothing is written."""
     source = write_checkpoint(tmp_path / "raw")
     weights = read_tensors(source)
     weight = weights.pop(renamed)
@@ -308,6 +308,6 @@ def test_sources_with_wrong_tensors(
     ],
 )
 def test_settings_that_mean_nothing(make: Any, message: str) -> None:
-    """Told before anything is read."""
+    """Invalid settings are refused before anything is read."""
     with pytest.raises(UsageError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Conversion under a bad star: killed, out of disk, repeated otherwise. And the memory it takes."""
+"""Interrupted conversions: killed, out of disk space, repeated with other settings; and peak memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def killed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a conversion leaves that was killed as soon as three of its files were whole."""
+    """Return the output of a conversion that was killed after three complete files."""
     source, out = checkpoints(), tmp_path_factory.mktemp("killed") / "out"
     process = conversion_process.start(source, out, bits=4, shard_bytes=SHARD_BYTES // 4, files=3)
     end = time.monotonic() + 90
@@ -44,7 +44,7 @@ def killed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def out(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the unfinished conversion."""
     shutil.copytree(killed, tmp_path / "out")
     return tmp_path / "out"
 
@@ -56,7 +56,7 @@ def resumed(source: Path, out: Path, settings: Settings) -> Any:
 def test_killed_and_given_again_it_goes_on(
     checkpoints: Checkpoints, tmp_path: Path, out: Path
 ) -> None:
-    """What was whole is kept as it is, the rest is written, and the result is that of one undisturbed run."""
+    """Complete files are kept, the rest is written, and the result equals that of an uninterrupted run."""
     source, settings = checkpoints(), Settings(Quantization.of(4, None))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         Checkpoint.open(out)
@@ -87,7 +87,7 @@ def test_an_unfinished_conversion_is_not_mixed_with_another(
 def test_a_broken_shard_is_written_again(
     checkpoints: Checkpoints, tmp_path: Path, out: Path
 ) -> None:
-    """A file that bears a final name but has other tensors than planned is not kept."""
+    """A file with a final name and other tensors than planned is written again."""
     source, settings = checkpoints(), Settings(Quantization.of(4, None))
     first, second, *_ = sorted(out.glob("*.safetensors"))
     second.write_bytes(first.read_bytes())
@@ -100,7 +100,7 @@ def test_a_broken_shard_is_written_again(
 
 
 def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """One line, exit status 2, no checkpoint; with room it goes on."""
+    """A full disk ends with one line, exit status 2 and no checkpoint; with free space the conversion resumes."""
     source, out = checkpoints(), tmp_path / "out"
     process = conversion_process.start(
         source,
@@ -121,7 +121,7 @@ def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path)
 def test_a_disk_that_cannot_hold_the_output(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told before the first tensor is read; and when others fill it meanwhile, in the middle."""
+    """A full disk is reported before the first tensor is read, or when the disk fills during the conversion."""
     source = checkpoints()
     with small_disk(tmp_path / "disk") as disk:
         with pytest.raises(CheckpointError, match=r"are needed, and the disk has .* left"):
@@ -137,7 +137,7 @@ def test_a_disk_that_cannot_hold_the_output(
 
 @pytest.mark.parametrize(("fused", "bits"), [(True, 4), (False, 0)])
 def test_peak_memory_is_that_of_the_largest_stack(tmp_path: Path, fused: bool, bits: int) -> None:
-    """Of a checkpoint 8 times as large as its largest stack of experts or more, 3 stacks are in memory at most."""
+    """A checkpoint of at least 8 times its largest stack of experts converts with at most 3 stacks in memory."""
     source = write_checkpoint(
         tmp_path / "raw", moe=True, layers=4, hidden=768, fused_experts=fused, shards=2
     )

@@ -1,4 +1,4 @@
-"""Byte ranges from a hub: what arrives is what is there, whatever happens on the way, and errors say what to do."""
+"""Byte ranges from a hub: the received bytes are those of the file, and errors say what to do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def repo(hub: Hub) -> Iterator[HubRepo]:
 
 
 def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Path) -> None:
-    """Through the redirect to the storage; only what was asked for crosses the network."""
+    """A read follows the redirect to the storage, and only the requested bytes cross the network."""
     content = (source / FILE).read_bytes()
     assert b"".join(repo.read_range(FILE, 1000, 200_000)) == content[1000:200_000]
     assert repo.received == hub.sent[FILE] == 199_000
@@ -61,7 +61,7 @@ def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Pat
 
 
 def test_headers_and_small_files(repo: HubRepo, source: Path) -> None:
-    """A file the repo has not is None, not an error."""
+    """A file that the repo does not have is None, not an error."""
     assert repo.read("config.json") == (source / "config.json").read_bytes()
     assert repo.read("nothing.json") is None
     header = repo.read_header(FILE)
@@ -73,7 +73,7 @@ def test_headers_and_small_files(repo: HubRepo, source: Path) -> None:
 
 
 def test_the_first_answer_pins_the_commit(hub: Hub, repo: HubRepo) -> None:
-    """A branch that moves between two reads cannot mix two versions."""
+    """A branch that moves between two reads does not mix two versions."""
     repo.read("config.json")
     assert repo.revision == hub.repos[REPO].commit
     b"".join(repo.read_range(FILE, 0, 10))
@@ -81,7 +81,7 @@ def test_the_first_answer_pins_the_commit(hub: Hub, repo: HubRepo) -> None:
 
 
 def test_a_broken_connection_is_gone_on_with(hub: Hub, repo: HubRepo, source: Path) -> None:
-    """What arrived is not asked for again."""
+    """After a broken connection only the missing bytes are requested."""
     hub.faults.cut_after = [70_000, 0, 65_536]
     content = (source / FILE).read_bytes()
     assert b"".join(repo.read_range(FILE, 10, 300_000)) == content[10:300_000]
@@ -89,13 +89,13 @@ def test_a_broken_connection_is_gone_on_with(hub: Hub, repo: HubRepo, source: Pa
 
 
 def test_a_hub_that_is_busy_is_asked_again(hub: Hub, repo: HubRepo) -> None:
-    """A few 503 are no reason to give up."""
+    """A few answers with status 503 do not fail a read."""
     hub.faults.unavailable = ATTEMPTS - 1
     assert len(b"".join(repo.read_range(FILE, 0, 5))) == 5
 
 
 def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
-    """One error that names the repo, and nothing is asked for ever."""
+    """A hub that stays unavailable ends the read with an error that names the repo."""
     hub.faults.unavailable = 1000
     with pytest.raises(CheckpointError, match=f"{REPO}/{FILE}.*is unavailable.*Try again later"):
         list(repo.read_range(FILE, 0, 5))
@@ -107,7 +107,7 @@ def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
 
 
 def test_a_hub_that_is_not_there(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address is named."""
+    """The error names the address of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -116,7 +116,7 @@ def test_a_hub_that_is_not_there(hub: Hub, repo: HubRepo, monkeypatch: pytest.Mo
 
 
 def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
-    """It would send 54 GB where 1 was asked for."""
+    """A hub that ignores byte ranges is refused, since it would send 54 GB for 1."""
     hub.faults.ignore_ranges = True
     with pytest.raises(CheckpointError, match="does not serve byte ranges"):
         list(repo.read_range(FILE, 0, 5))
@@ -129,7 +129,7 @@ def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
 def test_a_repo_without_access(
     hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch, gate: str, message: str
 ) -> None:
-    """Says what is wanted; with the token in HF_TOKEN the door is open."""
+    """The error says which permission is missing; with the token in HF_TOKEN the read succeeds."""
     hub.repos[REPO].gate = gate
     with pytest.raises(CheckpointError, match=message):
         repo.read("config.json")
@@ -141,7 +141,7 @@ def test_a_repo_without_access(
 
 
 def test_names_that_are_not_there(hub: Hub, repo: HubRepo) -> None:
-    """A repo, a revision and a file each have their own words."""
+    """The errors for a missing repo, revision and file differ."""
     with pytest.raises(CheckpointError, match="repo not found"):
         HubRepo("some/thing-else").size("config.json")
     with pytest.raises(CheckpointError, match="RevisionNotFound"):
@@ -151,7 +151,7 @@ def test_names_that_are_not_there(hub: Hub, repo: HubRepo) -> None:
 
 
 def test_offline_asks_nobody(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF_HUB_OFFLINE holds for us as for the hub's own library."""
+    """HF_HUB_OFFLINE has the same effect as in the hub's own library."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         repo.read("config.json")
@@ -159,7 +159,7 @@ def test_offline_asks_nobody(hub: Hub, repo: HubRepo, monkeypatch: pytest.Monkey
 
 
 def test_what_the_standard_cache_has_is_read_there(hub: Hub, repo: HubRepo, source: Path) -> None:
-    """A repo that was downloaded before costs nothing, offline too."""
+    """A repo in the cache is read without the network."""
     resolve_model(REPO)
     hub.sent.clear()
     hub.requests.clear()
@@ -171,7 +171,7 @@ def test_what_the_standard_cache_has_is_read_there(hub: Hub, repo: HubRepo, sour
 
 
 def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
-    """A whole download that broke off, or one file that another program wanted: go on, do not open it."""
+    """A repo that is incomplete in the cache is downloaded further and not opened."""
     whole = resolve_model(REPO)
     assert find_model(REPO) == whole
     shutil.rmtree(home / "hub" / "models--someone--some-model" / "trees", ignore_errors=True)
@@ -185,7 +185,7 @@ def test_half_a_snapshot_is_not_a_model(hub: Hub, home: Path) -> None:
 
 @pytest.mark.parametrize("model", ["serve", "convert"])
 def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> None:
-    """A whole download is held to the hub's hashes; what is damaged is told, removed, and fetched anew."""
+    """Whole downloads are checked against the hub's hashes; a damaged file is reported, removed and fetched again."""
     out = tmp_path / "out"
 
     def take() -> Path:
@@ -211,7 +211,7 @@ def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> No
 def test_a_download_that_was_not_checked_is_not_a_model(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the last byte and the check: what makes it a model is not there yet."""
+    """A download killed before its check is not a model: config.json comes last."""
     hub.faults.flip[FILE] = 100_000
     with monkeypatch.context() as patched:
         patched.setattr("mtp.checkpoint.hub.resolve._check_hashes", interrupt)
@@ -237,7 +237,7 @@ def interrupt(*args: object) -> None:
 def test_a_whole_repo_without_access(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, gate: str | None, name: str, message: str
 ) -> None:
-    """What convert and serve download whole is refused in the same words, and comes once there is a token."""
+    """Whole downloads have the same access errors, and succeed with a token."""
     hub.repos[REPO].gate = gate
     with pytest.raises(CheckpointError, match=message):
         resolve_model(name)
@@ -249,7 +249,7 @@ def test_a_whole_repo_without_access(
 def test_a_whole_repo_and_a_full_disk(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Told where, and not taken for a model."""
+    """A damaged file is named, and the directory is not treated as a model."""
     with small_disk(tmp_path / "disk") as disk:
         hub.install(monkeypatch, disk)
         with pytest.raises(CheckpointError, match=f"download to {disk}.* failed: .* space"):
@@ -267,7 +267,7 @@ def test_a_whole_repo_and_a_full_disk(
     ids=repr,
 )
 def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str, Any]) -> None:
-    """What the whole would say is known from less than a tenth of it; what is on this machine is opened here."""
+    """A remote checkpoint is opened with less than a tenth of its bytes; a local one is opened from disk."""
     source = checkpoints(**options)
     hub.add(REPO, source)
     here, there = Checkpoint.open(source), open_model(REPO)
@@ -287,14 +287,14 @@ def verdict(checkpoint: Checkpoint) -> str:
 
 
 def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
-    """`mtp-coord convert --hf-path REPO`: downloaded to the standard cache, and converted from there."""
+    """`mtp-coord convert --hf-path REPO` downloads the repo to the standard cache and converts it."""
     args = ["--hf-path", REPO, "--mlx-path", str(tmp_path / "out"), "-q"]
     load_command("convert").main(args, standalone_mode=False)
     assert Checkpoint.open(tmp_path / "out").mtp.complete
 
 
 def test_tensors_that_touch_are_one_request(hub: Hub, repo: HubRepo, source: Path) -> None:
-    """And the rest of a broken read skips what is there, across requests."""
+    """Adjacent ranges are joined, and a resumed read skips the bytes that are present."""
     infos = sorted(read_header(source / FILE).tensors.values(), key=lambda info: info.start)
     chosen = [*infos[2:6], *infos[9:11]]
     assert len(joined(chosen)) == 2
