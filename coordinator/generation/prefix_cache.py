@@ -77,8 +77,8 @@ class PrefixCache:
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
         """Return the positions in `prompt` after `start` where entries are worth saving. Remember the prompt.
 
-        The last position is `turn`, the number of tokens with which the next turn of the chat begins, or the end of
-        the prompt's last whole block if `turn` is 0.
+        The last position is `turn`, the number of tokens with which the next turn of the chat begins. If `turn` is 0,
+        it is the end of the prompt's last whole block.
         """
         if not self._fits(SMALLEST_ENTRY):
             return []

@@ -128,12 +128,12 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt chunks are still to be sent."""
+        """Prompt chunks are still to be sent."""
         return self.scheduled_tokens < self.prefill_tokens
 
     @property
     def decoding(self) -> bool:
-        """Whether the whole prompt is computed, so that windows follow."""
+        """The whole prompt is computed, and windows follow."""
         return self.admitted and self.computed_tokens >= self.prefill_tokens
 
     @property
@@ -252,7 +252,7 @@ class Sequence:
         """Return the drafts before the first stop token.
 
         No window may hold a stop token: the last stage could accept speculative tokens after it, and the other stages
-        are told to drop them.
+        drop them.
         """
         stops = self.request.stop_tokens
         end = next((i for i, token in enumerate(drafts) if token in stops), len(drafts))

@@ -18,7 +18,7 @@ class RequestSnapshot:
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of its prompt is not yet computed."""
+        """Part of its prompt is not yet computed."""
         return self.computed_tokens < self.prefill_tokens
 
 

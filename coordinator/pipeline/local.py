@@ -96,6 +96,7 @@ class LocalModel:
         expect(seconds)
 
         def report(done: int, total: int) -> None:
+            """Extend the deadline of the engine thread and pass the progress on."""
             expect(seconds)
             if on_progress is not None:
                 on_progress(done, total)

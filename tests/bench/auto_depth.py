@@ -1,10 +1,10 @@
-"""`--mtp auto` against every fixed depth, and stock mlx-lm: interleaved in one process, medians.
+"""Benchmark of `--mtp auto` against every fixed depth and stock mlx-lm: interleaved in one process, medians.
 
     python -m tests.bench.auto_depth
 
-Each round every engine goes on from the same prompt, in an order that rotates, so that whatever else the machine does
-falls on all alike; what is compared is the ratio within a round. `auto` starts every round knowing nothing, as
-`mtp-coord generate` does, and pays for what it finds out.
+In each round every engine continues from the same prompt. The order rotates, so that the load of the machine affects
+all engines equally. The ratios within a round are compared. `auto` starts every round without knowledge, like
+`mtp-coord generate`, and pays for its exploration.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ STOCK = "mlx-lm"
 
 @dataclass(frozen=True)
 class Timed:
-    """One answer: tokens a second after the first, and how many tokens a window brought."""
+    """One answer: tokens per second after the first token, and tokens per window."""
 
     speed: float
     tokens_per_window: float
 
 
 Rounds = Mapping[str, Sequence[Timed]]
-"""By mode, a measurement a round."""
+"""One measurement per round, by mode."""
 
 
 async def measure(
@@ -61,7 +61,7 @@ async def measure(
     tokens: int,
     params: SamplingParams,
 ) -> Rounds:
-    """A round for each prompt, after one that warms everything up."""
+    """Run a round for each prompt, after one that warms everything up."""
     found: defaultdict[str, list[Timed]] = defaultdict(list)
     checkpoint = Checkpoint.open(path)
     stock, _ = load_model(path)
@@ -87,7 +87,7 @@ async def measure(
 
 
 async def of_engine(loop: GenerationLoop, request: GenerationRequest) -> Timed:
-    """One answer of a controller that starts anew."""
+    """Return one answer of an engine with a new controller."""
     loop.scheduler.controller = Controller(loop.scheduler.controller.mode)
     stats = (await answer(loop, request)).stats
     after_first = stats.completion_tokens - 1
@@ -95,7 +95,7 @@ async def of_engine(loop: GenerationLoop, request: GenerationRequest) -> Timed:
 
 
 def of_stock(model: nn.Module, request: GenerationRequest) -> Timed:
-    """mlx-lm's own loop over as many tokens, greedy."""
+    """Return one answer of mlx-lm's own loop, greedy."""
     prompt = mx.array(request.prompt, mx.uint32)
     steps = generate_step(prompt, model, max_tokens=request.max_tokens)
     next(steps)
@@ -105,7 +105,7 @@ def of_stock(model: nn.Module, request: GenerationRequest) -> Timed:
 
 
 def table(rounds: Rounds) -> str:
-    """Medians, and each mode's speed over that of the fixed depth that was best."""
+    """Return a Markdown table of medians, with the speed of each mode over the best fixed depth."""
     speeds = {mode: [one.speed for one in timed] for mode, timed in rounds.items()}
     best = max(FIXED, key=lambda mode: statistics.median(speeds[mode]))
     lines = [
@@ -121,6 +121,7 @@ def table(rounds: Rounds) -> str:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--model", type=Path, default=checkpoint_dir())
     parser.add_argument("--rounds", type=int, default=12)
@@ -147,7 +148,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the example's line."""
+    """A formatter that keeps the lines of the example."""
 
 
 if __name__ == "__main__":

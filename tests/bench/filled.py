@@ -1,10 +1,10 @@
-"""One stream on N stages: what drafting brings over plain decoding, block by block and with the pipeline filled.
+"""Benchmark of drafting for one stream on N stages: block by block, and with a filled pipeline, over plain decoding.
 
     python -m tests.bench.filled
     python -m tests.bench.filled --row 0.5 --draft 0.1
 
-Stages sleep, in virtual time; the loop, the scheduler, the controller and the frames are real. A stage takes 10 ms for
-one row, `--row` of that for every further row of a window, and `--draft` of it for a draft on the last stage. The
+Stages sleep, in virtual time. The loop, the scheduler, the controller and the frames are real. A stage takes 10 ms for
+one row. Each further row of a window adds `--row` of that, and each draft on the last stage adds `--draft` of it. The
 defaults are those of a 4-bit 27B slice as MLX ran it once: 9.0, 13.5 and 22.0 ms for 1, 2 and 4 rows.
 """
 
@@ -24,7 +24,7 @@ TOKENS = 600
 
 @dataclass(frozen=True)
 class Found:
-    """`speedups`: by mode, tokens a second over those of plain decoding on the same stages."""
+    """The result of one setting. `speedups` are, by mode, tokens per second over those of plain decoding."""
 
     stages: int
     chance: float
@@ -32,6 +32,7 @@ class Found:
 
 
 def measure(timing: Timing, chance: float) -> Found:
+    """Return the speedups on one timing."""
     seconds = {
         mode: run_virtually(stream_seconds(timing, mode, chance, TOKENS))
         for mode in ("off", *MODES)
@@ -40,6 +41,7 @@ def measure(timing: Timing, chance: float) -> Found:
 
 
 def table(found: Sequence[Found]) -> str:
+    """Return a Markdown table."""
     head = ["stages", "a draft is right", *(f"--mtp {mode}" for mode in MODES)]
     rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for one in found:
@@ -53,6 +55,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--chances", type=float, nargs="+", default=[0.3, 0.6, 0.75, 0.85, 0.95])
@@ -81,7 +84,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the examples' lines."""
+    """A formatter that keeps the lines of the examples."""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One stream over two real workers, each on a core of its own: the built-in model, plain, drafting, and filled.
+"""Benchmark of one stream over two real workers, each on its own core: the built-in model, plain, drafting and filled.
 
     python -m tests.bench.one_stream
 
-Every cluster is up the whole time and asked in turn, in an order that rotates; what is compared is the ratio within a
-round. Tokens a second from the first to the last piece of an answer.
+All clusters run the whole time. Each answers in turn, in an order that rotates. The ratios within a round are compared.
+The figure is tokens per second from the first to the last piece of an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODES = ("off", "1", "2", "filled", "auto")
 
 
 def measure(rounds: int, tokens: int) -> dict[str, list[float]]:
-    """Tokens a second by mode, a value a round, after one round that warms everything up."""
+    """Return tokens per second by mode, one value per round, after one round that warms everything up."""
     model = checkpoint_dir()
     prompts = held_out_prompts(Tokenizer.load(model), rounds)
     found: defaultdict[str, list[float]] = defaultdict(list)
@@ -49,6 +49,7 @@ def measure(rounds: int, tokens: int) -> dict[str, list[float]]:
 
 
 def table(found: dict[str, list[float]]) -> str:
+    """Return a Markdown table."""
     lines = ["| --mtp | tokens/s | over off |", "| --- | --- | --- |"]
     for mode, speeds in found.items():
         ratio = statistics.median(a / b for a, b in zip(speeds, found["off"], strict=True))
@@ -57,6 +58,7 @@ def table(found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=200)
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the example's line."""
+    """A formatter that keeps the lines of the example."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the schedule makes of N stages: they sleep, links delay, and the loop, the scheduler and the frames are real.
+"""Benchmark of the schedule on N stages: stages sleep, links delay, and loop, scheduler and frames are real.
 
     python -m tests.bench.schedule
     python -m tests.bench.schedule --real --stages 4 8
 
-Time is virtual unless asked otherwise: the figures are then the schedule's own, whatever else the machine does. In
-real time the coordinator's work is in them too.
+Time is virtual by default. The figures are then those of the schedule, not of the machine. In real time they include
+the work of the coordinator.
 """
 
 from __future__ import annotations
@@ -27,63 +27,68 @@ from tests.support.protocol.simulation import (
 
 CHUNKS = 16
 STREAMS, PREFILL, GAP = 0.9, 0.9, 2.0
-"""Targets: shares of what N stages could do at most, and steps."""
+"""Targets: shares of the maximum of N stages, and steps."""
 
-LANES, FULL = 0.9, 1.8
-"""Stricter than the first of them: of N streams and of 2N, whose lanes of two rows cost what one row costs."""
+FULL_RATE, DOUBLE_RATE = 0.9, 1.8
+"""Stricter targets for N and for 2N streams. Micro-batches of two rows cost what one row costs."""
 
 Run = Callable[[Coroutine[Any, Any, float]], float]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one number of stages. `one`: tokens a second of one stream; `lanes`, `streams`: those of N and of 2N streams
-    over N times that (two rows of a lane cost what one costs, so twice that can be had). `prefill`: how many times as
-    fast as one chunk after the other, over the bound N C / (C + N - 1). `gap`: an open stream's longest wait, in steps.
+    """The figures of one number of stages.
+
+    `one` is the tokens per second of one stream. `full` and `streams` are the rates of N and of 2N streams over N times
+    `one`. Two rows of a micro-batch cost what one costs, so `streams` can reach 2. `prefill` is the gain over one chunk
+    after the other, relative to the bound N C / (C + N - 1). `gap` is the longest wait of a running stream, in steps.
     """
 
     stages: int
     one: float
-    lanes: float
+    full: float
     streams: float
-    convoy_seconds: float
+    prefill_time: float
     prefill: float
     gap: float
 
     @property
     def misses(self) -> bool:
+        """One of the targets is missed."""
         return self.streams < STREAMS or self.prefill < PREFILL or self.gap > GAP
 
     @property
     def falls_short(self) -> bool:
-        """Of the stricter mark."""
-        return self.lanes < LANES or self.streams < FULL
+        """One of the stricter targets is missed."""
+        return self.full < FULL_RATE or self.streams < DOUBLE_RATE
 
 
 def measure(timing: Timing, run: Run) -> Found:
+    """Return the figures of one timing."""
     stages = timing.stages
     one = run(decode_rate(timing, 1))
-    convoy = run(prefill_seconds(timing, CHUNKS))
+    pipelined = run(prefill_seconds(timing, CHUNKS))
     bound = stages * CHUNKS / (CHUNKS + stages - 1)
     return Found(
         stages,
         one,
-        lanes=run(decode_rate(timing, stages)) / (stages * one),
+        full=run(decode_rate(timing, stages)) / (stages * one),
         streams=run(decode_rate(timing, 2 * stages)) / (stages * one),
-        convoy_seconds=convoy,
-        prefill=CHUNKS * timing.step / convoy / bound,
+        prefill_time=pipelined,
+        prefill=CHUNKS * timing.step / pipelined / bound,
         gap=run(longest_gap(timing, CHUNKS)) / timing.step,
     )
 
 
 def table(found: Sequence[Found]) -> str:
+    """Return a Markdown table."""
     rows = [
         "| stages | one stream, tokens/s | N streams over N x one | 2N streams over N x one "
         "| 16 chunks, s | over the bound | longest gap, steps |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows += [
-        f"| {f.stages} | {f.one:.1f} | {f.lanes:.3f} | {f.streams:.3f} | {f.convoy_seconds:.3f} "
+        f"| {f.stages} | {f.one:.1f} | {f.full:.3f} | {f.streams:.3f} | {f.prefill_time:.3f} "
         f"| {f.prefill:.3f} | {f.gap:.2f} |"
         for f in found
     ]
@@ -91,6 +96,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16])
     parser.add_argument("--stage-ms", type=float, default=10.0)
@@ -106,7 +112,7 @@ def main() -> None:
     print(table(found))
     print(_verdict(f"targets {STREAMS}, {PREFILL}, {GAP:g}", [f.stages for f in found if f.misses]))
     short = [f.stages for f in found if f.falls_short]
-    print(_verdict(f"stricter, {LANES} with N streams and {FULL} with 2N", short))
+    print(_verdict(f"stricter, {FULL_RATE} with N streams and {DOUBLE_RATE} with 2N", short))
     publish(
         "schedule-real" if options.real else "schedule",
         {"options": vars(options), "stages": [asdict(f) for f in found]},
@@ -114,7 +120,7 @@ def main() -> None:
             "over what N stages make of one": lines(
                 options.stages,
                 {
-                    "N streams": [f.lanes for f in found],
+                    "N streams": [f.full for f in found],
                     "2N streams": [f.streams for f in found],
                     "16 chunks": [f.prefill for f in found],
                 },

@@ -1,4 +1,4 @@
-"""A client that notes when each piece of an answer came."""
+"""A client that records the arrival time of each piece of an answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT = 300.0
-"""Seconds an answer may take."""
+"""Seconds. Maximum time of an answer."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """One answer. `times` are seconds from the request to each piece of text."""
+    """One answer. `times` are the seconds from the request to each piece of text."""
 
     times: tuple[float, ...]
     prompt_tokens: int
@@ -26,11 +26,12 @@ class Streamed:
 
     @property
     def first(self) -> float:
+        """Seconds to the first piece."""
         return self.times[0]
 
     @property
     def gap(self) -> float:
-        """Median seconds between pieces; with `write_random_model` each piece is a token."""
+        """Median seconds between pieces. With `write_random_model` each piece is a token."""
         assert len(self.times) >= self.tokens - 2, "a piece of text is not a token here"
         return statistics.median(b - a for a, b in zip(self.times, self.times[1:-1], strict=False))
 
@@ -38,10 +39,10 @@ class Streamed:
 async def stream(
     url: str, model: str, prompt: str | Sequence[int], tokens: int, **more: Any
 ) -> Streamed:
-    """A greedy completion of `tokens` tokens; `more` goes into the request.
+    """Stream a greedy completion of `tokens` tokens. `more` goes into the request.
 
-    Raises AssertionError when the server does not serve it.
-    Lines are noted as they come and read afterwards: a client that works shares the cores with what it measures.
+    Raises AssertionError if the server does not serve it. Lines are recorded as they arrive and parsed afterwards,
+    because the client shares the cores with the server.
     """
     body = {
         "model": model,
@@ -77,7 +78,7 @@ async def stream(
 
 
 async def _post(url: str, body: str) -> AsyncIterator[bytes]:
-    """Lines of the answer, headers and all; events are never split over the chunks they are sent in."""
+    """Yield the lines of the answer, including headers. An event is never split over two chunks."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     data = body.encode()
@@ -96,14 +97,15 @@ async def _post(url: str, body: str) -> AsyncIterator[bytes]:
 
 
 def ask(url: str, model: str, prompt: str | Sequence[int], tokens: int, **more: Any) -> Streamed:
-    """One answer, nothing else under way."""
+    """Stream one answer and return it."""
     return asyncio.run(stream(url, model, prompt, tokens, **more))
 
 
 def throughput(url: str, model: str, prompts: Sequence[str], tokens: int) -> float:
-    """Tokens a second of all these answers asked for at once, their prompts included in the time."""
+    """Return the tokens per second of all answers requested at once, including their prompts."""
 
     async def all_at_once() -> None:
+        """Request all answers at once."""
         await asyncio.gather(*(stream(url, model, prompt, tokens) for prompt in prompts))
 
     started = time.perf_counter()

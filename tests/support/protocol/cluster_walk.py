@@ -1,6 +1,7 @@
-"""Everything that can happen to a small cluster, in every order, with the manager's part played by the walk.
+"""A walk over all event orders of a small cluster. The walk plays the part of the cluster manager.
 
-No process, no socket, no clock: events into `apply`, what `decide` says carried out as `ClusterManager` does.
+There is no process, socket or clock. Events go into `apply`, and the walk carries out the actions of `decide` as
+`ClusterManager` does.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def worker(address: str, process: int = 1) -> Member:
 
 
 def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitError) -> Planner:
-    """Plans over all members, the first first; raises `error` when they are fewer than `fewest`."""
+    """Return a planner that uses all members in order, and raises `error` if they are fewer than `fewest`."""
 
     def plan(members: Sequence[Member], epoch: int) -> Plan:
+        """Return a plan over `members`."""
         if len(members) < fewest:
             raise error(f"{len(members)} workers are too few")
         stages = [SimpleNamespace(node=member.address) for member in members]
@@ -74,7 +76,7 @@ class Step:
 
     @property
     def plannable(self) -> bool:
-        """Whether the workers that are usable now could serve."""
+        """Return whether the usable workers could serve now."""
         try:
             self.planner(self.view.usable(), self.view.epoch + 1)
         except ClusterError:
@@ -83,7 +85,7 @@ class Step:
 
 
 def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> Step:
-    """One event, and all that is decided because of it."""
+    """Apply one event and carry out all actions that follow from it."""
     now = view.now + after
     following = apply(view, event, now)
     actions: list[Action] = []
@@ -109,7 +111,7 @@ def _done(action: Action) -> Event:
 
 
 def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
-    """What can happen next, and how long it may take. Times are chosen on both sides of every limit."""
+    """Yield the events that can happen next, with their delays. Delays lie on both sides of every limit."""
     for seconds in (0.6, 3.0, 31.0, 61.0):
         yield TimePassed(), seconds
     for address in addresses:
@@ -140,9 +142,9 @@ def _news_of(address: str, view: View) -> Iterator[tuple[Event, float]]:
 def walk(
     start: View, planner: Planner, addresses: str, depth: int, check: Callable[[Step], None]
 ) -> tuple[int, int]:
-    """Every order of up to `depth` events over these workers. Returns how many steps were taken from how many views.
+    """Walk every order of up to `depth` events over the workers. Return the numbers of steps and of views.
 
-    Views that differ only in what the clock says are one.
+    Views that differ only in their clock count as one.
     """
     seen: set[object] = {_key(start)}
     edge, steps = [start], 0
@@ -161,10 +163,11 @@ def walk(
 
 
 def _key(view: View) -> object:
-    """A view with its times counted from now, and those long past made one."""
+    """Return a view with times relative to now, and with all times long past made equal."""
     now = view.now
 
     def ago(moment: float) -> float:
+        """Return `moment` relative to now, at least -100."""
         return max(round(moment - now, 3), -100.0)
 
     members = tuple(

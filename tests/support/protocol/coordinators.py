@@ -1,4 +1,4 @@
-"""Coordinators of a protocol model: the real scheduler, and a script that opens windows on hope."""
+"""The coordinators of a protocol model: the real scheduler, and a script that opens speculative windows."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ PROMPT = 2
 
 @dataclass
 class Scheduled:
-    """The real scheduler at the head of a world. `told` is what each client heard."""
+    """The real scheduler at the head of a world. `received` holds the tokens that each client got."""
 
     scheduler: Scheduler
     to_come: tuple[GenerationRequest, ...]
     leaves: int = 0
     room: Capacity = ROOM
     requests: tuple[GenerationRequest, ...] = ()
-    """Those submitted, by sequence."""
-    told: dict[int, list[int]] = field(default_factory=dict)
+    """Submitted requests, by sequence."""
+    received: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    """Who has heard the end, or left."""
+    """Sequences that have ended or whose client has left."""
 
     @property
     def epoch(self) -> int:
+        """Epoch of the present plan."""
         return self.scheduler.epoch
 
     def clone(self) -> Scheduled:
+        """Return a copy that shares no mutable state."""
         plan = (self.scheduler.limits, self.scheduler.controller, self.room)
         memo = {id(item): item for item in (*plan, *self.to_come, *self.requests)}
-        told = {seq_id: list(tokens) for seq_id, tokens in self.told.items()}
+        received = {seq_id: list(tokens) for seq_id, tokens in self.received.items()}
         return Scheduled(
             copy.deepcopy(self.scheduler, memo),
             self.to_come,
             self.leaves,
             self.room,
             self.requests,
-            told,
+            received,
             set(self.ended),
         )
 
@@ -62,29 +64,32 @@ class Scheduled:
         return [*self.scheduler.running.values(), *self.scheduler.waiting]
 
     def key(self) -> Hashable:
+        """Return a value that tells two states apart."""
         s = self.scheduler
         live = tuple(
             tuple(_hashable(v) for k, v in vars(one).items() if k != "request")
             for one in self._live()
         )
-        told = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.told.items())
+        received = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.received.items())
         flight = tuple((f.alone, f.decode_rows, f.valid_windows) for f in s.in_flight)
         prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
         return (
             (s.epoch, s.stages, s.next_number, tuple(map(op_key, s.ops)), flight, prefixes),
-            (live, len(s.running), told, frozenset(self.ended), len(self.to_come), self.leaves),
+            (live, len(s.running), received, frozenset(self.ended), len(self.to_come), self.leaves),
         )
 
     def actions(self) -> list[str]:
-        open_ones = [seq_id for seq_id in self.told if seq_id not in self.ended]
+        """Return the actions that clients may take now."""
+        open_ones = [seq_id for seq_id in self.received if seq_id not in self.ended]
         leave = [f"leave {seq_id}" for seq_id in open_ones] if self.leaves else []
         return [*(["submit"] if self.to_come else []), *leave]
 
     def act(self, action: str) -> list[News]:
+        """Carry out an action of a client. Return the signals for the stages."""
         word, _, number = action.partition(" ")
         if word == "submit":
             request, self.to_come = self.to_come[0], self.to_come[1:]
-            self.told[self.scheduler.submit(request, 0.0).seq_id] = []
+            self.received[self.scheduler.submit(request, 0.0).seq_id] = []
             self.requests = (*self.requests, request)
             return []
         seq_id = int(number)
@@ -95,45 +100,54 @@ class Scheduled:
         return news
 
     def next_frame(self) -> Frame | None:
+        """Return the frame that is sent at once, or None."""
         return self.scheduler.next_frame(0.0)
 
     def can_send(self) -> bool:
+        """Return whether the script may send a frame now."""
         return False
 
     def send(self, chooser: Chooser) -> Frame:
+        """Raise: the scheduler sends its frames at once."""
         raise NotImplementedError
 
     def apply_outcomes(self, frame: Frame) -> list[News]:
+        """Apply the outcomes of a returned frame. Return the signals for the stages."""
         outcome = self.scheduler.apply_outcomes(frame, 0.0)
-        self._tell(outcome)
+        self._record_events(outcome)
         return [News(r.seq_id, r.window, r.accepted_length) for r in outcome.rollbacks]
 
-    def _tell(self, outcome: FrameOutcome) -> None:
+    def _record_events(self, outcome: FrameOutcome) -> None:
         for seq_id, event in outcome.events:
-            assert seq_id not in self.ended, "said after the end"
+            assert seq_id not in self.ended, "an event after the end"
             if isinstance(event, TokenChunk):
-                self.told[seq_id] += event.tokens
+                self.received[seq_id] += event.tokens
             if isinstance(event, Finished):
                 assert event.reason == "length"
-                assert len(self.told[seq_id]) == self.requests[seq_id].max_tokens
+                assert len(self.received[seq_id]) == self.requests[seq_id].max_tokens
                 self.ended.add(seq_id)
 
     def reset(self, stages: int, epoch: int) -> None:
-        self._tell(self.scheduler.reset(stages, epoch, self.room, 0.0))
+        """Start a new plan."""
+        self._record_events(self.scheduler.reset(stages, epoch, self.room, 0.0))
 
     def known(self, seq_id: int) -> int:
-        return len(self.requests[seq_id].prompt) + len(self.told[seq_id])
+        """Return how many tokens of a sequence are known, including the prompt."""
+        return len(self.requests[seq_id].prompt) + len(self.received[seq_id])
 
     def done(self) -> bool:
+        """Return whether every request has ended and nothing is in flight."""
         s = self.scheduler
         idle = not (self.to_come or s.running or s.waiting or s.ops or s.in_flight)
-        return idle and self.told.keys() == self.ended
+        return idle and self.received.keys() == self.ended
 
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
-        """Clients heard the text so far. The next frame leaves at once, so that at rest nobody waits for one."""
+        """Assert that clients got the right text, and that at rest no sequence waits for a frame."""
         self.scheduler.check()
-        assert not (at_rest and self.scheduler.running), "someone waits, and no frame is on its way"
-        for seq_id, tokens in self.told.items():
+        assert not (at_rest and self.scheduler.running), (
+            "a sequence waits, and no frame is in flight"
+        )
+        for seq_id, tokens in self.received.items():
             prompt = len(self.requests[seq_id].prompt)
             assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
 
@@ -147,37 +161,38 @@ def _hashable(value: Any) -> Hashable:
 
 
 @dataclass(frozen=True)
-class Hope:
-    """One sequence of a `Hopeful`. `known` are the prompt and what was said since; the last is in no settled window.
+class SpeculativeSequence:
+    """One sequence of a SpeculativeScript. `known` holds the prompt and all emitted tokens.
 
-    `open` are the windows under way that may stand, the oldest first; `doomed` counts those that cannot.
+    The last token of `known` is in no committed window. `open` holds the valid windows in flight, oldest first.
+    `invalidated` counts the others in flight.
     """
 
     seq_id: int
     known: tuple[int, ...]
     open: tuple[Segment, ...] = ()
-    doomed: int = 0
+    invalidated: int = 0
     next_window: int = 0
     commit: Commit | None = None
     admitted: bool = False
 
     @property
     def end(self) -> int:
-        """Where the next window would stand."""
+        """Position of the next window."""
         if self.open:
             return self.open[-1].position + self.open[-1].width
         return len(self.known) - 1
 
 
 @dataclass
-class Hopeful:
-    """Keeps up to two windows of each of its sequences open, the second on the hope that the first is kept whole.
+class SpeculativeScript:
+    """A script that keeps up to two windows of each sequence open. The second one is speculative.
 
-    What the filled pipeline of DESIGN section 7 asks of the protocol. Of each sequence as many tokens are wanted as
-    `lengths` says, the prompt included; windows have up to `width` tokens.
+    It covers what the filled pipeline of DESIGN section 7 asks of the protocol. `lengths` holds the tokens of each
+    text, including the prompt. Windows have up to `width` tokens.
     """
 
-    sequences: tuple[Hope, ...]
+    sequences: tuple[SpeculativeSequence, ...]
     lengths: tuple[int, ...]
     width: int = 2
     epoch: int = 0
@@ -185,147 +200,175 @@ class Hopeful:
     in_flight: deque[int] = field(default_factory=deque)
 
     @classmethod
-    def of(cls, *lengths: int) -> Hopeful:
-        return cls(tuple(Hope(i, tuple(truth(i, PROMPT))) for i in range(len(lengths))), lengths)
+    def of(cls, *lengths: int) -> SpeculativeScript:
+        """Return a script with a sequence for each of `lengths`."""
+        return cls(
+            tuple(SpeculativeSequence(i, tuple(truth(i, PROMPT))) for i in range(len(lengths))),
+            lengths,
+        )
 
-    def clone(self) -> Hopeful:
+    def clone(self) -> SpeculativeScript:
+        """Return a copy that shares no mutable state."""
         return replace(self, in_flight=deque(self.in_flight))
 
     def key(self) -> Hashable:
+        """Return a value that tells two states apart."""
         return self.sequences, self.epoch, self.next_number, tuple(self.in_flight)
 
     def actions(self) -> list[str]:
+        """Return the actions that clients may take now."""
         return []
 
     def act(self, action: str) -> list[News]:
+        """Carry out an action of a client. Return the signals for the stages."""
         raise NotImplementedError(action)
 
     def next_frame(self) -> Frame | None:
+        """Return the frame that is sent at once, or None."""
         return None
 
     # ---- out
 
     def can_send(self) -> bool:
-        return any(map(self._may_go, self.sequences))
+        """Return whether the script may send a frame now."""
+        return any(map(self._can_send_sequence, self.sequences))
 
-    def _may_go(self, hope: Hope) -> bool:
-        if not hope.admitted:
+    def _can_send_sequence(self, sequence: SpeculativeSequence) -> bool:
+        if not sequence.admitted:
             return True
-        if self._missing(hope) == 0:  # all is said: the last commit, then, at rest, Evict
-            return hope.commit is not None or not self.in_flight
-        return hope.next_window > 0 and len(hope.open) < 2 and self._room(hope) > 0
+        if self._missing(sequence) == 0:  # complete: send the last commit, then, at rest, Evict
+            return sequence.commit is not None or not self.in_flight
+        return sequence.next_window > 0 and len(sequence.open) < 2 and self._room(sequence) > 0
 
-    def _missing(self, hope: Hope) -> int:
-        return self.lengths[hope.seq_id] - len(hope.known)
+    def _missing(self, sequence: SpeculativeSequence) -> int:
+        return self.lengths[sequence.seq_id] - len(sequence.known)
 
-    def _room(self, hope: Hope) -> int:
-        prefilling = bool(hope.open) and not hope.open[0].open
-        return 0 if prefilling else min(self.width, self.lengths[hope.seq_id] - 1 - hope.end)
+    def _room(self, sequence: SpeculativeSequence) -> int:
+        prefilling = bool(sequence.open) and not sequence.open[0].open
+        return (
+            0 if prefilling else min(self.width, self.lengths[sequence.seq_id] - 1 - sequence.end)
+        )
 
     def send(self, chooser: Chooser) -> Frame:
-        """A frame for one of the sequences that may go, or for all of them."""
-        ready = [hope for hope in self.sequences if self._may_go(hope)]
+        """Send a frame for one of the sequences that may send, or for all of them."""
+        ready = [sequence for sequence in self.sequences if self._can_send_sequence(sequence)]
         way = chooser.pick(len(ready) + 1) if len(ready) > 1 else 0
         ops: list[Op] = []
         segments: list[Segment] = []
-        for hope in ready if way == len(ready) else [ready[way]]:
-            self._add(hope, ops, segments, chooser)
+        for sequence in ready if way == len(ready) else [ready[way]]:
+            self._add(sequence, ops, segments, chooser)
         frame = Frame(self.epoch, self.next_number, tuple(ops), tuple(segments))
         self.in_flight.append(self.next_number)
         self.next_number += 1
         return frame
 
-    def _add(self, hope: Hope, ops: list[Op], segments: list[Segment], chooser: Chooser) -> None:
-        if not hope.admitted:
-            ops.append(Admit(hope.seq_id, self.lengths[hope.seq_id], PROMPT))
-            segment = Segment(hope.seq_id, 0, 0, hope.known, sample=True)
-        elif hope.commit is None and self._missing(hope) == 0:
-            ops.append(Evict(hope.seq_id))
-            self._forget(hope)
+    def _add(
+        self,
+        sequence: SpeculativeSequence,
+        ops: list[Op],
+        segments: list[Segment],
+        chooser: Chooser,
+    ) -> None:
+        if not sequence.admitted:
+            ops.append(Admit(sequence.seq_id, self.lengths[sequence.seq_id], PROMPT))
+            segment = Segment(sequence.seq_id, 0, 0, sequence.known, sample=True)
+        elif sequence.commit is None and self._missing(sequence) == 0:
+            ops.append(Evict(sequence.seq_id))
+            self._forget(sequence)
             return
         else:
-            if hope.commit is not None:
-                ops.append(hope.commit)
-            if self._missing(hope) == 0:
-                self._put(replace(hope, commit=None))
+            if sequence.commit is not None:
+                ops.append(sequence.commit)
+            if self._missing(sequence) == 0:
+                self._put(replace(sequence, commit=None))
                 return
-            segment = self._window(hope, chooser)
+            segment = self._window(sequence, chooser)
         segments.append(segment)
         self._put(
             replace(
-                hope,
+                sequence,
                 admitted=True,
                 commit=None,
-                open=(*hope.open, segment),
-                next_window=hope.next_window + 1,
+                open=(*sequence.open, segment),
+                next_window=sequence.next_window + 1,
             )
         )
 
-    def _window(self, hope: Hope, chooser: Chooser) -> Segment:
-        width = 1 + chooser.pick(self._room(hope))
-        at = hope.end
-        sure = hope.known[at : at + 1]  # confirmed, where no window is open before it
-        tokens = (*sure, *guesses(hope.seq_id, at + len(sure), width - len(sure), chooser))
-        return Segment(hope.seq_id, hope.next_window, at, tokens, open=True, sample=True)
+    def _window(self, sequence: SpeculativeSequence, chooser: Chooser) -> Segment:
+        width = 1 + chooser.pick(self._room(sequence))
+        at = sequence.end
+        sure = sequence.known[at : at + 1]  # confirmed, where no window is open before it
+        tokens = (*sure, *guesses(sequence.seq_id, at + len(sure), width - len(sure), chooser))
+        return Segment(sequence.seq_id, sequence.next_window, at, tokens, open=True, sample=True)
 
     # ---- back
 
     def apply_outcomes(self, frame: Frame) -> list[News]:
+        """Apply the outcomes of a returned frame. Return the signals for the stages."""
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch} in epoch {self.epoch}")
         assert frame.number == self.in_flight.popleft()
         news: list[News] = []
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
-            (hope,) = [h for h in self.sequences if h.seq_id == segment.seq_id]
+            (sequence,) = [h for h in self.sequences if h.seq_id == segment.seq_id]
             if outcome.cancelled:
-                assert hope.doomed, "a window was skipped that may stand"
-                self._put(replace(hope, doomed=hope.doomed - 1))
+                assert sequence.invalidated, "a valid window was skipped"
+                self._put(replace(sequence, invalidated=sequence.invalidated - 1))
                 continue
-            assert not hope.doomed, "a window ran that cannot stand"
-            news += self._take(hope, segment, outcome)
+            assert not sequence.invalidated, "an invalidated window ran"
+            news += self._take(sequence, segment, outcome)
         return news
 
-    def _take(self, hope: Hope, segment: Segment, outcome: Outcome) -> list[News]:
-        assert hope.open[0].window == segment.window
-        known = hope.known
+    def _take(
+        self, sequence: SpeculativeSequence, segment: Segment, outcome: Outcome
+    ) -> list[News]:
+        assert sequence.open[0].window == segment.window
+        known = sequence.known
         if outcome.token is not None:
             accepted_length = segment.tokens[: outcome.accepted_length]
             known = (*known[: segment.position], *accepted_length, outcome.token)
-        assert known[: len(hope.known)] == hope.known, "a token was taken back"
-        assert list(known) == truth(hope.seq_id, len(known))
-        hope = replace(hope, known=known, open=hope.open[1:])
+        assert known[: len(sequence.known)] == sequence.known, "a token was taken back"
+        assert list(known) == truth(sequence.seq_id, len(known))
+        sequence = replace(sequence, known=known, open=sequence.open[1:])
         if segment.open:
-            hope = replace(
-                hope, commit=Commit(hope.seq_id, segment.window, outcome.accepted_length)
+            sequence = replace(
+                sequence, commit=Commit(sequence.seq_id, segment.window, outcome.accepted_length)
             )
         if outcome.accepted_length == segment.width:
-            self._put(hope)
+            self._put(sequence)
             return []
-        self._put(replace(hope, open=(), doomed=len(hope.open)))
-        return [News(hope.seq_id, segment.window, outcome.accepted_length)]
+        self._put(replace(sequence, open=(), invalidated=len(sequence.open)))
+        return [News(sequence.seq_id, segment.window, outcome.accepted_length)]
 
     # ---- its sequences
 
-    def _put(self, hope: Hope) -> None:
-        self.sequences = tuple(hope if h.seq_id == hope.seq_id else h for h in self.sequences)
+    def _put(self, sequence: SpeculativeSequence) -> None:
+        self.sequences = tuple(
+            sequence if h.seq_id == sequence.seq_id else h for h in self.sequences
+        )
 
-    def _forget(self, hope: Hope) -> None:
-        self.sequences = tuple(h for h in self.sequences if h.seq_id != hope.seq_id)
+    def _forget(self, sequence: SpeculativeSequence) -> None:
+        self.sequences = tuple(h for h in self.sequences if h.seq_id != sequence.seq_id)
 
     def reset(self, stages: int, epoch: int) -> None:
+        """Start a new plan."""
         self.epoch, self.next_number = epoch, 0
         self.in_flight.clear()
-        self.sequences = tuple(Hope(h.seq_id, h.known) for h in self.sequences if self._missing(h))
+        self.sequences = tuple(
+            SpeculativeSequence(h.seq_id, h.known) for h in self.sequences if self._missing(h)
+        )
 
     def known(self, seq_id: int) -> int:
+        """Return how many tokens of a sequence are known, including the prompt."""
         return next(len(h.known) for h in self.sequences if h.seq_id == seq_id)
 
     def done(self) -> bool:
+        """Return whether every request has ended and nothing is in flight."""
         return not self.sequences and not self.in_flight
 
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
-        """At rest, with no commit due, every stage has committed what the coordinator knows, less the last token."""
-        for hope in self.sequences:
-            if at_rest and hope.admitted and hope.commit is None:
-                lengths = {stage.sequences[hope.seq_id].stack.committed for stage in stages}
-                assert lengths == {len(hope.known) - 1}, lengths
+        """Assert that at rest, without a pending commit, every stage has committed all known tokens but the last."""
+        for sequence in self.sequences:
+            if at_rest and sequence.admitted and sequence.commit is None:
+                lengths = {stage.sequences[sequence.seq_id].stack.committed for stage in stages}
+                assert lengths == {len(sequence.known) - 1}, lengths

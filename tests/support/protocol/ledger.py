@@ -1,4 +1,4 @@
-"""What every stage of a protocol model must have made permanent: reckoned from headers, outcomes and signals alone."""
+"""The tokens that every stage of a protocol model must have committed, from headers, outcomes and signals alone."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, RestorePref
 from worker.engine.stage_engine import StageEngine
 
 Known = Callable[[int], int]
-"""How many tokens of a sequence the coordinator has, the prompt included."""
+"""Function from a sequence to the number of its tokens that the coordinator knows, including the prompt."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The books of one plan. Worlds share them: each entry makes another ledger.
+    """The ledger of one plan. Worlds share it: each entry makes another ledger.
 
-    `headers[n]` says, by sequence, what a stage that has done frame n has committed by what headers told it. `prefixes`
-    are lengths of entries, `positions` where open windows begin. `said` is what the last stage's newest outcome of each
-    sequence keeps, `signals` what rollbacks told at once, `left` whose clients are gone by signal.
+    `headers[n]` holds, by sequence, the tokens that a stage has committed according to headers once it has done frame
+    n. `prefixes` holds lengths of entries, `positions` the positions of open windows. `answered` holds, by sequence,
+    the length that the last stage's newest outcome keeps. `signals` holds the lengths that rollbacks announced,
+    `cancelled` the sequences whose clients have left.
     """
 
     headers: tuple[Mapping[int, int], ...] = ()
     prefixes: Mapping[int, int] = field(default_factory=dict)
     positions: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    said: Mapping[int, int] = field(default_factory=dict)
+    decided: Mapping[int, int] = field(default_factory=dict)
     signals: frozenset[tuple[int, int]] = frozenset()
     left: frozenset[int] = frozenset()
 
     def key(self) -> Hashable:
+        """Return a value that tells two ledgers apart."""
         return tuple(self.headers[-1].items()) if self.headers else ()
 
     # ---- entries
 
     def sent(self, frame: Frame, known: Known) -> Ledger:
-        """A frame leaves the coordinator: what its header commits is all the coordinator has, less the last token."""
+        """Record a frame that leaves the coordinator. Its header commits all known tokens but the last."""
         held = dict(self._after(len(self.headers)))
         prefixes = dict(self.prefixes)
         for op in frame.ops:
@@ -64,22 +66,23 @@ class Ledger:
                 del prefixes[entry]
 
     def answered(self, frame: Frame) -> Ledger:
-        """The last stage passes a frame on, and has settled what it says."""
-        said = dict(self.said)
+        """Record a frame that the last stage passes on."""
+        decided = dict(self.decided)
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             if segment.open and not outcome.cancelled:
-                said[segment.seq_id] = self._end(
+                decided[segment.seq_id] = self._end(
                     segment.seq_id, segment.window, outcome.accepted_length
                 )
-        return replace(self, said=said)
+        return replace(self, decided=decided)
 
     def rejected(self, seq_id: int, window: int, accepted_length: int, known: Known) -> Ledger:
-        """A rollback is broadcast."""
+        """Record a rollback that is broadcast."""
         end = self._end(seq_id, window, accepted_length)
         assert end == known(seq_id) - 1, "a signal commits another length"
         return replace(self, signals=self.signals | {(seq_id, end)})
 
     def cancelled(self, seq_id: int) -> Ledger:
+        """Record a client that has left."""
         return replace(self, left=self.left | {seq_id})
 
     def _end(self, seq_id: int, window: int, accepted_length: int) -> int:
@@ -91,9 +94,11 @@ class Ledger:
     # ---- what must hold
 
     def check(self, stage: StageEngine) -> None:
-        """A stage holds the sequences that the headers of its frames left it. Of each it has committed what they say,
-        or what a signal said since; the last stage, what it has said itself. How far it got in a sequence whose client
-        is gone is nobody's business."""
+        """Assert that a stage holds the sequences that its headers left it, with the committed lengths they say.
+
+        A signal may have committed more, and the last stage commits its own outcomes. For a sequence whose client has
+        left, any length is right.
+        """
         due = self._after(stage.frames_done)
         assert stage.sequences.keys() == due.keys(), (stage.sequences.keys(), due)
         for seq_id, sequence in stage.sequences.items():
@@ -101,10 +106,12 @@ class Ledger:
             if seq_id in self.left:
                 continue
             if stage.verifier is not None:
-                wanted = {max(due[seq_id], self.said.get(seq_id, 0))}
+                wanted = {max(due[seq_id], self.decided.get(seq_id, 0))}
             else:
-                told = {end for one, end in self.signals if one == seq_id and end > due[seq_id]}
-                wanted = {due[seq_id], *told}
+                announced = {
+                    end for one, end in self.signals if one == seq_id and end > due[seq_id]
+                }
+                wanted = {due[seq_id], *announced}
             assert committed in wanted, (
                 f"sequence {seq_id}: {committed} committed after frame {stage.frames_done - 1}, not {wanted}"
             )

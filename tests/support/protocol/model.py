@@ -1,9 +1,9 @@
-"""The pipeline's protocol as a world of few states, walked through to the last one.
+"""A model of the pipeline's protocol: a world of few states, walked exhaustively.
 
-A world is a coordinator, a chain of real `StageEngine`s without a model, and what lies between them. Every step that
-could happen next is taken from every state: a frame passes a stage or returns, a signal reaches a stage (again,
-late, or never: it is always possible and never needed), a request comes or its client leaves, the plan ends in a
-crash and another begins. States met before are not walked again.
+A world is a coordinator, a chain of real `StageEngine`s without a model, and the channels between them. The walk takes
+every possible step from every state. A frame passes a stage or returns. A signal reaches a stage (again, late, or
+never). A request arrives or its client leaves. The plan ends in a crash and another begins. States met before are not
+walked again.
 """
 
 from __future__ import annotations
@@ -45,47 +45,59 @@ Step = Callable[["World", Chooser], None]
 
 
 class ModelCoordinator(Protocol):
-    """What stands at the head of a world: the real scheduler, or a script that does what it cannot yet."""
+    """The interface of a coordinator at the head of a world: the real scheduler, or a script."""
 
     @property
-    def epoch(self) -> int: ...
-
-    def clone(self) -> Self: ...
-
-    def key(self) -> Hashable: ...
-
-    def actions(self) -> list[str]:
-        """What clients may do now."""
+    def epoch(self) -> int:
+        """Epoch of the present plan."""
         ...
 
-    def act(self, action: str) -> list[News]: ...
+    def clone(self) -> Self:
+        """Return a copy that shares no mutable state."""
+        ...
+
+    def key(self) -> Hashable:
+        """Return a value that tells two states apart."""
+        ...
+
+    def actions(self) -> list[str]:
+        """Return the actions that clients may take now."""
+        ...
+
+    def act(self, action: str) -> list[News]:
+        """Carry out an action of a client. Return the signals for the stages."""
+        ...
 
     def next_frame(self) -> Frame | None:
-        """What is sent at once after anything happened."""
+        """Return the frame that is sent at once, or None."""
         ...
 
     def can_send(self) -> bool:
-        """Whether it may send a frame now, or later, or never."""
+        """Return whether it may send a frame now, later or never."""
         ...
 
-    def send(self, chooser: Chooser) -> Frame: ...
+    def send(self, chooser: Chooser) -> Frame:
+        """Send a frame."""
+        ...
 
     def apply_outcomes(self, frame: Frame) -> list[News]:
-        """Raises StaleEpochError for a frame of another plan, and has learned nothing from it then."""
+        """Apply a returned frame. Raises StaleEpochError, without effect, for a frame of another plan."""
         ...
 
-    def reset(self, stages: int, epoch: int) -> None: ...
+    def reset(self, stages: int, epoch: int) -> None:
+        """Start a new plan."""
+        ...
 
     def known(self, seq_id: int) -> int:
-        """How many tokens of a sequence it has, the prompt included."""
+        """Return how many tokens of a sequence are known, including the prompt."""
         ...
 
     def done(self) -> bool:
-        """Whether every request has ended and no stage has anything of it that it was not told to forget."""
+        """Return whether every request has ended and its Evict was sent."""
         ...
 
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
-        """`at_rest`: no frame is on its way."""
+        """Assert the invariants. `at_rest` says that no frame is in flight."""
         ...
 
 
@@ -103,13 +115,14 @@ class World:
     stale_frames: tuple[Frame, ...] = ()
     stale_news: frozenset[News] = frozenset()
     stale_results: tuple[Frame, ...] = ()
-    """Those of `stale_frames` that had only the coordinator before them."""
+    """The frames of `stale_frames` that had passed all stages."""
     ledger: Ledger = field(default_factory=Ledger)
     crashes: int = 0
-    """How many are still to come, at most."""
+    """Maximum number of crashes still to come."""
 
     @classmethod
     def start(cls, coordinator: ModelCoordinator, stages: int, crashes: int = 0) -> World:
+        """Return a world at its beginning."""
         world = cls(coordinator, [], [], crashes=crashes)
         world._plan(stages, 1)
         return world
@@ -122,12 +135,14 @@ class World:
         self._pump()
 
     def clone(self) -> World:
+        """Return a copy whose parts are shared until a step changes them."""
         clone = copy.copy(self)
         clone.stages = list(self.stages)
         clone.channels = [deque(channel) for channel in self.channels]
         return clone
 
     def key(self) -> int:
+        """Return a hash that tells two worlds apart."""
         return hash(
             (
                 self.coordinator.key(),
@@ -145,7 +160,7 @@ class World:
     # ---- steps
 
     def steps(self) -> Iterator[tuple[str, Step]]:
-        """Everything that could happen next. A signal that would change nothing is delivered here, and is no step."""
+        """Yield every possible step. A signal that would change nothing is no step."""
         for action in self.coordinator.actions():
             yield action, partial(World.act, action=action)
         if self.coordinator.can_send():
@@ -184,15 +199,18 @@ class World:
                 )
 
     def send(self, chooser: Chooser) -> None:
+        """Let the coordinator send a frame."""
         self.coordinator = self.coordinator.clone()
         self._put(self.coordinator.send(chooser))
 
     def act(self, _: Chooser, *, action: str) -> None:
+        """Let a client act."""
         self.coordinator = self.coordinator.clone()
         self._announce(self.coordinator.act(action))
         self._pump()
 
     def pass_on(self, chooser: Chooser, *, at: int) -> None:
+        """Let the frame at the head of a channel pass the next stage, or return."""
         frame = self.channels[at].popleft()
         if at == len(self.stages):
             self.coordinator = self.coordinator.clone()
@@ -208,11 +226,12 @@ class World:
             self.ledger = self.ledger.answered(out)
 
     def deliver(self, _: Chooser, *, stage: int, news: News) -> None:
+        """Let a signal reach a stage."""
         self.stages[stage] = clone_stage(self.stages[stage])
         deliver(self.stages[stage], self.coordinator.epoch, news)
 
     def crash(self, _: Chooser, *, left: int) -> None:
-        """Every stage and frame of the plan is gone, or comes too late; the next plan has `left` stages."""
+        """Lose every stage and frame of the plan. The next plan has `left` stages."""
         self.crashes -= 1
         self.stale_frames = tuple(frame for channel in self.channels for frame in channel)
         self.stale_results = tuple(self.channels[-1])
@@ -223,7 +242,7 @@ class World:
     # ---- what must hold
 
     def check(self) -> None:
-        """In every state."""
+        """Assert the contract of every state."""
         for stage in self.stages:
             for seq_id, sequence in stage.sequences.items():
                 sequence.stack.check()
@@ -239,7 +258,7 @@ class World:
         self.coordinator.check(self.stages, at_rest=not any(self.channels))
 
     def _check_stale(self, stage: StageEngine) -> None:
-        """What is left of an older plan changes nothing, whenever it comes."""
+        """Assert that frames and signals of an older plan change nothing, at any time."""
         if not self.stale_frames and not self.stale_news:
             return
         before = stage_key(stage)
@@ -254,7 +273,7 @@ class World:
         assert stage_key(stage) == before
 
     def _check_stale_results(self) -> None:
-        """Nor does the coordinator learn anything from a result of an older plan."""
+        """Assert that the coordinator ignores results of an older plan."""
         before = self.coordinator.key() if self.stale_results else None
         for frame in self.stale_results:
             try:
@@ -262,11 +281,11 @@ class World:
             except StaleEpochError:
                 assert self.coordinator.key() == before
                 continue
-            raise AssertionError(f"a result of epoch {frame.epoch} was taken")
+            raise AssertionError(f"a result of epoch {frame.epoch} was applied")
 
     def check_end(self) -> None:
-        """Where nothing more can happen: all is said, and nothing is left."""
-        assert self.coordinator.done(), "requests are left, and nothing happens any more"
+        """Assert the contract of an end: all requests have ended, and nothing is left."""
+        assert self.coordinator.done(), "requests are left, and no step is possible"
         assert not any(self.channels)
         for stage in self.stages:
             assert not stage.sequences, stage.sequences
@@ -275,6 +294,7 @@ class World:
 
 
 def deliver(stage: StageEngine, epoch: int, news: News) -> None:
+    """Apply a signal to a stage."""
     if news.accepted_length is None:
         stage.cancel(epoch, news.seq_id)
     else:
@@ -282,7 +302,7 @@ def deliver(stage: StageEngine, epoch: int, news: News) -> None:
 
 
 def op_key(op: Op) -> Hashable:
-    """Without the sampling parameters, which hold a dict and are the same in all these worlds."""
+    """Return an operation without its sampling parameters, which hold a dict and are the same in all worlds."""
     if isinstance(op, Admit):
         return op.kind, op.seq_id, op.capacity, op.prompt
     return op
@@ -298,13 +318,13 @@ def _frame_key(frame: Frame) -> Hashable:
 
 @dataclass
 class Walk:
-    """What a walk met."""
+    """The counts of a walk."""
 
     states: int = 0
     steps: int = 0
     ends: int = 0
     met: Counter[str] = field(default_factory=Counter)
-    """Steps by kind: what none of is met was not explored."""
+    """Steps by kind. A kind without steps was not explored."""
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.met.items()))
@@ -314,7 +334,7 @@ class Walk:
 def explore(start: World, most: int) -> Walk:
     """Take every step from every state.
 
-    Raises AssertionError, with the steps that led there, where something does not hold, or after `most` states.
+    Raises AssertionError, with the steps that led there, if a contract is violated, or after `most` states.
     """
     walk = Walk(states=1)
     seen = {start.key()}

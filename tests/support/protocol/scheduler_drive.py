@@ -1,4 +1,4 @@
-"""A scheduler and a fake last stage, moved by hand: no threads, no tensors, no clock but the test's own."""
+"""A driver of a scheduler and a fake last stage, one call at a time: no threads, no tensors, the test's own clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = Capacity(sequences=16, kv_tokens=10_000, prefix_bytes=0)
 
 
 class Drive:
-    """A scheduler and its stage, moved by hand. `check()` holds after every move."""
+    """A scheduler and its last stage. Each call also runs `Scheduler.check`."""
 
     def __init__(
         self,
@@ -46,12 +46,13 @@ class Drive:
         self.new_plan(stage or FakeLastStage(), stages, room)
 
     def new_plan(self, stage: FakeLastStage, stages: int = 1, room: Capacity = ROOM) -> None:
-        """What was in flight is lost."""
+        """Start a new plan. The frames in flight are lost."""
         self.stage = stage
-        self.take(self.scheduler.reset(stages, stage.epoch, room, self.now))
+        self.record_outcome(self.scheduler.reset(stages, stage.epoch, room, self.now))
         self.scheduler.check()
 
-    def take(self, outcome: FrameOutcome) -> None:
+    def record_outcome(self, outcome: FrameOutcome) -> None:
+        """Record the events and rollbacks of an outcome."""
         self.rollbacks += outcome.rollbacks
         for seq_id, event in outcome.events:
             self.events[seq_id].append(event)
@@ -64,11 +65,13 @@ class Drive:
         stop: Sequence[int] = (),
         logprobs: int | None = None,
     ) -> int:
+        """Submit a request and return its sequence number."""
         params = SamplingParams(seed=seed, logprobs=logprobs)
         request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop))
         return self.scheduler.submit(request, self.now).seq_id
 
     def send(self) -> Frame | None:
+        """Send the next frame and return it, or None."""
         frame = self.scheduler.next_frame(self.now)
         self.scheduler.check()
         if frame is not None:
@@ -76,33 +79,34 @@ class Drive:
         return frame
 
     def fill(self) -> list[Frame]:
-        """Send until the scheduler has no more for now."""
+        """Send all frames that the scheduler has now."""
         frames = []
         while (frame := self.send()) is not None:
             frames.append(frame)
         return frames
 
     def back(self) -> Frame:
-        """The oldest frame returns, a second later."""
+        """Return the oldest frame to the scheduler, a second later."""
         self.now += 1.0
         frame = self.stage.come_back()
-        self.take(self.scheduler.apply_outcomes(frame, self.now))
+        self.record_outcome(self.scheduler.apply_outcomes(frame, self.now))
         self.scheduler.check()
         return frame
 
     def run(self) -> None:
-        """Until nothing is left to send or to come back."""
+        """Run until no frame is left to send or to return."""
         self.fill()
         while self.stage.in_flight:
             self.back()
             self.fill()
 
     def tokens(self, seq_id: int) -> list[int]:
+        """Return the tokens that a client received."""
         chunks = [e for e in self.events[seq_id] if isinstance(e, TokenChunk)]
         return [token for chunk in chunks for token in chunk.tokens]
 
     def finished(self, seq_id: int) -> Finished:
-        """The last event, and the only one of its kind."""
+        """Return the last event of a client, and assert that it is the only Finished."""
         events = self.events[seq_id]
         assert sum(isinstance(e, Finished) for e in events) == 1
         last = events[-1]
@@ -111,8 +115,10 @@ class Drive:
 
 
 def is_decode(frame: Frame) -> bool:
+    """Return whether a frame carries windows only."""
     return bool(frame.segments) and all(s.open for s in frame.segments)
 
 
 def chunks_of(frames: Sequence[Frame]) -> list[Segment]:
+    """Return the prompt chunks of `frames`."""
     return [s for frame in frames for s in frame.segments if not s.open]

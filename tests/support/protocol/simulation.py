@@ -1,7 +1,7 @@
 """A pipeline of stages that sleep and links that delay, under the real loop, scheduler and frames.
 
-Time is virtual by default: an event loop that, when nothing is ready, jumps to the next timer. Sixteen stages of 10 ms
-then cost no more than the coordinator's own work, and the figures are the schedule's, not the machine's.
+Time is virtual by default: an idle event loop jumps to its next timer. Sixteen stages of 10 ms then cost only the
+coordinator's own work, and the figures are those of the schedule, not of the machine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
 T = TypeVar("T")
 
 SKIP_SECONDS = 1e-5
-"""What a stage takes to pass on a frame that it need not run."""
+"""Seconds. Time of a stage for a frame that it skips."""
 
 ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a real selector would wait, the clock is put forward instead."""
+    """A selector that advances the clock where a real selector would wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        """Advance the clock by `timeout` and return the ready events."""
         assert timeout is not None, "nothing is left that could ever happen"
         self.now += max(timeout, 0.0)
         return super().select(0)
@@ -56,6 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def time(self) -> float:
+        """Return the virtual time in seconds."""
         return self._jumping.now
 
 
@@ -67,9 +69,12 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: `stage` of each stage a frame, `hop` between neighbours, `row` for each further row of windows, `draft`
-    for each draft in the last stage. By default a frame costs a stage the same whatever it carries, as where reading
-    the weights is what takes time."""
+    """The times of a simulated pipeline, in seconds.
+
+    A frame takes `stage` in each stage, and `hop` between neighbours. Each further row of windows adds `row`, and each
+    draft in the last stage adds `draft`. By default the cost does not depend on the content of a frame, as if reading
+    the weights took all the time.
+    """
 
     stages: int
     stage: float = 0.010
@@ -78,7 +83,7 @@ class Timing:
     draft: float = 0.0
 
     def of(self, frame: Frame, stage: int) -> float:
-        """Seconds of a frame in a stage."""
+        """Return the seconds of a frame in a stage."""
         windows = [s for s in frame.segments if s.open]
         further = max(0, sum(s.width for s in windows) - 1)
         drafts = max((s.drafts for s in windows), default=0) if stage == self.stages - 1 else 0
@@ -86,13 +91,13 @@ class Timing:
 
     @property
     def step(self) -> float:
-        """One frame through an empty pipeline and back."""
+        """Seconds of one frame through an empty pipeline and back."""
         return self.stages * self.stage + (self.stages + 1) * self.hop
 
 
 @dataclass
 class SimulatedPipeline:
-    """Implements `coordinator.pipeline.base.Pipeline`. Works in virtual and in real time alike."""
+    """The implementation of `coordinator.pipeline.base.Pipeline` in virtual or real time."""
 
     timing: Timing
     last: FakeLastStage = field(default_factory=FakeLastStage)
@@ -108,7 +113,8 @@ class SimulatedPipeline:
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
 
     def send_frame(self, frame: Frame) -> None:
-        self.last.send(decode(encode(frame)))  # judges at once; time passes below
+        """Send a frame through the stages."""
+        self.last.send(decode(encode(frame)))  # decides at once; time passes below
         self._hops[0].append(self.last.newest)
         self._loop.call_later(self.timing.hop, self._arrive, 0)
 
@@ -121,14 +127,15 @@ class SimulatedPipeline:
             self._results.put_nowait(decode(encode(replace(frame, stage_us=stage_us))))
             return
         start = max(self._loop.time(), self._free_at[stage])
-        # The last stage knows which windows are in vain, and skips them; the others may not have heard of it.
-        in_vain = frame.segments and all(outcome.cancelled for outcome in frame.outcomes)
-        skipped = in_vain and stage == self.stages - 1
+        # The last stage knows the invalidated windows and skips them. The others may not know them yet.
+        invalidated = frame.segments and all(outcome.cancelled for outcome in frame.outcomes)
+        skipped = invalidated and stage == self.stages - 1
         self._free_at[stage] = start + (SKIP_SECONDS if skipped else self.timing.of(frame, stage))
         self._hops[stage + 1].append(frame)
         self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
 
     async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it."""
         result = await self._results.get()
         if isinstance(result, ClusterError):
             raise result
@@ -144,27 +151,30 @@ class SimulatedPipeline:
         """Do nothing: no worker takes part."""
 
     def fail(self, error: ClusterError) -> None:
+        """Make `receive_frame` raise `error`."""
         self._results.put_nowait(error)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the pipeline holds no resources."""
 
 
 class OnePipeline:
-    """A source with one pipeline to give."""
+    """A source with one pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
 
     async def acquire(self) -> Pipeline:
+        """Return the pipeline."""
         return self.pipeline
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Raise AssertionError: the simulated pipeline must not fail."""
         raise AssertionError(f"the simulated pipeline failed: {error}") from error
 
 
 class Simulation:
-    """A loop over a simulated pipeline, and what its clients measured. Use as an async context manager."""
+    """A loop over a simulated pipeline, and the measurements of its clients. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -189,7 +199,7 @@ class Simulation:
         await self.loop.close()
 
     async def stream(self, prompt: int, tokens: int, seed: int = 0) -> list[float]:
-        """When each token of one request came, `prompt` tokens having gone before."""
+        """Run one request with `prompt` prompt tokens. Return the times at which its tokens arrived."""
         request = GenerationRequest(tuple(i % 40 for i in range(seed, seed + prompt)), tokens)
         times: list[float] = []
         async for event in self.loop.generate(request):
@@ -199,7 +209,7 @@ class Simulation:
 
 
 async def decode_rate(timing: Timing, streams: int, tokens: int = 40) -> float:
-    """Tokens a second of so many equal streams, the first and last tokens left out."""
+    """Return the tokens per second of `streams` equal streams, without the first and last tokens."""
     async with Simulation(timing) as simulation:
         times = await asyncio.gather(*(simulation.stream(3, tokens, i) for i in range(streams)))
     start = max(t[0] for t in times)
@@ -209,7 +219,7 @@ async def decode_rate(timing: Timing, streams: int, tokens: int = 40) -> float:
 
 
 async def prefill_seconds(timing: Timing, chunks: int) -> float:
-    """Time to the first token of a prompt of so many chunks, nothing else under way."""
+    """Return the time to the first token of a prompt of `chunks` chunks in an idle pipeline."""
     async with Simulation(timing) as simulation:
         started = simulation.clock()
         times = await simulation.stream(64 * chunks, 1)
@@ -217,7 +227,7 @@ async def prefill_seconds(timing: Timing, chunks: int) -> float:
 
 
 async def longest_gap(timing: Timing, chunks: int) -> float:
-    """Longest wait between two tokens of an open stream while a prompt of so many chunks goes in."""
+    """Return the longest wait between two tokens of a running stream while `chunks` prompt chunks are prefilled."""
     async with Simulation(timing) as simulation:
         open_stream = asyncio.create_task(simulation.stream(3, 200))
         await asyncio.sleep(5 * timing.step)
@@ -230,7 +240,7 @@ async def longest_gap(timing: Timing, chunks: int) -> float:
 
 
 async def stream_seconds(timing: Timing, mtp: str, chance: float, tokens: int) -> float:
-    """From the first token to the last of one stream whose drafts are each right with a chance of `chance`."""
+    """Return the time from the first token to the last of one stream with draft acceptance `chance`."""
     async with Simulation(timing, mtp=mtp, last=LuckyLastStage(chance)) as simulation:
         times = await simulation.stream(7, tokens)
     return times[-1] - times[0]

@@ -1,4 +1,4 @@
-"""A chain of stage engines, driven by hand: every hop passes bytes, and frames may be left lying between stages.
+"""A chain of stage engines, driven step by step: every hop passes bytes, and frames may wait between stages.
 
 `Script` stands in for the coordinator's side of one sequence, `Stock` for mlx-lm's own model.
 """
@@ -31,7 +31,7 @@ from worker.model.verifier import Verifier
 
 EPOCH = 1
 VOCAB = 256
-"""Of `write_checkpoint`."""
+"""Tokens. Vocabulary of `write_checkpoint`."""
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +41,7 @@ def modules(path: Path, start: int, end: int, first: bool, last: bool) -> StageM
 
 
 class Recorder:
-    """The output projection, remembering what it gave."""
+    """An output projection that records its results."""
 
     def __init__(self, unembed: Callable[[mx.array], mx.array]) -> None:
         self.unembed = unembed
@@ -56,8 +56,8 @@ class Recorder:
 class Chain:
     """Stages of the checkpoint at `path`, split before each layer of `cuts`.
 
-    `logits` are the target's rows of the frame that left the chain last, by sequence; `draft_logits` all rows
-    that drafts were drawn from, one array a draft position.
+    `logits` holds the target's rows of the frame that left the chain last, by sequence. `draft_logits` holds all rows
+    that drafts were drawn from, one array per draft position.
     """
 
     def __init__(
@@ -85,12 +85,14 @@ class Chain:
 
     @property
     def verifier(self) -> Verifier:
+        """The verifier of the last stage."""
         found = self.engines[-1].verifier
         assert found is not None
         return found
 
     @property
     def draft_logits(self) -> list[mx.array]:
+        """Rows that drafts were drawn from, one array per draft position."""
         assert self._draft is not None
         return self._draft.seen
 
@@ -102,7 +104,7 @@ class Chain:
         self.posted += 1
 
     def step(self, stage: int) -> Frame:
-        """Let a stage take the oldest frame before it. Returns what it made of it."""
+        """Let a stage process the oldest frame before it. Return the frame that it passes on."""
         out = self.engines[stage].process(decode(self.inboxes[stage].popleft()))
         if stage + 1 < len(self.engines):
             self.inboxes[stage + 1].append(encode(out))
@@ -111,7 +113,7 @@ class Chain:
         return decode(encode(out))
 
     def drain(self) -> list[Frame]:
-        """Let all frames run out of the chain, the oldest first. Returns those that left it."""
+        """Let all frames run to the end of the chain, the oldest first. Return them."""
         done = []
         for stage, inbox in enumerate(self.inboxes):
             while inbox:
@@ -142,7 +144,7 @@ class Chain:
     # ---- state
 
     def state(self, seq_id: int, stages: Iterable[int] | None = None) -> list[mx.array]:
-        """What the stages' layers hold of a sequence: conv and recurrent state, or the valid K/V, layer by layer."""
+        """Return the state of a sequence layer by layer: conv and recurrent state, or the valid K/V."""
         found: list[mx.array] = []
         for stage in range(len(self.engines)) if stages is None else stages:
             for cache in self.engines[stage].sequences[seq_id].layers:
@@ -150,7 +152,7 @@ class Chain:
         return found
 
     def head_state(self, seq_id: int) -> list[mx.array]:
-        """The valid K/V of a sequence's head, as it would be if it were fed all that waits."""
+        """Return the valid K/V of a sequence's head, after all waiting tokens are computed."""
         head, drafter = self.verifier.states[seq_id].head, self.verifier.drafter
         assert head is not None and drafter is not None
         copy = head.copy()
@@ -160,7 +162,7 @@ class Chain:
 
 
 def valid(cache: KV) -> list[mx.array]:
-    """The tokens a K/V cache holds, without its spare room. Copies, so that the cache may go on writing."""
+    """Return copies of the tokens that a K/V cache holds, without its spare room."""
     if cache.keys is None:
         return []
     keys, values, length = cache.state[:3]
@@ -171,7 +173,7 @@ def valid(cache: KV) -> list[mx.array]:
 
 
 def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return whether two states are equal bit for bit."""
     return len(ours) == len(theirs) and all(
         mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True)
     )
@@ -179,9 +181,9 @@ def same(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 @dataclass
 class Script:
-    """One sequence as its coordinator sees it: what is known of its text, and the operations that are due.
+    """One sequence as its coordinator sees it: the known tokens and the pending operations.
 
-    `known` are the prompt and all tokens chosen since; the last one stands in no settled window yet.
+    `known` holds the prompt and all tokens chosen since. The last one is in no committed window yet.
     """
 
     seq_id: int
@@ -197,7 +199,7 @@ class Script:
         self.ops.append(Admit(self.seq_id, 4096, len(self.known), self.params))
 
     def due(self) -> list[Op]:
-        """Operations for the next header."""
+        """Return the pending operations for the next header."""
         ops, self.ops = self.ops, []
         return ops
 
@@ -231,7 +233,7 @@ class Script:
         return self.window([self.known[-1], *self.drafts], drafts)
 
     def settle(self, segment: Segment, outcome: Outcome) -> list[int]:
-        """Take an outcome; returns the tokens it adds to the text."""
+        """Apply an outcome. Return the tokens that it adds to the text."""
         assert (outcome.seq_id, outcome.window) == (segment.seq_id, segment.window)
         if segment.open and not outcome.cancelled:
             self.ops.append(Commit(self.seq_id, segment.window, outcome.accepted_length))
@@ -249,14 +251,17 @@ class Script:
         return new
 
     def run(self, chain: Chain, segment: Segment) -> Outcome:
-        """Send one segment alone in a frame, with what is due, and settle it."""
+        """Send one segment alone in a frame, with the pending operations, and apply its outcome."""
         outcome = chain.send(segment, ops=self.due()).outcomes[0]
         self.settle(segment, outcome)
         return outcome
 
 
 class Stock:
-    """Greedy text of mlx-lm's own model after a prompt, and its logits: row i `[vocab]` predicts `tokens[i + 1]`."""
+    """The greedy text of mlx-lm's own model after a prompt.
+
+    Row i `[vocab]` of `logits` predicts `tokens[i + 1]`.
+    """
 
     def __init__(self, path: Path, prompt: Sequence[int], steps: int) -> None:
         model = stock_model(path)
@@ -273,16 +278,18 @@ class Stock:
 
 @lru_cache(maxsize=16)
 def stock_model(path: Path) -> nn.Module:
+    """Return mlx-lm's own model of a checkpoint."""
     model, _ = load_model(path)
     return model
 
 
 def best(logits: mx.array) -> int:
-    """The likeliest token of `logits [vocab]`."""
+    """Return the most probable token of `logits [vocab]`."""
     token = mx.argmax(logits).item()
     assert isinstance(token, int)
     return token
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
+    """Return `count` random tokens."""
     return [random.Random(seed * 1000 + i).randrange(VOCAB - 1) for i in range(count)]

@@ -1,7 +1,7 @@
-"""A last stage without a model: it holds sequences to the window rules, and says tokens from a formula.
+"""A last stage without a model: it applies the window rules and computes tokens by a formula.
 
-What `Scheduler` tests drive. Every frame is judged as a real stage would judge it (`WindowStack`), so a header that a
-stage would refuse fails the test at once.
+`Scheduler` tests drive it. It checks every frame like a real stage (`WindowStack`), so an invalid header fails the test
+at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VOCAB = 97
 
 
 def target(tokens: Sequence[int], seed: int = 0) -> int:
-    """The token after `tokens`: what plain decoding says, by a formula that looks at all of them and the seed."""
+    """Return the token after `tokens`. The formula uses all of them and the seed."""
     return (7 * tokens[-1] + 3 * len(tokens) + 5 * sum(tokens) + seed) % VOCAB
 
 
 def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
-    """`count` tokens decoded one at a time."""
+    """Return `count` tokens decoded one at a time."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(target(tokens, seed))
@@ -44,9 +44,9 @@ def plain(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class FakeSequence:
-    """What the stage holds of a sequence: tokens up to the end of its open windows.
+    """The state of a sequence: tokens up to the end of its open windows.
 
-    `upstream` is the state of a stage before it, which learns what was kept from headers alone.
+    `upstream` is the state of a stage before it, which knows accepted lengths from headers alone.
     """
 
     admitted: Admit
@@ -56,9 +56,9 @@ class FakeSequence:
 
 
 class FakeLastStage:
-    """Takes frames in order; `come_back` gives them back, oldest first, when the test wants them.
+    """A last stage that takes frames in order. `come_back` returns them, oldest first, when the test wants.
 
-    Drafts for the first `right` of every `out_of` positions are the target's own, the others are not.
+    Drafts for the first `right` of every `out_of` positions are the target's own. The others differ.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class FakeLastStage:
         self.under_way: deque[Frame] = deque()
 
     def send(self, frame: Frame) -> None:
+        """Process a frame at once, and keep it until `come_back`."""
         assert (frame.epoch, frame.number) == (self.epoch, len(self.seen))
         self.seen.append(frame)
         for op in frame.ops:
@@ -82,14 +83,16 @@ class FakeLastStage:
 
     @property
     def in_flight(self) -> int:
+        """Number of frames not returned."""
         return len(self.under_way)
 
     @property
     def newest(self) -> Frame:
-        """The frame sent last, with what became of it."""
+        """The newest frame, with its outcomes."""
         return self.under_way[-1]
 
     def come_back(self) -> Frame:
+        """Return the oldest frame."""
         return self.under_way.popleft()
 
     def _apply(self, op: Op) -> None:
@@ -130,7 +133,7 @@ class FakeLastStage:
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:
             return Outcome(segment.seq_id, segment.window, segment.width)
-        accepted_length = self._kept(held, segment)
+        accepted_length = self._accepted_length(held, segment)
         del held.tokens[segment.position + accepted_length :]
         if segment.open:
             held.stack.commit(segment.window, accepted_length, in_header=False)
@@ -146,7 +149,7 @@ class FakeLastStage:
             self._logprobs(held, segment, accepted_length, token),
         )
 
-    def _kept(self, held: FakeSequence, segment: Segment) -> int:
+    def _accepted_length(self, held: FakeSequence, segment: Segment) -> int:
         if not segment.open:
             return segment.width
         accepted_length = 0
@@ -175,7 +178,7 @@ class FakeLastStage:
 
 
 class LuckyLastStage(FakeLastStage):
-    """Its drafts are the target's own with a chance of `chance` each, by a draw that the text decides."""
+    """A last stage whose drafts are each the target's own with a chance of `chance`. The text decides the draw."""
 
     def __init__(self, chance: float) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from proto.frame import TokenLogprob
 
 @dataclass(frozen=True)
 class Answered:
-    """All that came of one request."""
+    """The complete answer to one request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -29,7 +29,7 @@ class Answered:
 
 
 async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
-    """One request, to its end."""
+    """Run one request to its end."""
     started = time.perf_counter()
     chunks = []
     async for event in loop.generate(request):
@@ -48,7 +48,7 @@ async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
 
 
 async def answer_all(loop: GenerationLoop, requests: Sequence[GenerationRequest]) -> list[Answered]:
-    """All requests at once: they share prompts' frames and lanes as the scheduler likes."""
+    """Run all requests at once. They share frames and micro-batches."""
     return list(await asyncio.gather(*(answer(loop, request) for request in requests)))
 
 
@@ -60,9 +60,10 @@ def run(
     one_by_one: bool = False,
     **options: Any,
 ) -> list[Answered]:
-    """Answers of a fresh engine over the checkpoint at `path`; `options` are `local_generator`'s."""
+    """Return the answers of a fresh engine over the checkpoint at `path`. `options` go to `local_generator`."""
 
     async def main() -> list[Answered]:
+        """Run the requests on a local engine."""
         mode = MtpMode.parse(mtp)
         async with local_generator(Checkpoint.open(path), mtp=mode, **options) as loop:
             if one_by_one:

@@ -1,4 +1,4 @@
-"""A text without windows: what rollback tests compare with."""
+"""A text decoded without windows. Rollback tests compare with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from proto.params import SamplingParams
 from tests.support.stages.chain import VOCAB, Chain, Script, random_tokens
 
 GROUP = 32
-"""Of quantized K/V: the test checkpoints' head_dim."""
+"""Group size of quantized K/V: the head_dim of the test checkpoints."""
 
 
 def kv_format(bits: int | None) -> KVFormat:
+    """Return the K/V format with `bits`."""
     return KVFormat(bits, GROUP)
 
 
 class Truth:
-    """A text after a prompt, fed token by token without a window, with the state after every token."""
+    """A text after a prompt, computed token by token without windows, with the state after every token."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Truth:
         self.tokens = script.known
 
     def window(self, start: int, width: int, right: int) -> list[int]:
-        """`width` tokens for `start`, of which the first `right` are the text's."""
+        """Return `width` tokens for position `start`, of which the first `right` are the text's."""
         end = start + width
         text = [*self.tokens[start:end], *[0] * (end - len(self.tokens))]
         return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]

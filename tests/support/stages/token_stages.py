@@ -1,6 +1,6 @@
-"""Stages without a model: real `StageEngine`s whose layers hold the tokens themselves, a last one that knows the text.
+"""Stages without a model: real `StageEngine`s whose layers hold tokens, and a last stage that knows the text.
 
-A sequence's text is a formula (`truth`), so a stage that holds a wrong token is seen at once.
+The text of a sequence is a formula (`truth`), so a wrong token in a stage is found at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WRONG = 100
 """Added to a token to make another one of it."""
 
 LOST = VOCAB - 1
-"""What the target says after tokens that are not the text: it must never be heard."""
+"""Target after tokens that are not the text. No client may receive it."""
 
 
 def truth(seq_id: int, length: int) -> list[int]:
@@ -39,12 +39,12 @@ def truth(seq_id: int, length: int) -> list[int]:
 
 
 def first_token(seq_id: int) -> int:
-    """Texts have no token in common, so that one in a wrong place is seen."""
+    """Return the first token of a text. Texts have no token in common, so a misplaced one is found."""
     return 20 * (seq_id + 1)
 
 
 class Chooser:
-    """Makes the choices that chance would make, in every way: those of `script`, then the first of each."""
+    """A source of choices that enumerates all of them: first those of `script`, then the first of each."""
 
     def __init__(self, script: Sequence[int] = ()) -> None:
         self.script = tuple(script)
@@ -52,14 +52,14 @@ class Chooser:
         self.ways: list[int] = []
 
     def pick(self, ways: int) -> int:
-        """A number below `ways`."""
+        """Return a number below `ways`."""
         at = len(self.made)
         self.made.append(self.script[at] if at < len(self.script) else 0)
         self.ways.append(ways)
         return self.made[-1]
 
     def following(self) -> Iterator[tuple[int, ...]]:
-        """Scripts of the ways not gone at the choices made beyond the script."""
+        """Yield scripts of the ways not taken at the choices made beyond the script."""
         for at in range(len(self.script), len(self.made)):
             for way in range(1, self.ways[at]):
                 yield (*self.made[:at], way)
@@ -73,24 +73,27 @@ class TokenCache(KVCache):
         self.tokens = list(tokens)
 
     def trim(self, n: int) -> int:
+        """Drop the last `n` tokens."""
         assert 0 < n <= len(self.tokens)
         del self.tokens[-n:]
         return n
 
 
 class TokenState(GDNCache):
-    """A recurrent state that is the tokens it has seen, and tapes that are the tokens of open windows."""
+    """A recurrent state that holds the tokens it has seen. Its tapes hold the tokens of open windows."""
 
     def __init__(self, seen: tuple[int, ...] = (), taped: Sequence[tuple[int, ...]] = ()) -> None:
         self.seen = seen
         self.taped = list(taped)
 
     def run(self, tokens: tuple[int, ...], *, stays_open: bool) -> None:
+        """Append tokens, and tape them if their window stays open."""
         self.seen += tokens
         if stays_open:
             self.taped.append(tokens)
 
     def settle(self, whole: int, cut: int | None) -> None:
+        """Drop the first `whole` tapes. With `cut`, also undo the later ones and keep `cut` tokens of the next."""
         if cut is not None:
             undone = sum(map(len, self.taped[whole:]))
             self.seen = (*self.seen[: len(self.seen) - undone], *self.taped[whole][:cut])
@@ -98,23 +101,25 @@ class TokenState(GDNCache):
         del self.taped[:whole]
 
     def arrays(self) -> list[mx.array]:
+        """Return no arrays."""
         return []
 
 
 def tokens_of(held: SequenceCache | PrefixEntry) -> list[int]:
-    """What both layers hold."""
+    """Return the tokens that both layers hold."""
     cache, state = layers_of(held.layers)
     assert tuple(cache.tokens) == state.seen, "two layers hold different tokens"
     return cache.tokens
 
 
 def copies(layers: Sequence[LayerCache]) -> list[LayerCache]:
-    """For `worker.engine.stage_engine.copies_of`, which would copy arrays."""
+    """Return copies of layers, like `worker.engine.stage_engine.copies_of` does for arrays."""
     cache, state = layers_of(layers)
     return [TokenCache(cache.tokens), TokenState(state.seen, state.taped)]
 
 
 def layers_of(layers: Sequence[LayerCache]) -> tuple[TokenCache, TokenState]:
+    """Return the two layers of a stage."""
     cache, state = layers
     assert isinstance(cache, TokenCache) and isinstance(state, TokenState)
     return cache, state
@@ -128,12 +133,15 @@ class TokenStage(Stage):
         self.modules = cast(StageModules, SimpleNamespace(config=config))
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
+        """Return the empty state of a sequence."""
         return SequenceCache(admitted, [TokenCache(), TokenState()])
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
+        """Return the tokens as hidden states `[rows, 1]`."""
         return mx.array(list(tokens), mx.float32)[:, None]
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
+        """Append the rows to the layers and return them unchanged."""
         rows = [token for _, segment in runs for token in segment.tokens]
         assert x[:, 0].tolist() == rows, "a row belongs to another token"
         for sequence, segment in runs:
@@ -146,26 +154,30 @@ class TokenStage(Stage):
 
 @dataclass
 class TruthfulVerifier(Verifier):
-    """Says the text where the tokens before it are the text. Its drafts are right or wrong by choice."""
+    """A verifier that returns the text if the tokens before are the text. The chooser decides about drafts."""
 
     chooser: Chooser
     expected: dict[int, int | None] = field(default_factory=dict)
 
     def admit(self, op: Admit) -> None:
+        """Add a sequence."""
         self.expected[op.seq_id] = None
 
     def evict(self, seq_id: int) -> None:
+        """Forget a sequence."""
         self.expected.pop(seq_id, None)
 
     def save(self, seq_id: int) -> LastStageState:
+        """Return an empty state."""
         return LastStageState(Admit(seq_id, 0, 0), None)
 
     def restore(self, seq_id: int, saved: LastStageState) -> None:
-        """What comes next is said by the tokens held."""
+        """Do nothing: the tokens held decide about the next one."""
 
     def verify(
         self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
     ) -> dict[Key, Outcome]:
+        """Return the outcomes of all runs."""
         return {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
 
     def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
@@ -187,7 +199,7 @@ class TruthfulVerifier(Verifier):
 
 
 def guesses(seq_id: int, position: int, count: int, chooser: Chooser) -> tuple[int, ...]:
-    """`count` drafts from `position` on: right up to a place of choice, wrong there, right again behind it."""
+    """Return `count` drafts from `position` on, all right except at most one, which the chooser picks."""
     right = truth(seq_id, position + count)[position:]
     miss = chooser.pick(count + 1) - 1 if count else -1
     return tuple((t + WRONG) % VOCAB if i == miss else t for i, t in enumerate(right))
@@ -199,6 +211,7 @@ def _target(seq_id: int, tokens: Sequence[int]) -> int:
 
 
 def make_stages(count: int, epoch: int) -> list[StageEngine]:
+    """Return `count` stages of a new plan."""
     last = count - 1
     return [
         StageEngine(
@@ -212,6 +225,7 @@ def make_stages(count: int, epoch: int) -> list[StageEngine]:
 
 
 def clone_stage(engine: StageEngine) -> StageEngine:
+    """Return a copy of a stage."""
     clone = copy.copy(engine)
     clone.sequences = {
         seq_id: SequenceCache(s.admitted, copies(s.layers), copy.copy(s.stack))
@@ -226,7 +240,7 @@ def clone_stage(engine: StageEngine) -> StageEngine:
 
 
 def stage_key(engine: StageEngine) -> Hashable:
-    """All that tells two states of a stage apart."""
+    """Return a value that tells two states of a stage apart."""
     held = tuple(
         (seq_id, tuple(tokens_of(s)), *_stack_key(s)) for seq_id, s in engine.sequences.items()
     )

@@ -1,4 +1,4 @@
-"""The controller against a simulated machine: known costs, known acceptance, noisy timings, no clock."""
+"""Tests of the controller on a simulated machine: known costs, known acceptance, noisy timings, no clock."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ DRAFT_COST = 0.05
 
 @dataclass(frozen=True)
 class Run:
-    """What the choices of one simulation were worth, and what they were: (tokens so far, depth) a step."""
+    """The value of the choices of one simulation, and the choices: (tokens so far, depth) per step."""
 
     tokens_per_second: float
     steps: list[tuple[int, int]]
 
     def share(self, depth: int, first: int, last: int) -> float:
-        """Share of the steps between two token counts that drafted `depth`."""
+        """Return the share of the steps between two token counts that drafted `depth`."""
         depths = [d for tokens, d in self.steps if first <= tokens < last]
         return depths.count(depth) / len(depths)
 
@@ -57,6 +57,7 @@ def drafts(width: int, accepted_length: int) -> list[DraftResult]:
 
 
 def step(seconds: float) -> StepCost:
+    """Return the cost of a step that takes `seconds`."""
     return StepCost(seconds, seconds)
 
 
@@ -71,8 +72,8 @@ def simulate(
 ) -> Run:
     """Decode `tokens` tokens. `chances(t)` and `slowdown(t)` hold from token t on.
 
-    Timings scatter by 5 %, and a share `hiccups` of them takes three times as long. The rate is that of the
-    *choices*: expected tokens over expected cost, without the luck of the draws.
+    Timings scatter by 5 %, and a share `hiccups` of them takes three times as long. The rate is that of the *choices*:
+    expected tokens over expected cost, without the luck of the draws.
     """
     rng = random.Random(seed)
     expected_tokens = expected_seconds = 0.0
@@ -97,11 +98,12 @@ def simulate(
 
 
 def best_fixed(costs: Sequence[float], chances: Sequence[float]) -> float:
-    """Tokens a second of the best depth that never changes."""
+    """Return the tokens per second of the best fixed depth."""
     return max(expected_accepted_length(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
 
 
 def auto() -> Controller:
+    """Return a controller in `auto` mode."""
     return Controller(MtpMode.parse("auto"))
 
 
@@ -110,8 +112,10 @@ def auto() -> Controller:
 def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
     machine: str, profile: str
 ) -> None:
-    """From a cold start, exploration and wrong turns included, 1,000 tokens take at most 3 % longer than with the
-    best fixed depth, in the mean of ten runs; no run loses more than 10 %."""
+    """From a cold start, 1,000 tokens take at most 3 % longer than with the best fixed depth.
+
+    This is the mean of ten runs, exploration included. No run loses more than 10 %.
+    """
     costs, chances = COSTS[machine], CHANCES[profile]
     best = best_fixed(costs, chances)
     rates = [
@@ -123,8 +127,11 @@ def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
 
 
 @pytest.mark.parametrize("profile", CHANCES)
-def test_speculation_does_not_cost_where_verification_is_dear(profile: str) -> None:
-    """Where plain decoding is best or nearly so, 1,000 tokens lose at most 3 % to it in the mean of ten runs."""
+def test_speculation_does_not_cost_if_verification_is_expensive(profile: str) -> None:
+    """If plain decoding is best or nearly so, 1,000 tokens lose at most 3 % to it.
+
+    This is the mean of ten runs.
+    """
     rates = [
         simulate(auto(), COSTS["dear"], lambda _: CHANCES[profile], 1000, s).tokens_per_second
         for s in range(10)
@@ -133,15 +140,17 @@ def test_speculation_does_not_cost_where_verification_is_dear(profile: str) -> N
 
 
 def test_auto_finds_the_best_depth_despite_hiccups() -> None:
-    """With one timing in ten tripled, auto still spends most of its steps at the best depth or its equal."""
+    """With one timing in ten tripled, `auto` spends most of its steps at the best depth or an equal one."""
     run = simulate(auto(), COSTS["cheap"], lambda _: CHANCES["great"], 2000, 3, hiccups=0.1)
     assert run.share(4, 500, 2000) > 0.9
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_fall_of_acceptance_turns_drafting_off(seed: int) -> None:
-    """Within 150 tokens after drafts stop being kept, plain decoding is back; later probes take less than 15 %
-    of the steps."""
+    """Within 150 tokens after drafts stop being accepted, plain decoding is in use again.
+
+    Later probes take less than 15 % of the steps.
+    """
 
     def chances(tokens: int) -> Sequence[float]:
         return CHANCES["steady"] if tokens < 1000 else CHANCES["none"]
@@ -153,7 +162,7 @@ def test_a_fall_of_acceptance_turns_drafting_off(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rise_of_acceptance_turns_drafting_on_again(seed: int) -> None:
-    """After drafting was off, it is found again at the latest one probe interval after it would pay."""
+    """Drafting that pays again is in use at the latest one probe interval later."""
     change = 2000
 
     def chances(tokens: int) -> Sequence[float]:
@@ -165,13 +174,13 @@ def test_a_rise_of_acceptance_turns_drafting_on_again(seed: int) -> None:
 
 
 def test_probes_grow_rare() -> None:
-    """When nothing changes, less than 2 % of the steps between token 4,000 and 8,000 leave the depth in use."""
+    """If nothing changes, less than 2 % of the steps between token 4,000 and 8,000 leave the depth in use."""
     run = simulate(auto(), COSTS["dear"], lambda _: CHANCES["poor"], 8000, 1)
     assert run.share(0, 4000, 8000) > 0.98
 
 
 def test_a_machine_slower_at_everything_changes_nothing() -> None:
-    """Other programs that make every step take 1.6 times as long do not look like a reason to change depth."""
+    """Programs that make every step take 1.6 times as long do not change the depth."""
 
     def slowdown(tokens: int) -> float:
         return 1.6 if 1000 <= tokens < 1600 else 1.0
@@ -183,8 +192,11 @@ def test_a_machine_slower_at_everything_changes_nothing() -> None:
 
 
 def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
-    """If everything took five times as long while plain decoding was first timed, drafting looks cheap beyond doubt;
-    plain decoding is timed again all the same, and in use before 1,000 tokens are out."""
+    """A wrong first measurement of plain decoding is corrected.
+
+    Everything takes five times as long while plain decoding is first timed, so drafting looks cheap. Plain decoding is
+    timed again, and is in use before 1,000 tokens are emitted.
+    """
     run = simulate(
         auto(),
         COSTS["dear"],
@@ -198,13 +210,16 @@ def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
 
 
 def test_a_probe_goes_on_while_its_outcome_is_in_doubt() -> None:
-    """A draft kept every other time does not pay for a second row at .6, but the few windows that time it do not tell
-    .5 from .8: a few more are spent. That it does not pay for a second row at 1.5, where none could, they do tell."""
+    """A probe continues while its result is uncertain, and ends when it is certain.
+
+    A draft accepted half of the time does not pay for a second row at .6, but a few windows cannot tell .5 from .8.
+    They can tell that it does not pay for a second row at 1.5, where no acceptance would.
+    """
     assert first_probe(second_row=0.6) > first_probe(second_row=1.5) == FIRST_SAMPLES + 1
 
 
 def first_probe(second_row: float) -> int:
-    """Steps of the first probe of depth 1, where every other draft is kept."""
+    """Return the steps of the first probe of depth 1, if every second draft is accepted."""
     controller = auto()
     steps, width, right = 0, 1, False
     while True:
@@ -217,8 +232,7 @@ def first_probe(second_row: float) -> int:
 
 
 def test_a_step_between_two_depths_has_no_say() -> None:
-    """A step that verified one token and drafted four, or the other way round, is no measure of any depth: however long
-    it took, the choice is the same."""
+    """A step that verified for one depth and drafted for another changes no choice, at any cost."""
     chosen = []
     for mixed in (1e-3, 1e3):
         controller = auto()
@@ -237,13 +251,13 @@ def test_a_step_between_two_depths_has_no_say() -> None:
 
 
 def test_a_depth_that_cannot_win_is_never_tried() -> None:
-    """Where even the first draft loses, deeper ones are not measured at all: they could only lose more."""
+    """If the first draft loses, deeper ones are not measured, because they lose more."""
     run = simulate(auto(), (1.0, 3.0, 5.0, 7.0, 9.0), lambda _: CHANCES["poor"], 2000, 0)
     assert max(depth for _, depth in run.steps) <= 1
 
 
 def test_the_same_observations_lead_to_the_same_choices() -> None:
-    """Nothing but what is observed decides: no clock, no random number."""
+    """Only recorded results and costs decide. There is no clock and no random number."""
     runs = [
         simulate(auto(), COSTS["middling"], lambda _: CHANCES["steady"], 1000, 5) for _ in range(2)
     ]
@@ -251,7 +265,7 @@ def test_the_same_observations_lead_to_the_same_choices() -> None:
 
 
 def test_numbers_of_sequences_have_costs_of_their_own() -> None:
-    """Steps of eight sequences, where a second row is dear, do not teach steps of one, where it is cheap."""
+    """Steps of eight sequences, with an expensive second row, do not affect steps of one, with a cheap one."""
     controller = auto()
     depths: dict[int, list[int]] = {1: [], 8: []}
     width = {1: 1, 8: 1}
@@ -267,8 +281,8 @@ def test_numbers_of_sequences_have_costs_of_their_own() -> None:
     assert depths[8][200:].count(0) > 180
 
 
-def test_requests_too_short_to_measure_do_not_hold_a_probe_for_ever() -> None:
-    """Without a single usable timing, choices go on and stay within the bounds."""
+def test_requests_too_short_to_measure_do_not_hold_a_probe() -> None:
+    """Without a usable timing, choices continue and stay within the bounds."""
     controller = auto()
     depths = [controller.choose_shape().depth for _ in range(200)]
     assert set(depths) <= set(range(AUTO_DEPTH + 1))
@@ -276,7 +290,7 @@ def test_requests_too_short_to_measure_do_not_hold_a_probe_for_ever() -> None:
 
 
 def test_a_fixed_mode_is_obeyed() -> None:
-    """`--mtp 3` drafts 3 whatever the costs, `--mtp off` none."""
+    """`--mtp 3` drafts 3 at any cost, and `--mtp off` drafts none."""
     for text, depth in (("3", 3), ("off", 0), ("0", 0)):
         controller = Controller(MtpMode.parse(text))
         controller.record_step_cost(1, 4, 3, step(100.0))
@@ -284,7 +298,7 @@ def test_a_fixed_mode_is_obeyed() -> None:
 
 
 def test_mode_reads_what_it_writes() -> None:
-    """Every mode's text parses to itself, in any case and with blanks around."""
+    """The text of every mode parses to the mode, in any case and with surrounding blanks."""
     modes = [MtpMode(None), *(MtpMode(d) for d in range(MAX_DEPTH + 1))]
     for mode in modes:
         assert MtpMode.parse(f" {str(mode).upper()} ") == mode
@@ -292,13 +306,13 @@ def test_mode_reads_what_it_writes() -> None:
 
 @pytest.mark.parametrize("text", ["", "on", "-1", "1.5", "9", "²", "10000000000"])
 def test_mode_refuses_anything_else(text: str) -> None:
-    """The error names the flag and what it takes."""
+    """The error names the flag and the accepted values."""
     with pytest.raises(UsageError, match=r"--mtp .* auto, off, filled, or a number"):
         MtpMode.parse(text)
 
 
 def test_acceptance_is_conditional_on_the_drafts_before() -> None:
-    """A draft after a wrong one was never judged: it counts neither for nor against its position."""
+    """A draft after a rejected one has no verdict, so it does not count for its position."""
     estimate = AcceptanceEstimate()
     for _ in range(500):
         estimate.record_drafts(drafts(4, 3))  # two drafts right, the third wrong
@@ -310,7 +324,7 @@ def test_acceptance_is_conditional_on_the_drafts_before() -> None:
 
 
 def test_fading_makes_room_for_news() -> None:
-    """Four new windows outweigh any number of old ones at the positions that were faded, and at no other."""
+    """Four new windows outweigh any number of old ones at the faded positions, and at no other."""
     estimate = AcceptanceEstimate()
     for _ in range(500):
         estimate.record_drafts(drafts(3, 2))
@@ -324,15 +338,15 @@ def test_fading_makes_room_for_news() -> None:
     assert estimate.by_position(1)[0] > 0.9
 
 
-def test_expected_kept_is_the_mean_of_kept() -> None:
-    """1 + a1 + a1 a2 + …: no drafts bring one token, certain drafts all."""
+def test_expected_accepted_length_is_the_mean() -> None:
+    """1 + a1 + a1 a2 + …: no drafts bring one token, certain drafts bring all."""
     assert expected_accepted_length([]) == 1
     assert expected_accepted_length([1, 1, 1]) == 4
     assert expected_accepted_length([0.5, 0.5]) == 1.75
 
 
 def test_costs_are_compared_at_the_same_level() -> None:
-    """A width timed while everything took twice as long is not taken for twice as dear."""
+    """A width that was timed while everything took twice as long does not look twice as expensive."""
     costs = StepCosts()
     costs.start_measurement(Shape(1))
     for seconds in [1.0] * 20 + [2.0] * 20:
@@ -346,7 +360,7 @@ def test_costs_are_compared_at_the_same_level() -> None:
 
 
 def test_hiccups_do_not_push_a_cost_up() -> None:
-    """One step in twenty three times as long, for 20,000 steps: the cost of the width in use stays where it was."""
+    """With one step in twenty three times as long, the cost of the width in use stays the same for 20,000 steps."""
     costs = StepCosts()
     costs.start_measurement(Shape(1))
     for _ in range(100):
@@ -360,7 +374,7 @@ def test_hiccups_do_not_push_a_cost_up() -> None:
 
 
 def test_one_outlier_does_not_spoil_a_first_measurement() -> None:
-    """The first use of a kernel may take a hundred times as long; the median of three forgets it."""
+    """The first use of a kernel may take a hundred times as long. The median of three ignores it."""
     costs = StepCosts()
     costs.start_measurement(Shape(1))
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The trace's one line a frame."""
+"""Tests of the frame log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAME = Frame(
 
 
 def test_a_frame_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
-    """Who was fed what, what was kept, what the header did and where the time went; no token."""
+    """A record holds operations, segments, accepted lengths and stage times, and no token."""
     with caplog.at_level(logging.DEBUG, "coordinator.generation.frame_log"):
         log_frame(FRAME)
     (record,) = caplog.records
@@ -51,7 +51,7 @@ def test_a_frame_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_written_above_debug(caplog: pytest.LogCaptureFixture) -> None:
-    """A server that does not trace does not pay for it."""
+    """A server that logs above debug level builds no record."""
     with caplog.at_level(logging.INFO, "coordinator.generation.frame_log"):
         log_frame(FRAME)
     assert caplog.records == []

@@ -1,4 +1,4 @@
-"""The generation loop over pipelines that come and go, in virtual time."""
+"""Tests of the generation loop over pipelines that fail and change, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = (1, 2, 3)
 
 
 class Failing:
-    """A source whose first pipelines end with these errors as soon as they are taken."""
+    """A source whose first pipelines fail with the given errors as soon as they are acquired."""
 
     def __init__(self, errors: list[ClusterError]) -> None:
         self.errors = errors
@@ -43,7 +43,7 @@ class Failing:
 
 
 class Breaking(Failing):
-    """A source that gives one pipeline, which fails, and breaks down itself when it is asked for another."""
+    """A source whose only pipeline fails, and which raises when the loop asks for another."""
 
     async def acquire(self) -> Pipeline:
         if self.lost:
@@ -52,7 +52,7 @@ class Breaking(Failing):
 
 
 async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
-    """What the client of one request hears."""
+    """Return all events of one request."""
     return await heard(Failing(errors))
 
 
@@ -77,28 +77,28 @@ async def heard(
     ],
 )
 def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
-    """A few plans that fail, and any number that give way to others, change no token."""
+    """A few failed plans, and any number of replaced ones, change no token."""
     found = run_virtually(events(errors))
     assert told(found) == plain(PROMPT, 10)
 
 
 def test_a_request_that_no_plan_survives_ends() -> None:
-    """It may be what kills them: its client hears an error, and the plans after it live."""
+    """After MAX_FAILURES failed plans the request ends with an error, and the next plan serves."""
     found = run_virtually(events([WorkerLostError("gone")] * MAX_FAILURES))
     (end,) = [event for event in found if isinstance(event, Finished)]
     assert end.reason == "error"
     assert "in a row" in (end.error or "")
 
 
-def test_a_source_that_breaks_down_ends_what_waits() -> None:
-    """With any error, not only those that are foreseen: nobody waits for ever for a plan that will not come."""
+def test_a_source_that_raises_ends_the_waiting_requests() -> None:
+    """Any exception of the source ends the waiting requests. No request waits without end."""
     (end,) = run_virtually(heard(Breaking([WorkerLostError("gone")])))
     assert isinstance(end, Finished)
     assert end.reason == "error"
 
 
 class Careless(Scheduler):
-    """Breaks down once, on the frame after the first that came back."""
+    """A scheduler that raises once, on the frame after the first that returned."""
 
     returned = 0
 
@@ -113,8 +113,8 @@ class Careless(Scheduler):
         return super().next_frame(now)
 
 
-def test_a_loop_that_breaks_down_ends_what_waits_and_goes_on() -> None:
-    """A bug between hearing a frame and sending the next: what was heard is told, then the error."""
+def test_a_loop_that_raises_ends_its_requests_and_continues() -> None:
+    """After a bug between a returned frame and the next one, the client gets the tokens, then the error."""
 
     async def two() -> tuple[list[GenerationEvent], list[GenerationEvent]]:
         scheduler = Careless(Limits(100), Controller(MtpMode(0)))
@@ -138,8 +138,8 @@ def told(found: list[GenerationEvent]) -> list[int]:
     return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]
 
 
-def test_a_change_of_plan_says_when_answers_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """Once a plan that found answers under way, and not for the first."""
+def test_a_change_of_plan_logs_the_end_of_the_rebuild(caplog: pytest.LogCaptureFixture) -> None:
+    """The loop logs the rebuild once per plan that found running requests, and not for the first plan."""
     with caplog.at_level(logging.INFO, "coordinator.generation.loop"):
         run_virtually(events([]))
         assert "sequences rebuilt" not in caplog.messages, "no plan has failed"
@@ -148,7 +148,7 @@ def test_a_change_of_plan_says_when_answers_go_on(caplog: pytest.LogCaptureFixtu
 
 
 async def after_three_tokens() -> None:
-    """The plan fails amid an answer."""
+    """Fail the plan in the middle of an answer."""
     scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
     source = Failing([])
     loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
@@ -163,9 +163,12 @@ async def after_three_tokens() -> None:
     await loop.close()
 
 
-def test_who_has_ended_hears_so_though_the_frame_breaks_the_loop() -> None:
-    """Two answers in one frame: the first has its last token, the second's outcome is no outcome. By then the
-    scheduler has let go of the first."""
+def test_a_finished_request_gets_its_end_although_the_frame_breaks_the_loop() -> None:
+    """A client gets its last event although the frame that carries it breaks the loop.
+
+    The frame carries two sequences. The first one ends with its last token and leaves the scheduler. The outcome of the
+    second one is invalid.
+    """
 
     async def last_events() -> list[GenerationEvent]:
         scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))

@@ -1,4 +1,4 @@
-"""Which prefixes are kept: found when they fit, made where they pay, dropped oldest first, never over the budget."""
+"""Tests of the prefix index: which entries it finds, saves and drops, always within the budget."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from mtp.builtin import checkpoint_dir
 
 
 def cache(prefix_bytes: int = 10**6, token_bytes: int = 1, state_bytes: int = 0) -> PrefixCache:
+    """Return an empty index with the given budget."""
     found = PrefixCache()
     found.reset(Capacity(4, 10**6, prefix_bytes, token_bytes=token_bytes, state_bytes=state_bytes))
     return found
 
 
 def text(length: int, seed: int = 0) -> Tokens:
+    """Return a random prompt."""
     return tuple((seed * 31 + i * i) % 97 for i in range(length))
 
 
@@ -34,10 +36,10 @@ def text(length: int, seed: int = 0) -> Tokens:
 
 
 def test_the_longest_entry_that_leaves_a_token_to_run() -> None:
-    """A prompt needs a last token to give logits: an entry of the whole prompt is of no use to it."""
-    kept = cache()
+    """An entry of the whole prompt is not used, because the last token must be computed for its logits."""
+    index = cache()
     long = text(300)
-    entries = [kept.add_entry(long[:n])[0] for n in (128, 200, 300)]
+    entries = [index.add_entry(long[:n])[0] for n in (128, 200, 300)]
     for prompt, expected in (
         (long, entries[1]),
         ((*long, 5), entries[2]),
@@ -47,16 +49,16 @@ def test_the_longest_entry_that_leaves_a_token_to_run() -> None:
         (text(300, seed=1), None),
         ((*long[:199], 96, *long[200:]), entries[0]),
     ):
-        assert kept.find_entry(prompt) == expected
+        assert index.find_entry(prompt) == expected
 
 
 def test_a_new_plan_holds_nothing() -> None:
-    """What other stages held is gone with them; numbers are not used again, lest an old frame's entry be taken."""
-    kept = cache()
-    first, _ = kept.add_entry(text(200))
-    kept.reset(kept.capacity)
-    assert kept.find_entry(text(300)) is None
-    second, _ = kept.add_entry(text(200))
+    """A new plan has no entries, and numbers of old entries are not used again."""
+    index = cache()
+    first, _ = index.add_entry(text(200))
+    index.reset(index.capacity)
+    assert index.find_entry(text(300)) is None
+    second, _ = index.add_entry(text(200))
     assert first is not None
     assert second is not None
     assert second.number > first.number
@@ -66,82 +68,82 @@ def test_a_new_plan_holds_nothing() -> None:
 
 
 def test_no_entry_twice_and_none_too_short() -> None:
-    """An entry for tokens that have one, or for fewer than pay, is not made."""
-    kept = cache()
-    assert kept.add_entry(text(200))[0] is not None
-    assert kept.add_entry(text(200)) == (None, [])
-    assert kept.add_entry(text(SMALLEST_ENTRY - 1)) == (None, [])
-    assert kept.add_entry(text(SMALLEST_ENTRY))[0] is not None
+    """No second entry is added for the same tokens, and none below the minimum length."""
+    index = cache()
+    assert index.add_entry(text(200))[0] is not None
+    assert index.add_entry(text(200)) == (None, [])
+    assert index.add_entry(text(SMALLEST_ENTRY - 1)) == (None, [])
+    assert index.add_entry(text(SMALLEST_ENTRY))[0] is not None
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    """Making room drops what was neither made nor found for longest, and no more than needed."""
-    kept = cache(prefix_bytes=600)
-    a, b, c = (kept.add_entry(text(200, seed))[0] for seed in range(3))
+    """Making room drops the entries that were neither added nor found for longest, and only as many as needed."""
+    index = cache(prefix_bytes=600)
+    a, b, c = (index.add_entry(text(200, seed))[0] for seed in range(3))
     assert None not in (a, b, c)
-    kept.find_entry((*text(200, 0), 1))
-    new, dropped = kept.add_entry(text(200, 3))
+    index.find_entry((*text(200, 0), 1))
+    new, dropped = index.add_entry(text(200, 3))
     assert b is not None
     assert dropped == [b.number]
     assert new is not None
-    assert kept.find_entry((*text(200, 1), 1)) is None
-    assert kept.find_entry((*text(200, 0), 1)) == a
+    assert index.find_entry((*text(200, 1), 1)) is None
+    assert index.find_entry((*text(200, 0), 1)) == a
 
 
 def test_an_entry_weighs_its_tokens_and_its_states() -> None:
-    """States weigh the same however short the entry is: where they do not fit, nothing is kept."""
-    kept = cache(prefix_bytes=1000, token_bytes=2, state_bytes=500)
-    entry, _ = kept.add_entry(text(200))
+    """GDN states take the same bytes in every entry. A budget below them admits no entry."""
+    index = cache(prefix_bytes=1000, token_bytes=2, state_bytes=500)
+    entry, _ = index.add_entry(text(200))
     assert entry is not None
-    assert (entry.nbytes, kept.nbytes) == (900, 900)
-    assert kept.add_entry(text(251)) == (None, [])
-    assert kept.add_entry(text(250, seed=1))[1] == [entry.number]
+    assert (entry.nbytes, index.nbytes) == (900, 900)
+    assert index.add_entry(text(251)) == (None, [])
+    assert index.add_entry(text(250, seed=1))[1] == [entry.number]
 
 
 # ---- where
 
 
-def test_entries_end_near_the_end_of_a_prompt_and_where_prompts_part() -> None:
-    """Both at whole blocks, so that prompts that differ in their last words share one."""
-    kept = cache()
+def test_entries_end_near_the_end_of_a_prompt_and_where_prompts_differ() -> None:
+    """Both positions are whole blocks, so prompts that differ in their last words share an entry."""
+    index = cache()
     system = text(200)
     first, second = (*system, *text(130, 1)), (*system, *text(130, 2))
-    assert kept.boundaries(first, 0) == [320]
-    assert kept.boundaries(second, 0) == [192, 320]
-    assert kept.boundaries(second, 192) == [320]
-    assert kept.boundaries(second, 320) == []
+    assert index.boundaries(first, 0) == [320]
+    assert index.boundaries(second, 0) == [192, 320]
+    assert index.boundaries(second, 192) == [320]
+    assert index.boundaries(second, 320) == []
     assert cache().boundaries(text(320), 0) == [288]  # one token at least is left to run
 
 
 def test_a_few_tokens_more_than_are_held_are_no_entry() -> None:
-    """Prompts that share a little more than an entry of theirs do not make another of it."""
-    kept = cache()
+    """Prompts that share less than a block more than an entry make no further entry."""
+    index = cache()
     first, second = text(330), (*text(290), *text(100, 1))
-    assert kept.boundaries(first, 0, turn=270) == [270]
-    assert kept.boundaries(second, 270, turn=380) == [380]
-    assert kept.boundaries(second, 250, turn=380) == [288, 380]
+    assert index.boundaries(first, 0, turn=270) == [270]
+    assert index.boundaries(second, 270, turn=380) == [380]
+    assert index.boundaries(second, 250, turn=380) == [288, 380]
 
 
 def test_no_boundary_where_an_entry_is_held_or_cannot_be() -> None:
-    """A chunk that is cut for nothing costs a step."""
-    kept = cache()
+    """A chunk is not cut where no entry would be added, because a cut costs a step."""
+    index = cache()
     prompt = text(300)
-    kept.add_entry(prompt[:288])
-    assert kept.boundaries(prompt, 0) == []
+    index.add_entry(prompt[:288])
+    assert index.boundaries(prompt, 0) == []
     assert cache(prefix_bytes=0).boundaries(prompt, 0) == []
     assert cache(prefix_bytes=200).boundaries(prompt, 0) == []
     assert cache().boundaries(text(SMALLEST_ENTRY), 0) == []
 
 
 def test_old_prompts_are_forgotten() -> None:
-    """Only so many are compared with a new one: the work a prompt makes does not grow with the server's age."""
-    kept = cache()
+    """A new prompt is compared with a bounded number of earlier ones."""
+    index = cache()
     shared = text(256)
-    kept.boundaries((*shared, 1, *text(60, 1)), 0)
-    assert 256 in kept.boundaries((*shared, 2, *text(60, 2)), 0)
+    index.boundaries((*shared, 1, *text(60, 1)), 0)
+    assert 256 in index.boundaries((*shared, 2, *text(60, 2)), 0)
     for seed in range(3, 3 + RECENT_PROMPTS):
-        kept.boundaries((90 + seed, *text(40, seed)), 0)
-    assert 256 not in kept.boundaries((*shared, 3, *text(60, 3)), 0)
+        index.boundaries((90 + seed, *text(40, seed)), 0)
+    assert 256 not in index.boundaries((*shared, 3, *text(60, 3)), 0)
 
 
 # ---- chats
@@ -157,22 +159,26 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """Return the tokenizer of the built-in checkpoint."""
     return Tokenizer.load(checkpoint_dir())
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thinking: bool) -> None:
-    """However long it is: the history leaves out only how the answer was opened. That answer's end is no use to it."""
+    """The next turn finds the entry of the turn before it, at any length.
+
+    The history leaves out only the opening of the answer. The entry at the end of that answer is of no use to the turn.
+    """
     for words in range(SMALLEST_ENTRY, SMALLEST_ENTRY + 2 * BLOCK + 1):
-        kept = cache()
+        index = cache()
         chat: list[Json] = [{"role": "user", "content": "a " * words}]
         held = 0
         for answer in ("Yes.", "\n\nNo", "  (1)"):
             prompt = tokenizer.chat_prompt(chat, template_kwargs={"enable_thinking": thinking})
-            found = kept.find_entry(prompt.tokens)
+            found = index.find_entry(prompt.tokens)
             assert (len(found.tokens) if found else 0) == held
-            assert kept.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
-            kept.add_entry(prompt.tokens[: prompt.turn])
+            assert index.boundaries(prompt.tokens, held, prompt.turn) == [prompt.turn]
+            index.add_entry(prompt.tokens[: prompt.turn])
             held = prompt.turn
             assert len(prompt.tokens) - OPENING <= held < len(prompt.tokens)
             assert not prompt.continued
@@ -186,7 +192,7 @@ def test_the_next_turn_of_a_chat_finds_the_one_before(tokenizer: Tokenizer, thin
 def test_a_tools_result_goes_on_from_the_end_of_its_call(
     tokenizer: Tokenizer, thinking: bool
 ) -> None:
-    """Between a call and its result the history holds all that the model wrote."""
+    """Between a call and its result the history holds everything that the model wrote."""
     kwargs = {"enable_thinking": thinking}
     chat: list[Json] = [{"role": "user", "content": "Weather? " * SMALLEST_ENTRY}]
     prompt = tokenizer.chat_prompt(chat, [WEATHER], kwargs)
@@ -197,11 +203,11 @@ def test_a_tools_result_goes_on_from_the_end_of_its_call(
     if thinking:
         answer["reasoning_content"] = "I call it."
         wrote = f"I call it.\n</think>\n\n{wrote}"
-    kept = cache()
-    end, _ = kept.add_entry((*prompt.tokens, *tokenizer.encode(wrote)))
+    index = cache()
+    end, _ = index.add_entry((*prompt.tokens, *tokenizer.encode(wrote)))
     following = [*chat, answer, {"role": "tool", "content": "sunny"}]
     assert end is not None
-    assert kept.find_entry(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
+    assert index.find_entry(tokenizer.chat_prompt(following, [WEATHER], kwargs).tokens) == end
 
 
 # ---- whatever is asked
@@ -216,33 +222,35 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(
 def test_the_budget_holds_and_what_is_found_is_a_prefix(
     asked: list[tuple[Tokens, int]], budget: int
 ) -> None:
-    """Entries never weigh more than the budget; what is dropped was held; what is found begins the prompt; every
-    boundary is a place where `make` makes an entry."""
-    kept = cache(prefix_bytes=budget, token_bytes=2, state_bytes=100)
+    """Entries never exceed the budget, dropped entries were held, and a found entry is a prefix of the prompt.
+
+    Every boundary is a position at which `add_entry` adds an entry.
+    """
+    index = cache(prefix_bytes=budget, token_bytes=2, state_bytes=100)
     held: set[int] = set()
     for prompt, length in asked:
-        found = kept.find_entry(prompt)
+        found = index.find_entry(prompt)
         if found is not None:
             assert found.number in held
             assert prompt[: len(found.tokens)] == found.tokens != prompt
         start = len(found.tokens) if found else 0
-        for boundary in kept.boundaries(prompt, start):
+        for boundary in index.boundaries(prompt, start):
             assert start < boundary < len(prompt)
             assert boundary % BLOCK == 0
-            entry, dropped = kept.add_entry(prompt[:boundary])
+            entry, dropped = index.add_entry(prompt[:boundary])
             assert entry is not None
             assert held >= set(dropped)
             held = (held - set(dropped)) | {entry.number}
-        entry, dropped = kept.add_entry(prompt[:length])
+        entry, dropped = index.add_entry(prompt[:length])
         held -= set(dropped)
         held |= {entry.number} if entry else set()
-        assert kept.nbytes <= budget
-        assert set(kept.entries) == held
+        assert index.nbytes <= budget
+        assert set(index.entries) == held
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
 def test_common_length(a: list[int], b: list[int]) -> None:
-    """As found token by token."""
+    """The result equals a comparison token by token."""
     plain = 0
     while plain < min(len(a), len(b)) and a[plain] == b[plain]:
         plain += 1

@@ -1,7 +1,7 @@
-"""In every order in which frames, signals, clients and crashes can come, each client hears its text, once and whole,
-all stages hold what the coordinator thinks they hold, and in the end nothing is left.
+"""Exhaustive walks of the protocol over frames, signals, clients and crashes, in every order.
 
-What holds in every state is in `World.check`, and at every end in `World.check_end`.
+Each client gets its text, complete and once. All stages hold what the coordinator assumes, and nothing is left at the
+end. `World.check` asserts the contract of every state, `World.check_end` that of every end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from coordinator.generation.request import GenerationRequest
 from coordinator.generation.scheduler import Scheduler
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
-from tests.support.protocol.coordinators import PROMPT, ROOM, Hopeful, Scheduled
+from tests.support.protocol.coordinators import PROMPT, ROOM, Scheduled, SpeculativeScript
 from tests.support.protocol.model import Walk, World, explore
 from tests.support.stages import token_stages
 from tests.support.stages.token_stages import copies, truth
 from worker.engine import stage_engine as engine
 
-MOST_STATES = 10**6
+MAX_STATES = 10**6
 
 
 def scheduled(
@@ -34,17 +34,17 @@ def scheduled(
     chunk: int = 1,
     mtp: str = "1",
 ) -> Walk:
-    """The real scheduler: requests for so many tokens, `leaves` clients that may go away, `crashes` of the plan."""
+    """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes."""
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
     requests = tuple(GenerationRequest(tuple(truth(i, prompt)), n) for i, n in enumerate(lengths))
     coordinator = Scheduled(scheduler, requests, leaves, room)
-    return explore(World.start(coordinator, stages, crashes), MOST_STATES)
+    return explore(World.start(coordinator, stages, crashes), MAX_STATES)
 
 
-def hopeful(stages: int, lengths: tuple[int, ...], *, crashes: int = 0) -> Walk:
-    """Two open windows a sequence, the second on hope; texts of so many tokens."""
-    return explore(World.start(Hopeful.of(*lengths), stages, crashes), MOST_STATES)
+def speculative(stages: int, lengths: tuple[int, ...], *, crashes: int = 0) -> Walk:
+    """Walk the script with up to two open windows a sequence, the second one speculative, over texts of `lengths`."""
+    return explore(World.start(SpeculativeScript.of(*lengths), stages, crashes), MAX_STATES)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def hopeful(stages: int, lengths: tuple[int, ...], *, crashes: int = 0) -> Walk:
 def test_the_scheduler_over_stages(
     stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
 ) -> None:
-    """Convoys of prompt chunks, lanes of windows, clients that leave, plans that end: as `mtp-coord` does it."""
+    """Pipelined chunked prefill, micro-batches, leaving clients and crashes keep the contract."""
     walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes)
     print(walk)
     assert walk.met["submit"] and walk.met["pass"]
@@ -69,15 +69,21 @@ def test_the_scheduler_over_stages(
 def test_the_scheduler_fills_the_stages(
     stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
 ) -> None:
-    """The real scheduler with a window of one sequence for every stage, each sent on hope: hopes that fail, texts that
-    end, clients that leave and plans that end while windows are in flight."""
+    """The real scheduler with a window of one sequence for every stage keeps the contract.
+
+    All but the first are speculative. Misspeculations, ends of texts, leaving clients and crashes occur while windows
+    are in flight.
+    """
     walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="filled")
     print(walk)
     assert walk.met["News"]
 
 
 def test_a_prompt_in_one_chunk() -> None:
-    """Window numbers pass those of a rebuilt sequence's chunks; a window's drafts are not taken for a chunk's."""
+    """Window numbers exceed those of a rebuilt sequence's chunks.
+
+    The drafts of a window are not confused with those of a chunk.
+    """
     print(scheduled(2, (4,), crashes=2, chunk=8))
     print(scheduled(1, (3, 3), crashes=1, chunk=8))
 
@@ -86,15 +92,15 @@ def test_a_prompt_in_one_chunk() -> None:
     ("stages", "lengths", "crashes"),
     [(2, (6, 3), 0), (3, (5,), 1), (1, (6,), 0)],
 )
-def test_windows_opened_on_hope(stages: int, lengths: tuple[int, ...], crashes: int) -> None:
-    """Two windows of a sequence are open at once, and a rejection of the first dooms the second, wherever it is."""
-    walk = hopeful(stages, lengths, crashes=crashes)
+def test_speculative_windows(stages: int, lengths: tuple[int, ...], crashes: int) -> None:
+    """Two windows of a sequence are open, and a rejection of the first invalidates the second on every stage."""
+    walk = speculative(stages, lengths, crashes=crashes)
     print(walk)
     assert walk.met["send"] and (stages == 1 or walk.met["News"])
 
 
 def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries are made, used and dropped while clients leave: every stage has the same entries, of the true text."""
+    """While clients leave, every stage has the same entries, and they hold the right text."""
     monkeypatch.setattr(prefix_cache, "SMALLEST_ENTRY", 1)
     monkeypatch.setattr(prefix_cache, "BLOCK", 1)
     monkeypatch.setattr(engine, "copies_of", copies)
@@ -114,7 +120,7 @@ def test_prefix_entries_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch)
 def test_the_scheduler_over_stages_at_length(
     stages: int, lengths: tuple[int, ...], leaves: int, crashes: int
 ) -> None:
-    """More of `test_the_scheduler_over_stages`."""
+    """Larger cases of `test_the_scheduler_over_stages` hold too."""
     print(scheduled(stages, lengths, leaves=leaves, crashes=crashes))
 
 
@@ -123,8 +129,6 @@ def test_the_scheduler_over_stages_at_length(
 @pytest.mark.parametrize(
     ("stages", "lengths", "crashes"), [(3, (7,), 1), (3, (5, 5), 0), (2, (6, 4), 0)]
 )
-def test_windows_opened_on_hope_at_length(
-    stages: int, lengths: tuple[int, ...], crashes: int
-) -> None:
-    """More of `test_windows_opened_on_hope`."""
-    print(hopeful(stages, lengths, crashes=crashes))
+def test_speculative_windows_at_length(stages: int, lengths: tuple[int, ...], crashes: int) -> None:
+    """Larger cases of `test_speculative_windows` hold too."""
+    print(speculative(stages, lengths, crashes=crashes))

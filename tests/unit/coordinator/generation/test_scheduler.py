@@ -1,4 +1,4 @@
-"""What the scheduler makes of requests, seen from their answers: whole, once, ended in the right place."""
+"""Tests of the scheduler's answers: complete, without repetition, ended in the right place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, plain
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_tokens_are_those_of_plain_decoding(stages: int, depth: int) -> None:
-    """Whatever the stages, the depth and the company: each request gets its own plain continuation, once, in order."""
+    """Each request gets its own plain continuation, for any stages, depth and batch."""
     drive = Drive(stages, depth)
     prompts = [range(1, 2 + 5 * i) for i in range(5)]
     ids = [drive.submit(prompt, 17 + i, seed=i) for i, prompt in enumerate(prompts)]
@@ -46,8 +46,10 @@ def test_tokens_are_those_of_plain_decoding(stages: int, depth: int) -> None:
 def test_any_order_of_events_keeps_the_answers(
     stages: int, depth: int, right: int, seed: int
 ) -> None:
-    """Submitting, sending, returning, cancelling and replacing the plan in any order: no answer changes, no stage
-    sees a frame it would refuse, nothing is left behind."""
+    """Submitting, sending, returning, cancelling and replacing the plan in any order changes no answer.
+
+    No stage gets an invalid frame, and nothing is left at the end.
+    """
     moves = random.Random(seed)
     limits = Limits(context=100, prefill_chunk=3, step_tokens=7)
     room = Capacity(sequences=3, kv_tokens=150, prefix_bytes=0)
@@ -83,8 +85,10 @@ def test_any_order_of_events_keeps_the_answers(
 @settings(max_examples=60, deadline=None)
 @given(stages=st.integers(1, 3), budget=st.sampled_from([0, 300, 700, 5000]), seed=st.integers())
 def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
-    """Prompts that share beginnings, through a prefix cache that holds few of them, cancelled and rebuilt: stages are
-    only ever told to restore what they hold, and every answer is that of plain decoding."""
+    """A prefix cache with few entries changes no answer, while requests are cancelled and rebuilt.
+
+    Prompts share beginnings. Stages only restore entries that they hold.
+    """
     moves = random.Random(seed)
     limits = Limits(context=1000, prefill_chunk=50, step_tokens=70)
     room = Capacity(sequences=2, kv_tokens=2000, prefix_bytes=budget, token_bytes=1)
@@ -126,8 +130,8 @@ def test_prefixes_keep_the_answers(stages: int, budget: int, seed: int) -> None:
     ("prompt", "widths"),
     [(100, [100]), (300, [128, 128, 44]), (1000, [128] * 7 + [104]), (6000, [512] * 11 + [368])],
 )
-def test_a_short_prompt_is_cut_into_a_convoy_too(prompt: int, widths: list[int]) -> None:
-    """Eight chunks where that leaves them 128 tokens or more, at most 512 tokens each; whatever the stages."""
+def test_a_short_prompt_is_cut_into_chunks_too(prompt: int, widths: list[int]) -> None:
+    """A prompt is cut into eight chunks of 128 to 512 tokens, for any number of stages."""
     for stages in (1, 4):
         drive = Drive(stages, limits=Limits(context=10_000), room=replace(ROOM, token_bytes=1))
         drive.submit([i % 50 for i in range(prompt)], 1)
@@ -136,7 +140,7 @@ def test_a_short_prompt_is_cut_into_a_convoy_too(prompt: int, widths: list[int])
 
 
 def test_a_prompt_again_is_not_run_again() -> None:
-    """The second time all but the last tokens of a prompt come from the stages' prefix entry, and stats say so."""
+    """The second time, a prefix entry provides all but the last tokens of a prompt, and the stats report it."""
     limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)
     drive = Drive(limits=limits, room=replace(ROOM, prefix_bytes=1000, token_bytes=1))
     prompt = [i % 50 for i in range(200)]
@@ -151,8 +155,8 @@ def test_a_prompt_again_is_not_run_again() -> None:
     assert sum(fed) == 8
 
 
-def test_of_a_chat_that_turn_is_kept_and_no_answer_that_none_goes_on_from() -> None:
-    """The request knows where its next turn parts from it, and whether that holds the answer as it was written."""
+def test_the_turn_of_a_chat_is_saved_and_a_final_answer_is_not() -> None:
+    """The entry of a chat ends where its next turn differs, and an answer without continuation is not saved."""
     drive = Drive(limits=Limits(1000), room=replace(ROOM, prefix_bytes=1000, token_bytes=1))
     request = GenerationRequest(tuple(i % 50 for i in range(200)), 12, turn=197, continued=False)
     drive.scheduler.submit(request, drive.now)
@@ -162,7 +166,7 @@ def test_of_a_chat_that_turn_is_kept_and_no_answer_that_none_goes_on_from() -> N
 
 
 def test_the_next_turn_starts_from_the_last_answer() -> None:
-    """What the stages held at an answer's end is an entry, and at least one token of the next prompt is run."""
+    """The state at the end of an answer is an entry, and at least one token of the next prompt is computed."""
     limits = replace(LIMITS, prefill_chunk=64, step_tokens=64)
     room = replace(ROOM, prefix_bytes=2000, token_bytes=1)
     drive = Drive(depth=2, limits=limits, room=room, stage=FakeLastStage(right=5))
@@ -182,8 +186,10 @@ def test_the_next_turn_starts_from_the_last_answer() -> None:
 
 @pytest.mark.parametrize("tokens", range(1, 12))
 def test_max_tokens_ends_inside_a_window(tokens: int) -> None:
-    """Exactly max_tokens come out; no stage is ever given more than the sequence's capacity, nor asked for drafts
-    that could not be used."""
+    """Exactly `max_tokens` tokens are emitted.
+
+    No stage gets more than the sequence's capacity, or a request for drafts that cannot be used.
+    """
     drive = Drive(depth=3, stage=FakeLastStage(right=5))
     seq_id = drive.submit(tokens=tokens)
     drive.run()
@@ -200,7 +206,7 @@ def test_max_tokens_ends_inside_a_window(tokens: int) -> None:
 @pytest.mark.parametrize("end", range(8))
 @pytest.mark.parametrize("right", [0, 3, 5])
 def test_a_stop_token_ends_the_text_wherever_it_stands(end: int, right: int) -> None:
-    """As first token, as draft, as the target's own choice: it and what follows are neither emitted nor counted."""
+    """A stop token and all after it are neither emitted nor counted, as first token, draft or target."""
     whole = plain((1, 2, 3), 8)
     assert len(set(whole)) == len(whole), "the stop token must not come earlier"
     drive = Drive(depth=3, stage=FakeLastStage(right=right))
@@ -215,7 +221,7 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(end: int, right: int) -> 
 
 
 def test_counters_stop_where_the_text_stops() -> None:
-    """A window of three right drafts whose second is the stop token counts one draft, kept."""
+    """A window of three right drafts whose second is the stop token counts one accepted draft."""
     whole = plain((1, 2, 3), 8)
     drive = Drive(depth=3, stage=FakeLastStage(right=5))
     seq_id = drive.submit(stop=(whole[2],))
@@ -226,7 +232,7 @@ def test_counters_stop_where_the_text_stops() -> None:
 
 
 def test_no_empty_chunk_is_sent() -> None:
-    """A text that ends before it begins is a Finished, without a TokenChunk."""
+    """A text that ends before its first token is a Finished without a TokenChunk."""
     drive = Drive()
     seq_id = drive.submit(stop=plain((1, 2, 3), 1))
     drive.run()
@@ -234,7 +240,7 @@ def test_no_empty_chunk_is_sent() -> None:
 
 
 def test_logprobs_go_with_their_tokens() -> None:
-    """Each token chunk bears one entry a token, also where the text ends inside a window."""
+    """Each token chunk has one entry per token, also if the text ends inside a window."""
     drive = Drive(depth=3)
     stop = plain((1, 2, 3), 10)[9]
     seq_id = drive.submit(logprobs=0, stop=(stop,))
@@ -247,8 +253,8 @@ def test_logprobs_go_with_their_tokens() -> None:
 # ---- windows
 
 
-def test_rejections_say_what_was_lost() -> None:
-    """One signal for each window that lost tokens, with what it kept and what it trims, and none for the others."""
+def test_rollbacks_name_the_lost_tokens() -> None:
+    """Each window that lost tokens has one rollback with its accepted length and trim. Other windows have none."""
     drive = Drive(depth=3)
     seq_id = drive.submit(tokens=40)
     drive.run()
@@ -264,7 +270,7 @@ def test_rejections_say_what_was_lost() -> None:
 
 
 def test_draft_counters_are_by_position() -> None:
-    """Each position counts the windows that had a draft there, and those that kept it."""
+    """Each position counts its drafts and its accepted drafts."""
     drive = Drive(depth=2, stage=FakeLastStage(right=0))
     seq_id = drive.submit(tokens=10)
     drive.run()
@@ -280,9 +286,11 @@ def test_draft_counters_are_by_position() -> None:
 
 @pytest.mark.parametrize("returned", range(9))
 @pytest.mark.parametrize("stages", [1, 3])
-def test_a_new_plan_goes_on_where_the_tokens_end(returned: int, stages: int) -> None:
-    """Whatever was in flight is void: every live sequence is admitted anew with its own tokens as prompt, and the
-    answers are those of an undisturbed run. What was emitted stays emitted, once."""
+def test_a_new_plan_continues_after_the_emitted_tokens(returned: int, stages: int) -> None:
+    """A new plan admits every running sequence again with its own tokens as prompt.
+
+    The answers are those of an undisturbed run, and no token is emitted twice.
+    """
     drive = Drive(stages=2, depth=2)
     ids = [drive.submit((1, 2, 3), 25), drive.submit(range(1, 20), 12, seed=4)]
     drive.fill()
@@ -303,7 +311,7 @@ def test_a_new_plan_goes_on_where_the_tokens_end(returned: int, stages: int) -> 
 
 
 def test_what_ended_is_not_rebuilt() -> None:
-    """A plan that comes after a sequence has ended, before its Evict went out, never hears of it."""
+    """A plan that starts before the Evict of a finished sequence was sent never gets that sequence."""
     drive = Drive()
     ended = drive.submit(tokens=1)
     drive.send()
@@ -314,7 +322,7 @@ def test_what_ended_is_not_rebuilt() -> None:
 
 
 def test_a_smaller_plan_ends_what_it_cannot_hold() -> None:
-    """A sequence too big for what is left ends with an error; the others go on, the oldest first."""
+    """A sequence that exceeds the new plan ends with an error. The others continue, the oldest first."""
     drive = Drive(room=replace(ROOM, sequences=2))
     big, small, queued = drive.submit(tokens=60), drive.submit(tokens=20), drive.submit(tokens=21)
     drive.fill()
@@ -331,14 +339,14 @@ def test_a_smaller_plan_ends_what_it_cannot_hold() -> None:
 
 
 def test_nothing_is_sent_before_the_first_plan() -> None:
-    """Requests wait for it."""
+    """Requests wait for the first plan."""
     scheduler = Scheduler(LIMITS, Controller(MtpMode(0)))
     scheduler.submit(GenerationRequest((1, 2), 3), now=0.0)
     assert scheduler.next_frame(0.0) is None
 
 
 def test_counts_survive_a_new_plan() -> None:
-    """A request's stats tell of its whole life, not of its last plan."""
+    """The stats of a request cover its whole life, not only its last plan."""
     drive = Drive(depth=1)
     seq_id = drive.submit(tokens=20)
     drive.fill()
@@ -353,11 +361,11 @@ def test_counts_survive_a_new_plan() -> None:
     assert stats.windows + stats.accepted == 18
 
 
-# ---- what the controller is told
+# ---- calls of the controller
 
 
 class Listener(Controller):
-    """Remembers what it is told."""
+    """A controller that records its calls."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(MtpMode(depth))
@@ -365,17 +373,21 @@ class Listener(Controller):
         self.steps: list[tuple[int, int, int, float]] = []
 
     def record_drafts(self, drafts: Iterable[tuple[int, bool]]) -> None:
+        """Append the results."""
         self.drafts.append(list(drafts))
 
     def record_step_cost(
         self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
     ) -> None:
+        """Append the step."""
         self.steps.append((sequences, width, drafted, cost.seconds))
 
 
-def test_the_controller_hears_of_windows_and_steps() -> None:
-    """Every window's width and kept; a step alone in the pipeline by the time between sending and return. Prompts
-    are not steps."""
+def test_the_controller_gets_windows_and_steps() -> None:
+    """The controller gets the draft results of every window, and the cost of every step.
+
+    The cost of a step alone in the pipeline is the time from sending to return. Prompt chunks are no steps.
+    """
     drive = Drive(depth=2)
     drive.scheduler.controller = listener = Listener(2)
     drive.submit(range(1, 10), tokens=20)
@@ -385,8 +397,8 @@ def test_the_controller_hears_of_windows_and_steps() -> None:
     assert listener.steps == [(1, s.width, s.drafts, 1.0) for s in windows]
 
 
-def test_a_step_in_company_costs_its_slowest_stage() -> None:
-    """With a lane under way for each stage, a lane is charged the slowest stage's time for all, not its wait."""
+def test_a_step_of_a_full_pipeline_costs_its_slowest_stage() -> None:
+    """With a micro-batch in flight for each stage, a step costs the slowest stage's time for all, not its wait."""
     drive = Drive(stages=2, stage=FakeLastStage(stage_us=5000))
     for i in range(4):
         drive.submit((1, 2, i), tokens=30)
@@ -401,7 +413,7 @@ def test_a_step_in_company_costs_its_slowest_stage() -> None:
 
 
 def test_times_are_those_of_the_clock_given() -> None:
-    """Prefill ends with the first token; decode is the rest."""
+    """Prefill ends with the first token. Decode is the rest."""
     drive = Drive()
     drive.now = 10.0
     seq_id = drive.submit(range(1, 9), tokens=4)

@@ -1,4 +1,4 @@
-"""When stages may be told by signal that a client has left."""
+"""Tests of the condition for a cancel signal to the stages when a client has left."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ def _drive(prefix_bytes: int) -> Drive:
     return Drive(stages=3, limits=replace(LIMITS, prefill_chunk=64, step_tokens=64), room=room)
 
 
-def test_nothing_is_skipped_while_a_prefix_entry_is_being_made() -> None:
-    """Until the entry's last chunk has passed the last stage, a signal that overtakes it would leave the entry shorter
-    on the stages it reached: then the Evict in the next header must do."""
+def test_nothing_is_skipped_while_a_prefix_entry_is_being_saved() -> None:
+    """No segment is skipped until the last chunk of a prefix entry is computed.
+
+    A signal that overtakes the chunk would make the entry shorter on the stages that it reached. The Evict in the next
+    header must do.
+    """
     drive = _drive(prefix_bytes=1000)
     seq_id = drive.submit(PROMPT)
     frames = drive.fill()
@@ -29,8 +32,8 @@ def test_nothing_is_skipped_while_a_prefix_entry_is_being_made() -> None:
     assert drive.scheduler.can_skip(seq_id)
 
 
-def test_a_sequence_no_entry_is_made_of_may_be_skipped_at_once() -> None:
-    """And one that is waiting, gone or unknown has nothing on its way."""
+def test_a_sequence_without_a_new_entry_may_be_skipped_at_once() -> None:
+    """A sequence without a new entry may be skipped at once. A waiting or unknown one has nothing in flight."""
     drive = _drive(prefix_bytes=0)
     seq_id = drive.submit(PROMPT)
     assert not drive.scheduler.can_skip(seq_id)

@@ -1,5 +1,7 @@
-"""The filled pipeline: several windows of one sequence in flight, each built on hope; what comes out is what plain
-decoding says, and no stage holds what it should not."""
+"""Tests of the filled pipeline: several windows of one sequence in flight, all but the first speculative.
+
+The text is that of plain decoding, and no stage holds a token that it should not.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ PROMPT = (1, 2, 3, 4, 5)
 
 
 def driven(stages: int, right: int = 3, out_of: int = 5, mtp: str = "filled") -> Drive:
+    """Return a driver of a filled pipeline."""
     return Drive(stages=stages, stage=FakeLastStage(right=right, out_of=out_of), mtp=mtp)
 
 
-def most_in_flight(drive: Drive) -> int:
-    """Run to the end; the most windows of one sequence that were in flight and might have stood."""
+def max_in_flight(drive: Drive) -> int:
+    """Run to the end. Return the maximum number of valid windows of one sequence in flight."""
     most = 0
     drive.fill()
     while drive.stage.in_flight:
@@ -38,16 +41,16 @@ def most_in_flight(drive: Drive) -> int:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("right", "out_of"), [(0, 5), (1, 2), (4, 5), (5, 5)])
 def test_one_stream_fills_every_stage(stages: int, right: int, out_of: int) -> None:
-    """One window a stage in flight, whatever drafts are worth; the text is plain decoding's."""
+    """One window per stage is in flight for any acceptance, and the text is that of plain decoding."""
     drive = driven(stages, right, out_of)
     seq = drive.submit(PROMPT, tokens=40)
-    assert most_in_flight(drive) == stages
+    assert max_in_flight(drive) == stages
     assert drive.tokens(seq) == plain(PROMPT, 40)
     assert not drive.stage.sequences
 
 
-def test_right_hopes_cost_one_frame_a_token() -> None:
-    """Where every draft is right nothing is ever taken back, and each window brings its token."""
+def test_right_speculation_costs_one_frame_a_token() -> None:
+    """If every draft is right, no token is taken back, and each window brings its token."""
     drive = driven(4, right=5, out_of=5)
     seq = drive.submit(PROMPT, tokens=40)
     drive.run()
@@ -57,8 +60,11 @@ def test_right_hopes_cost_one_frame_a_token() -> None:
     assert stats.accepted == stats.drafted
 
 
-def test_a_failed_hope_is_told_at_once() -> None:
-    """The signal names the first window that was built on it, of which nothing is kept, and all that goes with it."""
+def test_a_misspeculation_is_broadcast_at_once() -> None:
+    """A misspeculation broadcasts a rollback at once.
+
+    It names the first invalidated window, with accepted length 0, and the number of tokens in all invalidated windows.
+    """
     drive = driven(4, right=0)  # no draft is ever right
     drive.submit(PROMPT, tokens=10)
     drive.run()
@@ -73,34 +79,35 @@ def test_a_failed_hope_is_told_at_once() -> None:
 
 
 class Wide(Controller):
-    """Windows of two."""
+    """A controller that chooses windows of two tokens."""
 
     def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return windows of two tokens."""
         return Shape(2, fill)
 
 
 def test_wide_windows_in_a_filled_pipeline() -> None:
-    """Windows of two, four in flight: kept in part, in whole, or not at all, the text stays the same."""
+    """With windows of two tokens, four in flight, any accepted length keeps the text the same."""
     for right, out_of in ((1, 2), (2, 3), (6, 7)):
         drive = driven(4, right, out_of)
         drive.scheduler.controller = Wide(MtpMode.parse("filled"))
         seq = drive.submit(PROMPT, tokens=60)
-        most_in_flight(drive)
+        max_in_flight(drive)
         assert drive.tokens(seq) == plain(PROMPT, 60)
 
 
 def test_two_streams_share_the_stages() -> None:
-    """Of four stages each of two streams fills two; of two stages each has one."""
+    """Each of two streams fills two of four stages, and one of two stages."""
     for stages, each in ((4, 2), (2, 1)):
         drive = driven(stages)
         seqs = [drive.submit((i, i + 1), tokens=30, seed=i) for i in range(2)]
-        assert most_in_flight(drive) == each
+        assert max_in_flight(drive) == each
         for i, seq in enumerate(seqs):
             assert drive.tokens(seq) == plain((i, i + 1), 30, i)
 
 
 def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
-    """While a prompt goes in, the open stream sends one window at a time."""
+    """While a prompt is prefilled, a running stream sends one window at a time."""
     drive = driven(4, right=5)
     first = drive.submit(PROMPT, tokens=60)
     for _ in range(10):
@@ -116,24 +123,24 @@ def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
 
 
 def test_no_more_windows_than_there_is_memory_for() -> None:
-    """A plan that admits two sequences has room for two open windows and two states: three windows of one."""
+    """A plan with memory for two sequences has room for two open windows and two states: three windows of one."""
     for sequences, most in ((1, 1), (2, 3), (16, 8)):
         room = replace(ROOM, sequences=sequences)
         drive = Drive(stages=8, room=room, stage=FakeLastStage(right=5), mtp="filled")
         drive.submit(PROMPT, tokens=40)
-        assert most_in_flight(drive) == most
+        assert max_in_flight(drive) == most
 
 
 def test_the_ratio_rule_is_never_filled() -> None:
-    """Its tokens are compared with the scores of the drafts last handed out: one window at a time."""
+    """The ratio rule needs the probabilities of the newest drafts, so one window is in flight at a time."""
     drive = driven(4)
     params = SamplingParams(temperature=0.7, acceptance="ratio")
     drive.scheduler.submit(GenerationRequest(PROMPT, 20, params), 0.0)
-    assert most_in_flight(drive) == 1
+    assert max_in_flight(drive) == 1
 
 
-def test_a_stop_ends_what_is_in_flight() -> None:
-    """Windows beyond the end of a text come back to nobody; the prefix kept of it is what the stages hold."""
+def test_a_stop_invalidates_the_windows_in_flight() -> None:
+    """Windows after the end of a text emit nothing, and the saved prefix is the state of the stages."""
     expected = plain(PROMPT, 40)
     for at in range(1, 39):
         end = expected.index(expected[at])
@@ -150,7 +157,7 @@ def test_a_stop_ends_what_is_in_flight() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_order_of_events(data: st.DataObject) -> None:
-    """Streams that come, leave and are cut off by a new plan, in any order: each that stays says what it should."""
+    """Streams that start, leave and change the plan in any order keep the text of every remaining one."""
     stages = data.draw(st.integers(2, 6))
     make = st.builds(FakeLastStage, right=st.integers(0, 4), out_of=st.just(4))
     drive = Drive(stages=stages, stage=data.draw(make), mtp="filled")

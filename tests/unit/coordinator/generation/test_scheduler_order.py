@@ -1,4 +1,4 @@
-"""What the scheduler sends, when and in which company: convoys, lanes, cancellation, and what it refuses."""
+"""Tests of the order of frames: chunked prefill, micro-batches, cancellation and refusals."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from proto.frame import Admit, Evict
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of, is_decode
 from tests.support.stages.fake_last_stage import plain
 
-# ---- lanes and convoy
+# ---- micro-batches and chunks
 
 
-def test_a_prompt_travels_as_a_convoy() -> None:
-    """N + 1 chunks are under way before the first has come back, in order and whole; progress counts what passed."""
+def test_chunks_of_a_prompt_are_pipelined() -> None:
+    """N + 1 chunks are in flight before the first returns, in order, and progress counts computed tokens."""
     drive = Drive(stages=3)
     seq_id = drive.submit(range(1, 31), tokens=1)
     first = drive.fill()
@@ -33,7 +33,7 @@ def test_a_prompt_travels_as_a_convoy() -> None:
 
 
 def test_what_one_prompt_leaves_of_a_frame_goes_to_the_next() -> None:
-    """Short prompts share a frame up to its budget of tokens; the oldest prompt comes first."""
+    """Short prompts share a frame up to its limit of tokens, the oldest prompt first."""
     drive = Drive(limits=replace(LIMITS, prefill_chunk=6, step_tokens=8))
     for _ in range(3):
         drive.submit((1, 2, 3), tokens=1)
@@ -44,7 +44,7 @@ def test_what_one_prompt_leaves_of_a_frame_goes_to_the_next() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
-    """Between two windows of a running stream no more than one chunk a stage goes out, and one more."""
+    """Between two windows of a running stream at most one chunk per stage is sent, and one more."""
     drive = Drive(stages)
     running = drive.submit(tokens=400)
     for _ in range(3):
@@ -63,9 +63,11 @@ def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
 
 
 @pytest.mark.parametrize(("sequences", "stages"), [(4, 4), (8, 4), (5, 2), (3, 2), (7, 3)])
-def test_lanes_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> None:
-    """c sequences on N <= c stages: lanes of at most ⌈c/N⌉ rows, N of them under way, and all sequences get
-    their turns."""
+def test_micro_batches_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> None:
+    """c sequences on N <= c stages travel in N micro-batches of at most ⌈c/N⌉ rows.
+
+    All sequences get their turns.
+    """
     drive = Drive(stages)
     for i in range(sequences):
         drive.submit((1, 2, i), tokens=100)
@@ -85,8 +87,8 @@ def test_lanes_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> No
 
 
 @pytest.mark.parametrize(("sequences", "stages"), [(2, 1), (8, 1), (8, 2), (16, 4)])
-def test_late_comers_join_full_lanes(sequences: int, stages: int) -> None:
-    """Requests that came one after another are soon served N lanes at a time, as those that came together."""
+def test_late_requests_join_full_micro_batches(sequences: int, stages: int) -> None:
+    """Requests that arrive one by one soon travel in N full micro-batches, like requests that arrive together."""
     drive = Drive(stages)
     for i in range(sequences):
         drive.submit((1, 2, i), tokens=300)
@@ -105,7 +107,7 @@ def test_late_comers_join_full_lanes(sequences: int, stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
-    """However many streams run, a chunk of a new prompt passes with every round of theirs."""
+    """A chunk of a new prompt is sent in every round of the running streams, however many there are."""
     drive = Drive(stages)
     for i in range(8):
         drive.submit((1, 2, i), tokens=500)
@@ -121,16 +123,16 @@ def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
     assert drive.tokens(late)
 
 
-def test_never_more_lanes_than_stages() -> None:
-    """Single sequences that get ready one by one do not crowd the pipeline; chunks come on top, N + 1 at most."""
+def test_never_more_micro_batches_than_stages() -> None:
+    """At most N micro-batches and N + 1 chunks are in flight, also if sequences become ready one by one."""
     drive = Drive(stages=2, limits=replace(LIMITS, step_tokens=4))
     for i in range(12):
         drive.submit((1, 2, 3, i), tokens=50)
     for _ in range(100):
         drive.fill()
-        lanes = sum(is_decode(f) for f in list(drive.stage.under_way))
-        assert lanes <= 2
-        assert drive.stage.in_flight - lanes <= 3
+        micro_batches = sum(is_decode(f) for f in list(drive.stage.under_way))
+        assert micro_batches <= 2
+        assert drive.stage.in_flight - micro_batches <= 3
         drive.back()
 
 
@@ -138,7 +140,7 @@ def test_never_more_lanes_than_stages() -> None:
 
 
 def test_cancelled_while_waiting() -> None:
-    """It never reaches a stage."""
+    """A cancelled waiting sequence never reaches a stage."""
     drive = Drive(room=replace(ROOM, sequences=1))
     first, second = drive.submit(), drive.submit()
     drive.fill()
@@ -152,8 +154,11 @@ def test_cancelled_while_waiting() -> None:
 
 @pytest.mark.parametrize("prompt", [3, 30], ids=["decoding", "prefilling"])
 @pytest.mark.parametrize("returned", range(6))
-def test_cancelled_under_way(prompt: int, returned: int) -> None:
-    """With frames in flight or none, in prefill or decode: Evict goes out at once, no event follows, others go on."""
+def test_cancelled_in_flight(prompt: int, returned: int) -> None:
+    """A cancelled running sequence is evicted with the next header, with or without frames in flight.
+
+    No event follows, and other sequences continue.
+    """
     drive = Drive(stages=2, depth=2)
     other = drive.submit((9, 9), tokens=30)
     gone = drive.submit(range(1, prompt + 1), tokens=30)
@@ -174,7 +179,7 @@ def test_cancelled_under_way(prompt: int, returned: int) -> None:
 
 
 def test_cancelling_what_has_ended_changes_nothing() -> None:
-    """A client that leaves after the last event."""
+    """A cancellation after the last event has no effect."""
     drive = Drive()
     seq_id = drive.submit(tokens=2)
     drive.run()
@@ -183,8 +188,8 @@ def test_cancelling_what_has_ended_changes_nothing() -> None:
     assert drive.send() is None
 
 
-def test_room_freed_is_room_given() -> None:
-    """Sequences and K/V tokens of one that leaves go to the next in the queue, in order."""
+def test_freed_room_goes_to_the_next_in_the_queue() -> None:
+    """The next waiting sequences get the freed places and K/V tokens, in order."""
     drive = Drive(room=replace(ROOM, kv_tokens=50))
     big, next_one = drive.submit(tokens=40), drive.submit(tokens=30)
     drive.fill()
@@ -207,7 +212,7 @@ def test_room_freed_is_room_given() -> None:
     ],
 )
 def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, param: str) -> None:
-    """An error that names the field, before anything is queued."""
+    """The error names the field, before the request is queued."""
     drive = Drive()
     with pytest.raises(RequestError) as caught:
         drive.submit(prompt, tokens)
@@ -216,7 +221,7 @@ def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, p
 
 
 def test_more_than_the_memory_holds_is_refused() -> None:
-    """A request beyond kv_tokens is told so, not left to wait for ever."""
+    """A request beyond `kv_tokens` is refused at once."""
     drive = Drive(room=replace(ROOM, kv_tokens=20))
     with pytest.raises(RequestError, match="20 tokens") as caught:
         drive.submit(tokens=18)
@@ -228,7 +233,7 @@ def test_more_than_the_memory_holds_is_refused() -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    """CapacityError with retry_after; what is queued is served."""
+    """A full queue raises CapacityError with `retry_after`, and queued requests are served."""
     drive = Drive(limits=replace(LIMITS, queue=2), room=replace(ROOM, sequences=1))
     ids = [drive.submit(tokens=2)]
     drive.send()
@@ -242,7 +247,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize(("sequences", "waiting"), [(1, 16), (3, 48), (16, 256), (40, 256)])
 def test_the_queue_is_as_long_as_suits_the_plan(sequences: int, waiting: int) -> None:
-    """Unless the user says otherwise 16 for each sequence that fits, from 16 to 256; another plan, another queue."""
+    """By default the queue holds 16 requests for each sequence of the plan, from 16 to 256."""
     drive = Drive(room=replace(ROOM, sequences=2, kv_tokens=10**6))
     assert drive.scheduler.queue_limit == 32
     drive.new_plan(drive.stage, room=replace(ROOM, sequences=sequences, kv_tokens=10**6))
@@ -254,7 +259,7 @@ def test_the_queue_is_as_long_as_suits_the_plan(sequences: int, waiting: int) ->
 
 @pytest.mark.parametrize("wrong", ["number", "outcomes"])
 def test_a_frame_out_of_order_is_refused(wrong: str) -> None:
-    """Frames come back in the order they left, whole."""
+    """A frame that is not the oldest in flight, or lacks outcomes, raises ProtocolError."""
     drive = Drive(stages=2)
     drive.submit(range(1, 20))
     drive.fill()

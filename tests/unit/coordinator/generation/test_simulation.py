@@ -1,4 +1,4 @@
-"""The schedule alone, in virtual time: what N stages make of many streams and of a long prompt."""
+"""Tests of the schedule alone, in virtual time: N stages with many streams and with a long prompt."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ STAGES = (2, 4, 8, 16)
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_many_streams_fill_the_pipeline(stages: int) -> None:
-    """N streams over N stages yield at least .9 N times the tokens a second of one stream, and 2N streams 1.8 N times:
-    two rows of a lane cost what one costs."""
+    """N streams on N stages yield at least .9 N times the tokens per second of one stream, and 2N streams 1.8 N times.
+
+    Two rows of a micro-batch cost what one costs.
+    """
     timing = Timing(stages)
-    one, lanes, many = (
+    one, full, many = (
         run_virtually(decode_rate(timing, streams)) for streams in (1, stages, 2 * stages)
     )
-    assert lanes >= 0.9 * stages * one
+    assert full >= 0.9 * stages * one
     assert many >= 1.8 * stages * one
 
 
@@ -32,22 +34,24 @@ def test_many_streams_fill_the_pipeline(stages: int) -> None:
 def test_chunks_of_a_prompt_follow_each_other(stages: int) -> None:
     """16 chunks through N stages take at most 1/.9 of the bound (C + N - 1)/(N C) of their time one by one."""
     timing, chunks = Timing(stages), 16
-    convoy = run_virtually(prefill_seconds(timing, chunks))
+    pipelined = run_virtually(prefill_seconds(timing, chunks))
     one_by_one = chunks * timing.step
-    assert one_by_one / convoy >= 0.9 * stages * chunks / (chunks + stages - 1)
+    assert one_by_one / pipelined >= 0.9 * stages * chunks / (chunks + stages - 1)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_long_prompt_does_not_stall_an_open_stream(stages: int) -> None:
-    """While a 16-chunk prompt goes in, no token of an open stream takes more than two steps."""
+    """While a 16-chunk prompt is prefilled, no token of a running stream takes more than two steps."""
     timing = Timing(stages)
     assert run_virtually(longest_gap(timing, 16)) <= 2 * timing.step
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_one_stream_fills_the_pipeline(stages: int) -> None:
-    """Where a second row costs half a pass more, a pipeline filled on hope is well ahead of any block of drafts, and
-    `auto` finds that out within a few hundred tokens."""
+    """A filled pipeline is well ahead of any block of drafts if a second row costs half a pass more.
+
+    `auto` finds this out within a few hundred tokens.
+    """
     timing = Timing(stages, row=0.005, draft=0.001)
     modes = ("off", "1", "2", "3", "filled", "auto")
     seconds = {mode: run_virtually(stream_seconds(timing, mode, 0.85, 400)) for mode in modes}
@@ -57,7 +61,7 @@ def test_one_stream_fills_the_pipeline(stages: int) -> None:
 
 
 def test_filling_costs_nothing_where_drafts_are_worthless() -> None:
-    """One draft in a hundred right: `auto` is as fast as plain decoding, but for what finding out costs."""
+    """With one right draft in a hundred, `auto` is as fast as plain decoding, except for the exploration."""
     timing = Timing(4, row=0.005, draft=0.001)
     off, auto = (run_virtually(stream_seconds(timing, mode, 0.01, 400)) for mode in ("off", "auto"))
     assert auto < 1.05 * off

@@ -1,4 +1,4 @@
-"""The stages of this process on their thread: what fails, what gets stuck, what comes after it."""
+"""Tests of the stages in this process: failures, a stuck engine, and the pipeline after it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    """Return the model that the tests load."""
     path: Path = write_checkpoint(tmp_path_factory.mktemp("toy"))
     checkpoint = Checkpoint.open(path)
     return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
@@ -38,8 +39,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """Stuck after a moment, and not waited for at the end. For what gets stuck alone: to a machine in use any real work
-    looks so."""
+    """Make the engine count as stuck after a moment, and do not wait for it at the end.
+
+    It is for stuck engines only: on a busy machine real work would count as stuck too.
+    """
     with (
         patch.object(local, "STUCK_SECONDS", 0.1),
         patch.object(local, "WATCH_SECONDS", 0.02),
@@ -50,8 +53,10 @@ def impatient() -> Iterator[None]:
 
 
 async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
-    """Whoever waits for a frame hears so. No second copy of the model is loaded beside the stuck one; once that
-    has ended, another serves."""
+    """`receive_frame` raises while the engine is stuck.
+
+    No second copy of the model is loaded beside the stuck one. Once it has ended, the next pipeline serves.
+    """
     free = threading.Event()
     pipelines = LocalPipelines(model)
     pipeline = await pipelines.make(1)
@@ -75,7 +80,7 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
 
 
 async def test_a_stuck_load_is_an_error(model: LocalModel) -> None:
-    """A disk that never answers: the wait for it ends."""
+    """A load from a disk that never answers ends with an error."""
     free = threading.Event()
     with (
         impatient(),
@@ -88,8 +93,8 @@ async def test_a_stuck_load_is_an_error(model: LocalModel) -> None:
         free.set()
 
 
-async def test_whatever_loading_raises_is_told(model: LocalModel) -> None:
-    """MLX raises RuntimeError when memory runs out: that too is an error those who wait for a plan understand."""
+async def test_any_loading_error_is_a_cluster_error(model: LocalModel) -> None:
+    """MLX raises RuntimeError when memory runs out. Loading converts it to a ClusterError."""
 
     def out_of_memory(*_: object, **__: object) -> None:
         raise RuntimeError("[malloc] Unable to allocate")
@@ -101,8 +106,8 @@ async def test_whatever_loading_raises_is_told(model: LocalModel) -> None:
         await LocalPipelines(model).make(1)
 
 
-async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
-    """And runs nothing that follows."""
+async def test_an_engine_that_fails_raises_for_every_later_call(model: LocalModel) -> None:
+    """After a failure every call raises the error, and no later frame runs."""
     pipeline = await LocalPipelines(model).make(1)
     pipeline.send_frame(Frame(1, 5, segments=FRAME.segments))
     pipeline.send_frame(FRAME)
@@ -120,15 +125,18 @@ async def test_an_engine_that_fails_says_so_for_good(model: LocalModel) -> None:
         (replace(FRAME, ops=()), "never admitted"),  # an error with another in its context
     ],
 )
-async def test_an_engine_that_failed_lets_go_of_its_weights(
+async def test_an_engine_that_failed_frees_its_weights(
     model: LocalModel, frame: Frame, said: str
 ) -> None:
-    """At once: neither the error that is told nor the thread that told it leads to a frame that holds them, or the next
-    load would need the memory twice."""
+    """The weights of a failed engine are freed at once.
+
+    Neither the raised error nor the thread that raised it refers to them. Otherwise the next load would need the memory
+    twice.
+    """
 
     def post_and_linger(self: EngineThread, function: Callable[..., None], *args: object) -> None:
         post(self, function, *args)
-        time.sleep(0.2)  # whoever waits for the error goes on before the thread does
+        time.sleep(0.2)  # the waiter for the error continues before the thread does
 
     post = EngineThread.post
     pipeline = await LocalPipelines(model).make(1)
@@ -147,7 +155,7 @@ async def test_an_engine_that_failed_lets_go_of_its_weights(
 
 
 async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
-    """A long chunk under way at the end of a plan is not stuck: the next plan waits for its end."""
+    """A long chunk at the end of a plan is not stuck. The next plan waits for its end."""
     free = threading.Event()
     pipelines = LocalPipelines(model)
     first = await pipelines.make(1)
