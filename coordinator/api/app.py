@@ -9,6 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from coordinator.api import health
+from coordinator.api.anthropic import messages
+from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.api.openai_chat import chat, completions, models
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions
@@ -21,6 +23,9 @@ from coordinator.text.tokenizer import Tokenizer
 from coordinator.web import event_stream
 from coordinator.web.assets import page_routes
 from coordinator.web.live_feed import LiveFeed
+
+ERROR_FORMATS = {"/v1/messages": anthropic_error}
+"""The error format of each path prefix whose dialect has its own; other paths use OpenAI's."""
 
 
 def create_app(
@@ -41,12 +46,19 @@ def create_app(
     metrics = Metrics(status)
     app.state.api = Api(generator, tokenizer, model, status, options, metrics, replan)
     app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock)
-    routers = (chat.router, completions.router, models.router, health.router, event_stream.router)
+    routers = (
+        chat.router,
+        completions.router,
+        models.router,
+        messages.router,
+        health.router,
+        event_stream.router,
+    )
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
     app.router.routes += page_routes
-    install_error_handlers(app, _paths_of(*routers, health.open_router))
+    install_error_handlers(app, _paths_of(*routers, health.open_router), ERROR_FORMATS)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

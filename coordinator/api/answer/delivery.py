@@ -71,6 +71,7 @@ class Delivery:
         self._keep_alive = api.options.keep_alive_seconds
         self._merge = Merge(api.generator, [choice.request for choice in self._answer.choices])
         self._outcome = "cancelled"
+        self._opened = False
 
     async def send_whole(self, request: Request) -> Response:
         """Return the complete answer, unless the client disconnects before."""
@@ -100,10 +101,10 @@ class Delivery:
         )
 
     async def _chunks(self, item: IndexedEvent) -> AsyncGenerator[bytes, None]:
-        yield self._writer.opening()
         try:
             while True:
-                if content := self._sign_of_life(item) + self._writer.write(self._apply(item)):
+                content = self._sign_of_life(item) + self._writer.write(self._apply(item))
+                if content := self._after_opening(content):
                     yield content
                 if self._answer.done:
                     break
@@ -112,11 +113,18 @@ class Delivery:
             yield self._writer.closing()
         except ClusterError as error:
             self._outcome = _outcome(error)
-            yield self._writer.error(error)
+            yield self._after_opening(self._writer.error(error))
         except Exception as error:
             log.exception("stream failed", extra={"request_id": self._answer.id})
             self._outcome = _outcome(error)
-            yield self._writer.error(error)
+            yield self._after_opening(self._writer.error(error))
+
+    def _after_opening(self, content: bytes) -> bytes:
+        """Return `content`, preceded by the stream's opening the first time. The opening knows the cached tokens."""
+        if self._opened:
+            return content
+        self._opened = True
+        return self._writer.opening() + content
 
     def _sign_of_life(self, item: IndexedEvent) -> bytes:
         match item:

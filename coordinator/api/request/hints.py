@@ -8,6 +8,7 @@ log = logging.getLogger(__name__)
 
 HINTS = (
     "cache_control",
+    "context_management",
     "messages[].name",
     "metadata",
     "prediction",
@@ -17,6 +18,7 @@ HINTS = (
     "safety_identifier",
     "service_tier",
     "store",
+    "tools[].eager_input_streaming",
     "tools[].strict",
     "verbosity",
 )
