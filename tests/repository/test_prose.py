@@ -16,12 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
 CHECKED = (
+    "coordinator/generation",
+    "coordinator/pipeline",
     "coordinator/planning",
     "mtp/__init__.py",
     "mtp/builtin",
     "mtp/checkpoint",
+    "mtp/depth",
     "tests/repository",
     "tests/support/prose",
+    "tests/support/protocol",
+    "tests/support/stages",
+    "tests/unit/coordinator/generation",
+    "tests/unit/coordinator/pipeline",
     "tests/unit/coordinator/planning",
 )
 """The folders and files whose texts are checked."""
@@ -29,7 +36,14 @@ CHECKED = (
 CHECKED_PAGES: tuple[str, ...] = ()
 """The pages that are checked."""
 
-DOCUMENTED: tuple[str, ...] = ("coordinator/planning", "mtp/builtin", "mtp/checkpoint")
+DOCUMENTED: tuple[str, ...] = (
+    "coordinator/generation",
+    "coordinator/pipeline",
+    "coordinator/planning",
+    "mtp/builtin",
+    "mtp/checkpoint",
+    "mtp/depth",
+)
 """The folders whose public definitions all have a docstring."""
 
 
