@@ -131,6 +131,20 @@ def serve(
             "repeatable.",
         ),
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of the model, for clients with a hard-coded one; repeatable.",
+        ),
+    ] = None,
+    clamp_max_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--clamp-max-tokens",
+            help="Lower a request's max_tokens to the room left instead of rejecting the request.",
+        ),
+    ] = False,
     allow_sleep: Annotated[
         bool,
         typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves."),
@@ -193,6 +207,8 @@ def serve(
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
+        served_names=tuple(served_model_name or ()),
+        clamp_max_tokens=clamp_max_tokens,
         wired=not no_wired_memory,
         awake=not allow_sleep,
         name=socket.gethostname().partition(".")[0],

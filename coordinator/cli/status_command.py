@@ -1,7 +1,8 @@
-"""`mtp-coord status`: what a running coordinator says of its cluster, once or as it changes."""
+"""`mtp-coord status`: the status of a running coordinator, once or live."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Annotated
@@ -9,17 +10,31 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.box import SIMPLE
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from coordinator.cli.http_call import API_KEY, call
+from coordinator.cli.http_call import (
+    DEFAULT_URL,
+    KeyOption,
+    PortOption,
+    UrlOption,
+    call,
+    server_url,
+)
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from proto.errors import ProtocolError
+from proto.errors import ClusterError, ProtocolError
 from proto.terminal.size import format_size
 
 REFRESH_SECONDS = 1.0
+"""Seconds between two looks at the server."""
+
+SHORT_DETAIL = 32
+"""Characters. A longer reason is printed under the table, where it does not squeeze the columns."""
+
+_FIRST_TOKEN = re.compile(rb"^mtp_time_to_first_token_seconds_(sum|count)(?:{[^}]*})? (\S+)$", re.M)
 
 _COLOURS = {
     "ready": "green",
@@ -32,20 +47,26 @@ _COLOURS = {
 
 
 def status(
-    url: Annotated[
-        str, typer.Option(help="Where mtp-coord serve listens.")
-    ] = "http://127.0.0.1:8080",
-    api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
-    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    port: PortOption = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Print once and exit; so does a pipe.")
+        bool, typer.Option("--once", help="Print once and exit, as in a pipe.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and exit.")
     ] = False,
 ) -> None:
-    """Show a live cluster: nodes, spans, memory, health, tokens a second, acceptance. Ctrl-C ends it."""
+    """Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance. Ctrl-C ends it.
+
+    **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan; `draining` is
+    leaving; `refused` cannot serve; `lost` does not answer.
+
+    **layers** are inclusive, as in 0-31. **ms a step** is the time of one decode step of that stage. **plan** counts
+    the plans since the start. **recoveries** counts plans that were replaced while serving. **first token** is the
+    mean time from a request to its first token. **acceptance** is the accepted share of the drafts at each position.
+    """
+    url = server_url(url, port)
     if as_json:
         reply = fetch(url, api_key)
         parse(reply)
@@ -53,40 +74,66 @@ def status(
         return
     console = Console(emoji=False)
     if once or not sys.stdout.isatty():
-        console.print(render(parse(fetch(url, api_key))))
+        console.print(_look(url, api_key))
         return
-    with Live(render(parse(fetch(url, api_key))), console=console, screen=False) as live:
+    with Live(_look(url, api_key), console=console, screen=False) as live:
         while True:
             time.sleep(REFRESH_SECONDS)
-            live.update(render(parse(fetch(url, api_key))))
+            live.update(_look(url, api_key))
+
+
+def _look(url: str, api_key: str | None) -> RenderableType:
+    return render(parse(fetch(url, api_key)), fetch_first_token(url, api_key))
 
 
 def fetch(url: str, api_key: str | None) -> bytes:
-    """The body of `/status`. Raises what `client.call` does."""
+    """Return the body of `/status`. Raises the errors of `call`."""
     return call("GET", url, "/status", api_key)
 
 
+def fetch_first_token(url: str, api_key: str | None) -> float | None:
+    """Return the mean seconds to the first token from `/metrics`; None before the first answer."""
+    try:
+        body = call("GET", url, "/metrics", api_key)
+    except ClusterError:
+        return None
+    sums = {b"sum": 0.0, b"count": 0.0}
+    for name, value in _FIRST_TOKEN.findall(body):
+        sums[name] += float(value)
+    return sums[b"sum"] / sums[b"count"] if sums[b"count"] else None
+
+
 def parse(body: bytes) -> ClusterStatus:
+    """Return the status in the body of an answer. Raises ProtocolError."""
     try:
         return TypeAdapter(ClusterStatus).validate_json(body)
     except ValidationError as error:
         raise ProtocolError(
-            f"what answered is not a cluster's status: {error.error_count()} fields are wrong"
+            f"the answer is not the status of a cluster: {error.error_count()} fields are wrong. "
+            "Give the --url of an mtp-coord serve of this release"
         ) from error
 
 
-def render(cluster: ClusterStatus) -> Group:
-    """The cluster as a person reads it: one table of facts, one of nodes."""
-    return Group(_facts(cluster), _nodes(cluster.nodes))
+def render(cluster: ClusterStatus, first_token: float | None = None) -> Group:
+    """Return the cluster for a terminal: a table of facts, a table of nodes, and the long reasons."""
+    reasons = [
+        Text(f"{node.name} ({node.address}): {node.detail}")
+        for node in cluster.nodes
+        if len(node.detail) > SHORT_DETAIL
+    ]
+    return Group(_facts(cluster, first_token), _nodes(cluster.nodes), *reasons)
 
 
-def _facts(cluster: ClusterStatus) -> Table:
+def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     state = "[green]serving[/]" if cluster.ready else "[yellow]not ready[/]"
+    since = f" for {duration(cluster.phase_seconds)}" if cluster.phase_seconds else ""
     detail = f", {escape(cluster.detail)}" if cluster.detail else ""
-    table.add_row("cluster", f"{state}, plan {cluster.epoch}{detail}")
+    table.add_row("cluster", f"{state}{since}, plan {cluster.epoch}{detail}")
+    recoveries = f"{cluster.recoveries} recover{'y' if cluster.recoveries == 1 else 'ies'}"
+    table.add_row("server", f"up for {duration(cluster.uptime_seconds)}, {recoveries}")
     table.add_row("model", escape(cluster.model))
     table.add_row(
         "requests",
@@ -94,15 +141,24 @@ def _facts(cluster: ClusterStatus) -> Table:
         f"{_of(cluster.waiting, cluster.waiting_limit)} waiting",
     )
     table.add_row("K/V tokens", _of(cluster.kv_tokens, cluster.kv_limit))
-    table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}")
+    first = "" if first_token is None else f", first token after {first_token:.2f} s"
+    table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}{first}")
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
         table.add_row("prefill", f"{escape(prompt.request_id)} {prompt.done}/{prompt.total}")
     idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
-    if idle and cluster.ready:  # else a plan is looked for already
+    if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))
         table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
     return table
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: `12 s`, `3 min`, `5 h`, `2 days`."""
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
 
 
 def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
@@ -110,10 +166,11 @@ def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
     table.add_column("node", overflow="fold")
     for title in ("layers", "health", "memory", "ms a step"):
         table.add_column(title)
-    table.add_column("address", no_wrap=True)  # to be typed: whole, however narrow the terminal
+    table.add_column("address", no_wrap=True)  # users copy it
     for node in nodes:
         loaded = "" if node.loaded is None else f" {node.loaded:.0%}"
-        detail = f": {escape(node.detail)}" if node.detail else ""
+        short = node.detail and len(node.detail) <= SHORT_DETAIL
+        detail = f": {escape(node.detail)}" if short else ", see below" if node.detail else ""
         limit = "" if node.memory_limit is None else f" of {format_size(node.memory_limit)}"
         table.add_row(
             escape(node.name),
@@ -131,7 +188,7 @@ def _of(count: int, limit: int | None) -> str:
 
 
 def _acceptance(cluster: ClusterStatus) -> str:
-    """By draft position: 83 / 65 / 49 %."""
+    """Return the acceptance by draft position, such as `83 / 65 / 49 %`."""
     rates = cluster.acceptance_by_position
     if not any(rate is not None for rate in rates):
         return "not known yet"

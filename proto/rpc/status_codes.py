@@ -13,6 +13,7 @@ from typing import Any
 
 from proto import errors
 from proto.errors import CapacityError, ClusterError, RequestError
+from proto.rpc.grpc_text import plain_text
 from proto.rpc.local_network import with_advice
 
 _CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
@@ -59,9 +60,10 @@ def from_status(
     `code` is the name of the grpc.StatusCode. The message names `peer`; its public form does not.
     """
     found = dict(metadata or ())
-    text = with_advice(details or f"call ended with {code}")
+    text = details or f"call ended with {code}"
     if _CLASS in found:
         return _ours(found, text, peer)
+    text = with_advice(plain_text(text))
     kind, template = _FROM_GRPC.get(code, (ClusterError, "{peer}: {text}"))
     error = kind(template.format(peer=peer, text=text))
     error.public = template.format(peer="a worker", text=code)

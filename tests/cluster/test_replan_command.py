@@ -1,25 +1,38 @@
-"""`mtp-coord replan` against a server with a cluster, one without, and none."""
+"""`mtp-coord replan` against a server with a cluster, a server without one, and no server."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 from coordinator.cli import app as commands
 from coordinator.cli import replan_command as command
-from proto.errors import AccessError, NotReadyError, ProtocolError
+from proto.errors import AccessError, DeadlineError, NotReadyError, ProtocolError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
+from tests.support.api.fake_generator import FakeStatus
 
 KEY = "secret-key"
 
 
-def app(replan: Callable[[], None] | None) -> ApiClient:
-    return ApiClient(options=ApiOptions(api_keys=(KEY,)), replan=replan)
+class Cluster:
+    """An app whose replans are counted, and answered unless `silent`."""
+
+    def __init__(self, *, silent: bool = False) -> None:
+        self.requested = 0
+        self.silent = silent
+        self.status = FakeStatus()
+        self.api = ApiClient(
+            status=self.status, options=ApiOptions(api_keys=(KEY,)), replan=self.replan
+        )
+
+    def replan(self) -> None:
+        """Count a request and answer it."""
+        self.requested += 1
+        self.status.replans += not self.silent
 
 
 def run(*arguments: str, key: str = "") -> Result:
@@ -27,29 +40,37 @@ def run(*arguments: str, key: str = "") -> Result:
     return runner.invoke(commands, ["replan", *arguments])
 
 
-def test_a_plan_is_asked_for_once() -> None:
-    """With a key, by option or environment; the command says that it has begun."""
-    asked: list[str] = []
-    with serving(app(lambda: asked.append("replan")).app) as url:
-        done = run("--url", url, "--api-key", KEY)
+def test_a_replan_waits_and_shows_its_result() -> None:
+    """The command prints the new plan. The key comes from the option or from the environment."""
+    cluster = Cluster()
+    with serving(cluster.api.app) as url:
+        done = run("--url", f"{url}/v1", "--api-key", KEY)
         assert done.exit_code == 0, done.output
+        assert done.output == "plan 3 serves. Layers: mac-1 0-3, mac-2 4-7\n"
+        assert run("--port", url.rpartition(":")[2], key=KEY).exit_code == 0
+        assert cluster.requested == 2
+
+
+def test_a_replan_without_a_result_ends_at_its_deadline() -> None:
+    """`--wait` bounds the wait, and 0 does not wait at all."""
+    with serving(Cluster(silent=True).api.app) as url:
+        assert isinstance(run("--url", url, "--wait", "0.3", key=KEY).exception, DeadlineError)
+        done = run("--url", url, "--wait", "0", key=KEY)
         assert done.output.startswith("looking for a better plan"), done.output
-        assert asked == ["replan"]
-        assert run("--url", url, key=KEY).exit_code == 0
-        assert len(asked) == 2
 
 
-def test_what_goes_wrong_says_what_to_do() -> None:
-    """No key, a server without a cluster, no server: told so, and nothing is planned."""
-    asked: list[str] = []
-    with serving(app(lambda: asked.append("replan")).app) as url:
+def test_mistakes_are_explained() -> None:
+    """A missing key, a server without a cluster and a missing server are errors, and nothing is planned."""
+    cluster = Cluster()
+    with serving(cluster.api.app) as url:
         with pytest.raises(AccessError, match="--api-key"):
             command.replan(url, None)
-        assert asked == []
-    with serving(app(None).app) as url, pytest.raises(ProtocolError, match="serve with workers"):
+        assert cluster.requested == 0
+    alone = ApiClient(options=ApiOptions(api_keys=(KEY,)))
+    with serving(alone.app) as url, pytest.raises(ProtocolError, match="status 400"):
         command.replan(url, KEY)
-    with socket.socket() as taken:  # nobody listens there, and nobody else will
+    with socket.socket() as taken:  # no process listens on this port
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with pytest.raises(NotReadyError, match="start mtp-coord serve"):
+        with pytest.raises(NotReadyError, match="Start mtp-coord serve"):
             command.replan(f"http://127.0.0.1:{port}", None)

@@ -1,9 +1,10 @@
-"""`mtp-coord status` against a server, and against what is none."""
+"""`mtp-coord status` against a server, another program, and no server."""
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import typer
 from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 from coordinator.cli import status_command as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
@@ -28,7 +29,7 @@ def url() -> Iterator[str]:
 
 
 def run(*arguments: str, columns: int = 120) -> Result:
-    """On a terminal so wide."""
+    """Run the command on a terminal of `columns` characters."""
     app = typer.Typer(add_completion=False)
     app.command("status")(command.status)
     env = {"COLUMNS": str(columns), "MTP_API_KEY": ""}
@@ -36,19 +37,19 @@ def run(*arguments: str, columns: int = 120) -> Result:
 
 
 def test_once_shows_the_cluster(url: str) -> None:
-    """Nodes with spans, memory, health and times; requests; acceptance by position."""
+    """The output has nodes with layers, memory, health and times, requests, and acceptance by position."""
     done = run("--url", url, "--api-key", KEY, "--once")
     assert done.exit_code == 0, done.output
     for part in (
-        *("serving", "plan 3", "tiny", "2 running", "1 of 64 waiting", "41.5", "80 / 50 %"),
+        *("serving for 90 s", "plan 3", "tiny", "2 running", "1 of 64 waiting", "41.5", "80 / 50 %"),
         *("mac-1", "0-3", "ready", "1.07 GB of 2.15 GB", "12.5", "10.0.0.1:7000", "loading 50%"),
-        "refused: it holds another checkpoint",
+        *("refused: it holds another checkpoint", "up for 2 min", "1 recovery"),
     ):
         assert part in done.output
 
 
 def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What means a style or an emoji to rich is part of a name, a reason or an IPv6 address."""
+    """Styles and emoji codes of rich in names, reasons and IPv6 addresses are shown as text."""
     odd = NodeStatus("mac[/b]:key:", "[fe80::a:1]:7000", health="refused", detail="no [i] :key:")
     cluster = ClusterStatus(ready=False, model="[/x]:key:", nodes=(odd,))
     body = TypeAdapter(ClusterStatus).dump_json(cluster)
@@ -59,7 +60,7 @@ def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_narrow_terminal_shows_names_and_addresses_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name may break over lines; an address is there to be copied."""
+    """A name may break over lines. An address stays whole, because users copy it."""
     node = NodeStatus(
         "macbook-pro-of-somebody", "192.168.100.123:50123", "32-63", "ready", memory_limit=48 << 30
     )
@@ -70,11 +71,11 @@ def test_a_narrow_terminal_shows_names_and_addresses_whole(monkeypatch: pytest.M
     assert "…" not in done.output
 
 
-def test_an_idle_worker_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One held back is idle for a reason that it says itself; while nothing serves, a plan is looked for anyway."""
+def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replan is advised for idle workers without a reason, and only while a plan serves."""
     nodes = (
         NodeStatus("spare", "10.0.0.3:7000"),
-        NodeStatus("flapping", "10.0.0.4:7000", detail="held back 9 s after 3 losses"),
+        NodeStatus("flapping", "10.0.0.4:7000", detail="not used for 9 s, after 3 failures"),
         NodeStatus("busy", "10.0.0.5:7000", "0-3", "ready"),
     )
     ready = True
@@ -95,22 +96,72 @@ def test_an_idle_worker_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_json_is_the_servers_own_object(url: str) -> None:
-    """For scripts."""
+    """Scripts read the answer of the server unchanged."""
     done = run("--url", url, "--api-key", KEY, "--json")
     assert json.loads(done.output)["epoch"] == 3
 
 
-def test_what_goes_wrong_says_what_to_do(url: str) -> None:
-    """No key, no server, another server, a URL that is none."""
+def test_mistakes_are_explained(url: str) -> None:
+    """A missing key, a missing server, another server and a malformed URL are errors with advice."""
     with pytest.raises(AccessError, match="--api-key"):
         command.fetch(url, None)
     with pytest.raises(ProtocolError, match="404"):
         command.fetch(f"{url}/elsewhere", KEY)
-    with socket.socket() as taken:  # nobody listens there, and nobody else will
+    with socket.socket() as taken:  # no process listens on this port
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with pytest.raises(NotReadyError, match="start mtp-coord serve"):
+        with pytest.raises(NotReadyError, match="Start mtp-coord serve"):
             command.fetch(f"http://127.0.0.1:{port}", None)
     for wrong in ("ftp://x", "http://", "http://x:port", "http://x[/b]"):
         with pytest.raises(UsageError, match="--url"):
             command.fetch(wrong, None)
+
+
+def test_urls_are_accepted_as_users_write_them(url: str) -> None:
+    """A trailing /v1, a missing scheme and --port lead to the same server."""
+    port = url.rpartition(":")[2]
+    for given in (["--url", f"{url}/v1"], ["--url", f"127.0.0.1:{port}/v1/"], ["--port", port]):
+        done = run(*given, "--api-key", KEY, "--once")
+        assert done.exit_code == 0, (given, done.output)
+    both = run("--url", url, "--port", port)
+    assert isinstance(both.exception, UsageError)
+
+
+def test_a_long_reason_is_printed_under_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason longer than a column is printed in one piece below, so that the columns stay readable."""
+    reason = "has another checkpoint (Qwen3.5-4B-4bit, fingerprint 0123456789ab)"
+    node = NodeStatus("mac-2", "10.0.0.2:7000", health="refused", detail=reason)
+    body = TypeAdapter(ClusterStatus).dump_json(ClusterStatus(True, "m", nodes=(node,)))
+    monkeypatch.setattr(command, "fetch", lambda url, key: body)
+    lines = run("--once", columns=100).output.splitlines()
+    assert any("refused, see below" in line for line in lines)
+    assert f"mac-2 (10.0.0.2:7000): {reason}" in lines
+
+
+def test_another_program_does_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a program that does not speak HTTP are not printed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH \x1b[31mred\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NotReadyError, match="another program answered") as raised:
+            command.fetch(f"http://127.0.0.1:{port}", None)
+        thread.join(10)
+    assert "SSH" not in str(raised.value)
+
+
+def test_the_first_token_time_comes_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all endpoints is shown, and nothing before the first answer."""
+    name = "mtp_time_to_first_token_seconds"
+    body = f'{name}_sum{{endpoint="chat"}} 1.5\n{name}_count{{endpoint="chat"}} 1.0\n'
+    body += f'{name}_sum{{endpoint="text"}} 0.5\n{name}_count{{endpoint="text"}} 3.0\n'
+    monkeypatch.setattr(command, "call", lambda *arguments: body.encode())
+    assert command.fetch_first_token("http://x", None) == 0.5
+    monkeypatch.setattr(command, "call", lambda *arguments: b"")
+    assert command.fetch_first_token("http://x", None) is None

@@ -100,11 +100,14 @@ class FakeStatus:
     """The status of a cluster of three nodes, one of them refused."""
 
     ready: bool = True
+    replans: int = 0
 
     def status(self) -> ClusterStatus:
         """See StatusSource."""
         return ClusterStatus(
             ready=self.ready,
+            replans=self.replans,
+            replan_result="plan 3 serves" if self.replans else "",
             model="tiny",
             epoch=3,
             mtp="auto",
@@ -139,4 +142,7 @@ class FakeStatus:
             tokens_per_second=41.5,
             drafted_by_position=(100, 80),
             accepted_by_position=(80, 40),
+            recoveries=1,
+            uptime_seconds=125.0,
+            phase_seconds=90.0,
         )
