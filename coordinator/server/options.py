@@ -42,6 +42,8 @@ class ServeOptions:
     share_weights: bool
     api_keys: tuple[str, ...] = field(repr=False)  # secrets
     allowed_origins: tuple[str, ...]
+    served_names: tuple[str, ...]
+    clamp_max_tokens: bool
     wired: bool
     awake: bool
     name: str

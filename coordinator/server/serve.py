@@ -77,7 +77,11 @@ class _Server:
         self.port: int = listener.getsockname()[1]
         self.url = _url(listener)
         self.download = ModelDownload(options.model, served_name(options.model))
-        self.api_options = ApiOptions(options.api_keys, options.allowed_origins)
+        self.api_options = ApiOptions(
+            options.api_keys,
+            options.allowed_origins,
+            clamp_max_tokens=options.clamp_max_tokens,
+        )
         self.app = SwitchedApp(starting_app(self.download, self.api_options))
         self.loop: GenerationLoop | None = None
         self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
@@ -147,6 +151,7 @@ class _Server:
             served_name(options.model),
             checkpoint.config.max_positions,
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
+            options.served_names,
         )
         app = create_app(
             loop,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -28,7 +29,8 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def coordinator(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     folder = tmp_path_factory.mktemp("serve")
-    flags = ("--mtp", "2", "--dtype", "float32", "--log-level", "debug", "--allowed-origins", PAGE)
+    flags = ["--mtp", "2", "--dtype", "float32", "--log-level", "debug", "--allowed-origins", PAGE]
+    flags += ["--served-model-name", "claude-x"]
     with serving(folder, "builtin", pool(2), *flags, env={"MTP_API_KEY": f"other {KEY}"}) as found:
         yield found
 
@@ -100,6 +102,25 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
 def _said(message: Any) -> str:
     """Return reasoning and content of a message or delta."""
     return ((message.model_extra or {}).get("reasoning_content") or "") + (message.content or "")
+
+
+def test_dialects_give_the_same_text(client: openai.OpenAI, url: str) -> None:
+    """A greedy answer to the same prompt is equal in OpenAI's and Anthropic's dialects, whole and streamed."""
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    reply = client.chat.completions.create(
+        model="builtin", messages=USER, max_tokens=40, temperature=0, extra_body=off
+    )
+    expected = reply.choices[0].message.content
+    asked: Any = {"model": "claude-x", "messages": USER, "max_tokens": 40}
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as other:
+        whole = other.messages.create(**asked, extra_body={"temperature": 0})
+        with other.messages.stream(**asked, extra_body={"temperature": 0}) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        (block,) = message.content
+        assert block.type == "text"
+        assert block.text == expected
+        assert message.stop_reason in ("max_tokens", "end_turn")
 
 
 def test_the_seed_decides(client: openai.OpenAI) -> None:
@@ -193,7 +214,7 @@ def test_tools_reach_the_prompt(client: openai.OpenAI) -> None:
 def test_models_and_health(client: openai.OpenAI, url: str) -> None:
     """The served model is listed; the operators' paths answer, and /status has figures of the answer."""
     client.completions.create(model="builtin", prompt=CODE, max_tokens=24, temperature=0)
-    assert [model.id for model in client.models.list()] == ["builtin"]
+    assert [model.id for model in client.models.list()] == ["builtin", "claude-x"]
     for path in ("/health", "/ready", "/status", "/metrics"):
         assert httpx.get(url + path, headers=BEARER, timeout=60).status_code == 200
     status = httpx.get(url + "/status", headers=BEARER, timeout=60).json()

@@ -61,6 +61,11 @@ SERVE: Rows = {
     "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
     "--api-key": (["one", "--api-key", " two "], {"api_keys": ("one", "two")}),
     "--allowed-origins": (["*"], {"allowed_origins": ("*",)}),
+    "--served-model-name": (
+        ["gpt-4o", "--served-model-name", "other"],
+        {"served_names": ("gpt-4o", "other")},
+    ),
+    "--clamp-max-tokens": ([], {"clamp_max_tokens": True}),
     "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
     "--no-wired-memory": ([], {"wired": False}),
     "--allow-sleep": ([], {"awake": False}),
