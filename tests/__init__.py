@@ -1,0 +1,1 @@
+"""The tests: unit, parity, cluster and chaos tests, benches, and checks of the repository."""

@@ -1,0 +1,1 @@
+"""Programs that measure time and acceptance."""

@@ -1,0 +1,1 @@
+"""Tests of our arithmetic against mlx-lm and transformers."""

@@ -1,0 +1,1 @@
+"""Tests of plain data, without threads or sockets."""

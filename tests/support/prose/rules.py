@@ -53,7 +53,7 @@ WORDS: dict[str, str] = {
 
 _WORDS = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): use for pattern, use in WORDS.items()}
 _CODE = re.compile(r"`[^`]*`")
-_SENTENCE_END = re.compile(r"(?<=[.;:!?])\s+")
+_SENTENCE_END = re.compile(r"(?<=[.;:!?])[*_)\"]*\s+")
 
 
 def find_words(text: str) -> Iterator[str]:
