@@ -11,12 +11,16 @@ from starlette.routing import Route
 from coordinator.api import health
 from coordinator.api.anthropic import messages
 from coordinator.api.anthropic.errors import anthropic_error
+from coordinator.api.ollama import answers as ollama_answers
+from coordinator.api.ollama import models as ollama_models
+from coordinator.api.ollama.errors import ollama_error
 from coordinator.api.openai_chat import chat, completions, models
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions
-from coordinator.api.request.errors import install_error_handlers
+from coordinator.api.request.errors import ErrorFormat, install_error_handlers
 from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
+from coordinator.status.frame_history import FrameHistory
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.tokenizer import Tokenizer
@@ -24,7 +28,7 @@ from coordinator.web import event_stream
 from coordinator.web.assets import page_routes
 from coordinator.web.live_feed import LiveFeed
 
-ERROR_FORMATS = {"/v1/messages": anthropic_error}
+ERROR_FORMATS: dict[str, ErrorFormat] = {"/v1/messages": anthropic_error, "/api/": ollama_error}
 """The error format of each path prefix whose dialect has its own; other paths use OpenAI's."""
 
 
@@ -35,22 +39,26 @@ def create_app(
     status: StatusSource,
     options: ApiOptions | None = None,
     replan: Callable[[], None] | None = None,
+    frames: FrameHistory | None = None,
 ) -> FastAPI:
     """Return an ASGI app that serves one model. The caller starts and stops the parts.
 
-    `replan` requests a new plan from the cluster; it is None without a cluster.
+    `replan` requests a new plan from the cluster; it is None without a cluster. `frames` is what the page's timeline
+    shows.
     """
     options = options or ApiOptions()
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     metrics = Metrics(status)
     app.state.api = Api(generator, tokenizer, model, status, options, metrics, replan)
-    app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock)
+    app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock, frames)
     routers = (
         chat.router,
         completions.router,
         models.router,
         messages.router,
+        ollama_answers.router,
+        ollama_models.router,
         health.router,
         event_stream.router,
     )

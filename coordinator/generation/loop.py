@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
+from coordinator.generation.frame_kind import record_frame
 from coordinator.generation.frame_log import log_frame
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.meter import Meter
@@ -20,6 +21,7 @@ from coordinator.generation.scheduler import Scheduler
 from coordinator.generation.sequence import Sequence
 from coordinator.generation.snapshot import LoopSnapshot, RequestSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
+from coordinator.status.frame_history import FrameHistory
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
 
@@ -51,6 +53,7 @@ class GenerationLoop:
         self._listeners: dict[int, tuple[Sequence, asyncio.Queue[GenerationEvent]]] = {}
         self._task: asyncio.Task[None] | None = None
         self.meter = Meter()
+        self.frames = FrameHistory()
         self.recoveries = 0
         self._failures = 0
         """Pipeline failures since a frame last returned."""
@@ -155,6 +158,7 @@ class GenerationLoop:
     def _process_frame(self, frame: Frame) -> None:
         """Apply the outcomes of a returned frame, send the frames that follow, and deliver events to clients."""
         now = self.clock()
+        sent_at = self.scheduler.in_flight[0].sent_at if self.scheduler.in_flight else now
         outcome = self.scheduler.apply_outcomes(frame, now)
         self._failures = 0
         # The stages come first: they idle until the next frame, and an event to a client costs as much as a hop.
@@ -162,6 +166,7 @@ class GenerationLoop:
             self._broadcast_rollbacks(outcome)
             self._send_frames()
             self.meter.record_frame(frame, outcome, now)
+            record_frame(self.frames, frame, sent_at, now)
             log_frame(frame)
         finally:  # the scheduler has applied these outcomes and will not return them again
             self._deliver_events(outcome)

@@ -61,7 +61,9 @@ async def serve(options: ServeOptions) -> None:
 
     Raises UsageError if the port is not available, and ClusterError if no first plan is possible.
     """
-    listener = bind_listener("--host and --port:", options.host, options.port)
+    listener = bind_listener(
+        f"--host {options.host} --port {options.port}", options.host, options.port
+    )
     server = _Server(options, listener)
     async with AsyncExitStack() as stack:
         stack.enter_context(keep_awake(enabled=options.awake))
@@ -160,6 +162,7 @@ class _Server:
             LiveStatus(loop, manager, model.id, local.status, model_status(checkpoint)),
             self.api_options,
             replan=manager.replan if manager else None,
+            frames=loop.frames,
         )
         self._end_pages()  # they reconnect to the app that serves the model
         app.state.live_feed.start()

@@ -7,13 +7,14 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 from coordinator.status.activity import describe_activity, suggest_improvement
 from coordinator.status.cluster_events import EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
+from coordinator.status.frame_history import FrameHistory, FrameTimes
 from coordinator.status.history import History
 from coordinator.status.latency import LatencyLog
 from proto.errors import CapacityError
@@ -32,6 +33,9 @@ MAX_SUBSCRIBERS = 200
 QUEUED_MESSAGES = 20
 """Messages. A subscriber that is this far behind (five seconds) gets a new snapshot instead of them."""
 
+MAX_FRAMES_SENT = 500
+"""Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
+
 Json = dict[str, Any]
 Subscriber = asyncio.Queue[bytes | None]
 """Messages to one page. None ends the stream."""
@@ -47,12 +51,16 @@ class LiveFeed:
         source: StatusSource,
         latency: LatencyLog,
         clock: Callable[[], float] = time.perf_counter,
+        frames: FrameHistory | None = None,
     ) -> None:
         self.source = source
         self.clock = clock
         """The clock of `latency`, in seconds."""
         self.events = EventLog()
         self.history = History(latency)
+        self.frames = FrameHistory() if frames is None else frames
+        self._sent_frame = 0
+        """Number of the newest frame that pages have."""
         self._status: Json = {}
         self._subscribers: set[Subscriber] = set()
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +103,7 @@ class LiveFeed:
         events = self.events.record_status(status, at)
         sample = self.history.record_status(status, at, self.clock())
         if not self._subscribers:
-            self._status = {}
+            self._status, self._sent_frame = {}, self.frames.count
             return
         before, self._status = self._status, status_fields(status)
         delta: Json = {}
@@ -106,8 +114,21 @@ class LiveFeed:
             delta["events"] = [asdict(event) for event in events]
         if sample is not None:
             delta["history"] = [sample.compact()]
+        if frames := self._new_frames():
+            delta["frames"] = frames
         if delta:
             self._send(_message("delta", delta))
+
+    def _new_frames(self) -> list[list[float | str]]:
+        """Return the frames since the last message, as `compact_frame` writes them."""
+        new = self.frames.since(self._sent_frame, MAX_FRAMES_SENT)
+        self._sent_frame = self.frames.count
+        return _compact_frames(new)
+
+    def _recent_frames(self) -> list[list[float | str]]:
+        """Return the last frames that open pages have."""
+        recent = self.frames.since(self._sent_frame - MAX_FRAMES_SENT, 2 * MAX_FRAMES_SENT)
+        return _compact_frames(f for f in recent if f.number <= self._sent_frame)
 
     def _send(self, message: bytes) -> None:
         for queue in self._subscribers:
@@ -127,6 +148,7 @@ class LiveFeed:
                 "status": self._status,
                 "events": [asdict(event) for event in self.events.events],
                 "history": [sample.compact() for sample in self.history.samples],
+                "frames": self._recent_frames(),
             },
         )
 
@@ -170,6 +192,30 @@ def status_fields(status: ClusterStatus) -> Json:
             node["stage_ms"] = round(node["stage_ms"], 3)
     fields["activity"] = describe_activity(status)
     fields["suggestion"] = suggest_improvement(status)
+    return fields
+
+
+def _compact_frames(frames: Iterable[FrameTimes]) -> list[list[float | str]]:
+    offset = time.time() - time.monotonic()
+    return [compact_frame(frame, offset) for frame in frames]
+
+
+def compact_frame(frame: FrameTimes, offset: float) -> list[float | str]:
+    """Return a frame as `[number, kind, rows, wasted, sent, flight, start, length, …]`.
+
+    `sent` is seconds since 1970, `offset` what the loop's clock lacks. The other times are milliseconds: the time in
+    flight, then for each stage the start after `sent` and the length.
+    """
+    fields: list[float | str] = [
+        frame.number,
+        frame.kind[0],
+        frame.rows,
+        frame.wasted,
+        round(frame.sent_at + offset, 4),
+        round((frame.returned_at - frame.sent_at) * 1000, 2),
+    ]
+    for start, end in frame.stages:
+        fields += [round((start - frame.sent_at) * 1000, 2), round((end - start) * 1000, 2)]
     return fields
 
 

@@ -92,6 +92,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator.api": {
         "coordinator.api.anthropic",
+        "coordinator.api.ollama",
         "coordinator.api.openai_chat",
         "coordinator.api.request",
         "coordinator.generation",
@@ -101,6 +102,12 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.api.openai_chat": {
+        "coordinator.api.answer",
+        "coordinator.api.request",
+        "coordinator.text",
+    }
+    | WIRE,
+    "coordinator.api.ollama": {
         "coordinator.api.answer",
         "coordinator.api.request",
         "coordinator.text",
@@ -135,7 +142,13 @@ ARROWS: dict[str, set[str]] = {
         "mtp.head",
     }
     | TERMINAL,
-    "coordinator.generation": {"coordinator.pipeline", "coordinator.planning", "mtp.depth"} | WIRE,
+    "coordinator.generation": {
+        "coordinator.pipeline",
+        "coordinator.planning",
+        "coordinator.status",
+        "mtp.depth",
+    }
+    | WIRE,
     "coordinator.cluster": {
         "coordinator.pipeline",
         "coordinator.planning",
@@ -186,6 +199,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
     "coordinator.api.answer": {"starlette"},
     "coordinator.api.anthropic": {"fastapi", "starlette"},
+    "coordinator.api.ollama": {"fastapi", "starlette"},
     "coordinator.api.openai_chat": {"fastapi", "starlette"},
     "coordinator.api.request": {"fastapi", "starlette"},
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},

@@ -6,6 +6,7 @@ import { count, rate, seconds, share } from "./format.js";
 import { points } from "./samples.js";
 
 const SPAN = 600;
+const SHORTEST = 60;
 const REDRAW_MS = 1000;
 
 export class SpeedView {
@@ -34,7 +35,8 @@ export class SpeedView {
   drawCharts() {
     const { history } = this.live;
     const to = history.at(-1)?.[0] ?? this.live.now();
-    const range = { from: to - SPAN, to };
+    const age = to - (history[0]?.[0] ?? to);
+    const range = { from: to - Math.min(SPAN, Math.max(SHORTEST, age)), to };
     const of = (field) => points(history, field);
     this.charts.replaceChildren(
       timeChart({ ...range, label: "Tokens per second", format: rate, series: [{ name: "now", points: of("tokensPerSecond") }] }),

@@ -1,10 +1,288 @@
-// The pipeline's frames over time.
+// The pipeline as it runs: a lane for each machine, a block for each frame, gaps as gaps.
 
-import { h } from "./dom.js";
+import { h, setText } from "./dom.js";
+import { count, seconds, share } from "./format.js";
+import { traceOf } from "./trace.js";
+
+const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], i: ["wasted", "invalidated window"] };
+const DELAY = 0.6; // seconds behind the present, so that frames arrive before their place is drawn
+const SHORTEST = 0.05;
+const LONGEST = 20;
+const DRAW_MS = 50;
+const LANE = 46;
+const GAP = 12;
+const AXIS = 22;
+
+// A frame of the stream, as coordinator/web/live_feed.py writes it.
+export function parseFrame(row) {
+  const [number, kind, rows, wasted, sent, flight, ...times] = row;
+  const stages = [];
+  for (let i = 0; i < times.length; i += 2) stages.push({ start: sent + times[i] / 1000, length: times[i + 1] / 1000 });
+  return { number, kind, rows, wasted, sent, flight: flight / 1000, stages };
+}
 
 export class TimelineView {
   constructor(root, live) {
     this.live = live;
-    root.append(h("h2", { class: "hidden" }, "Timeline"), h("p", { class: "hint" }, "No frames yet."));
+    this.visible = false;
+    this.pausedAt = null;
+    this.span = 3;
+    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "Timeline of frames", onpointermove: (e) => this.point(e), onpointerleave: () => this.pointAt(null), onwheel: (e) => this.onWheel(e), onkeydown: (e) => this.onKey(e) });
+    this.pause = h("button", { onclick: () => this.togglePause() }, "Pause");
+    this.spanText = h("span", { class: "hint number" });
+    this.detail = h("p", { class: "hint detail" }, "Point at a block to see its frame.");
+    this.summary = h("ul", { class: "shares" });
+    root.append(h("h2", { class: "hidden" }, "Timeline"),
+      h("section", { class: "card", "aria-label": "Frames" },
+        h("div", { class: "card-head" }, h("h3", {}, "Frames"),
+          h("div", { class: "controls" }, this.spanText,
+            h("button", { "aria-label": "Show less time", onclick: () => this.zoom(0.5) }, "+"),
+            h("button", { "aria-label": "Show more time", onclick: () => this.zoom(2) }, "−"),
+            this.pause, h("button", { onclick: () => this.export() }, "Export"))),
+        this.canvas, this.detail,
+        h("p", { class: "layer-legend" }, Object.entries(KINDS).map(([, [name, text]]) => h("span", {}, h("i", { class: `block ${name}` }), name === "wasted" ? "rejected or invalidated" : text)))),
+      h("section", { class: "card", "aria-label": "Share of time computed" }, h("div", { class: "card-head" }, h("h3", {}, "Share of time computed"), h("span", { class: "hint" }, "in the time shown")), this.summary,
+        (this.suggestion = h("p", { class: "suggestion" }))));
+    new ResizeObserver(() => this.redraw()).observe(this.canvas);
   }
+
+  setVisible(visible) {
+    this.visible = visible;
+    if (visible) this.loop();
+  }
+
+  loop() {
+    if (!this.visible || this.timer) return;
+    this.timer = setTimeout(() => requestAnimationFrame(() => {
+      this.timer = null;
+      if (this.pausedAt === null && !document.hidden) this.redraw();
+      this.loop();
+    }), DRAW_MS);
+  }
+
+  update() {
+    const { status } = this.live;
+    if (!status) return;
+    setText(this.suggestion, status.suggestion);
+    this.suggestion.hidden = !status.suggestion;
+  }
+
+  // ---- controls
+
+  togglePause() {
+    if (this.pausedAt === null) {
+      this.pausedAt = this.live.now() - DELAY;
+      this.kept = this.live.frames.slice();
+    } else {
+      this.pausedAt = null;
+    }
+    setText(this.pause, this.pausedAt === null ? "Pause" : "Resume");
+    this.redraw();
+  }
+
+  zoom(factor) {
+    this.span = Math.min(LONGEST, Math.max(SHORTEST, this.span * factor));
+    this.redraw();
+  }
+
+  pan(part) {
+    if (this.pausedAt === null) this.togglePause();
+    this.pausedAt += part * this.span;
+    this.redraw();
+  }
+
+  onWheel(event) {
+    if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) < Math.abs(event.deltaY)) return;
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey) this.zoom(event.deltaY > 0 ? 1.25 : 0.8);
+    else this.pan(event.deltaX / this.canvas.clientWidth);
+  }
+
+  onKey(event) {
+    const actions = { ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), " ": () => this.togglePause() };
+    if (!(event.key in actions)) return;
+    event.preventDefault();
+    actions[event.key]();
+  }
+
+  export() {
+    const names = this.lanes();
+    const trace = traceOf(this.frames().map(parseFrame), names);
+    const url = URL.createObjectURL(new Blob([JSON.stringify(trace)], { type: "application/json" }));
+    const link = h("a", { href: url, download: "mtp-cluster-trace.json" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  }
+
+  // ---- drawing
+
+  frames() {
+    return this.pausedAt === null ? this.live.frames : this.kept;
+  }
+
+  lanes() {
+    return (this.live.status?.nodes ?? []).filter((node) => node.span).map((node) => node.name);
+  }
+
+  redraw() {
+    if (!this.visible || !this.canvas.clientWidth) return;
+    const end = this.pausedAt ?? this.live.now() - DELAY;
+    const start = end - this.span;
+    const shown = [];
+    const all = this.frames();
+    for (let i = all.length - 1; i >= 0; i -= 1) {
+      const sent = all[i][4];
+      if (sent > end) continue;
+      if (sent + all[i][5] / 1000 < start) break;
+      shown.push(parseFrame(all[i]));
+    }
+    this.shown = { frames: shown.reverse(), start, end };
+    this.paint();
+    this.drawShares();
+    setText(this.spanText, `${seconds(this.span)} shown`);
+  }
+
+  paint() {
+    const { canvas } = this;
+    const { frames, start, end } = this.shown;
+    const names = this.lanes();
+    const lanes = Math.max(1, names.length);
+    const width = canvas.clientWidth;
+    const height = AXIS + lanes * (LANE + GAP);
+    const ratio = devicePixelRatio;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.style.height = `${height}px`;
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
+    const draw = canvas.getContext("2d");
+    const style = getComputedStyle(canvas);
+    const colours = palette(canvas);
+    draw.setTransform(ratio, 0, 0, ratio, 0, 0);
+    draw.clearRect(0, 0, width, height);
+    draw.font = `11px ${style.fontFamily}`;
+    const x = (at) => ((at - start) / (end - start)) * width;
+    this.paintAxis(draw, width, height, colours, x);
+    for (let lane = 0; lane < lanes; lane += 1) {
+      const top = AXIS + lane * (LANE + GAP);
+      draw.fillStyle = colours.lane;
+      draw.fillRect(0, top, width, LANE);
+    }
+    for (const frame of frames) {
+      frame.stages.forEach((stage, lane) => {
+        if (lane >= lanes) return;
+        this.paintBlock(draw, colours, frame, x(stage.start), x(stage.start + stage.length), AXIS + lane * (LANE + GAP));
+      });
+    }
+    draw.fillStyle = colours.text;
+    draw.textBaseline = "top";
+    names.forEach((name, lane) => {
+      const top = AXIS + lane * (LANE + GAP);
+      const text = name.slice(0, 40);
+      draw.globalAlpha = 0.82;
+      draw.fillStyle = colours.card;
+      draw.fillRect(4, top + 4, draw.measureText(text).width + 10, 17);
+      draw.globalAlpha = 1;
+      draw.fillStyle = colours.text;
+      draw.fillText(text, 9, top + 7);
+    });
+    if (!frames.length) {
+      draw.fillStyle = colours.muted;
+      draw.textAlign = "center";
+      draw.fillText("No frames in this time", width / 2, AXIS + (lanes * (LANE + GAP)) / 2 - 8);
+      draw.textAlign = "left";
+    }
+  }
+
+  paintAxis(draw, width, height, colours, x) {
+    const { start, end } = this.shown;
+    const step = niceStep((end - start) / 8);
+    draw.textBaseline = "top";
+    draw.lineWidth = 1;
+    for (let at = Math.ceil(start / step) * step; at < end; at += step) {
+      const px = Math.round(x(at)) + 0.5;
+      draw.strokeStyle = colours.line;
+      draw.beginPath();
+      draw.moveTo(px, 16);
+      draw.lineTo(px, height);
+      draw.stroke();
+      draw.fillStyle = colours.muted;
+      const label = step < 1 ? `${(at % 60).toFixed(step < 0.01 ? 3 : step < 0.1 ? 2 : 1)} s` : `${Math.round(at % 60)} s`;
+      draw.fillText(label, Math.min(px + 3, width - 38), 2);
+    }
+  }
+
+  paintBlock(draw, colours, frame, left, right, top) {
+    const width = Math.max(right - left, 0.7);
+    const inset = width > 4 ? 0.5 : 0;
+    const part = frame.kind === "i" ? 1 : frame.wasted / Math.max(1, frame.rows);
+    const bad = Math.round(LANE * part);
+    draw.fillStyle = colours[KINDS[frame.kind][0]];
+    draw.fillRect(left, top + bad, width - inset, LANE - bad);
+    if (bad) {
+      draw.fillStyle = colours.wasted;
+      draw.fillRect(left, top, width - inset, bad);
+    }
+  }
+
+  drawShares() {
+    const { frames, start, end } = this.shown;
+    const now = performance.now();
+    if (this.sharesAt && now - this.sharesAt < 500 && this.pausedAt === null) return;
+    this.sharesAt = now;
+    const names = this.lanes();
+    const parts = names.map((_, lane) => {
+      let busy = 0;
+      for (const frame of frames) {
+        const stage = frame.stages[lane];
+        if (stage) busy += Math.max(0, Math.min(end, stage.start + stage.length) - Math.max(start, stage.start));
+      }
+      return Math.min(1, busy / (end - start));
+    });
+    this.summary.replaceChildren(...names.map((name, lane) => h("li", {}, h("span", {}, name), h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${parts[lane] * 100}%` } })), h("b", { class: "number" }, share(parts[lane])))));
+    const rows = frames.reduce((sum, frame) => sum + frame.rows, 0);
+    const wasted = frames.reduce((sum, frame) => sum + frame.wasted, 0);
+    this.canvas.setAttribute("aria-label", `Timeline: ${count(frames.length)} frames, ${count(rows)} rows, ${count(wasted)} of them rejected, in ${seconds(this.span)}`);
+  }
+
+  // ---- pointing
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    this.pointAt({ x: event.clientX - box.left, y: event.clientY - box.top });
+  }
+
+  pointAt(place) {
+    if (!place || !this.shown) {
+      setText(this.detail, "Point at a block to see its frame.");
+      return;
+    }
+    const { frames, start, end } = this.shown;
+    const at = start + (place.x / this.canvas.clientWidth) * (end - start);
+    const lane = Math.floor((place.y - AXIS) / (LANE + GAP));
+    const found = frames.find((frame) => frame.stages[lane] && at >= frame.stages[lane].start && at <= frame.stages[lane].start + frame.stages[lane].length);
+    if (!found) {
+      setText(this.detail, lane >= 0 && lane < this.lanes().length ? "No frame: this machine waits." : "Point at a block to see its frame.");
+      return;
+    }
+    const wasted = found.wasted ? `, ${count(found.wasted)} rejected` : "";
+    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline`);
+  }
+}
+
+function palette(element) {
+  // Resolved through a probe, because a canvas does not understand light-dark().
+  const probe = element.parentElement;
+  const read = (name) => {
+    probe.style.setProperty("outline-color", `var(${name})`);
+    const value = getComputedStyle(probe).outlineColor;
+    probe.style.removeProperty("outline-color");
+    return value;
+  };
+  return { prompt: read("--muted"), decode: read("--accent-mid"), window: read("--accent"), wasted: read("--reject"), lane: read("--raised"), text: read("--text"), muted: read("--muted"), line: read("--line"), card: read("--card") };
+}
+
+function niceStep(raw) {
+  const unit = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((f) => f * unit).find((step) => step >= raw);
 }

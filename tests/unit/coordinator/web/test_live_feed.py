@@ -160,3 +160,23 @@ async def test_the_feed_looks_by_itself_and_survives_a_fault() -> None:
     _, delta = await read(stream)
     assert delta["status"]["running"] == 3
     feed.close()
+
+
+async def test_frames_reach_each_page_once() -> None:
+    """Open pages get new frames, a later page the last ones, and none comes twice."""
+    feed = ChangingStatus().feed()
+    feed.frames.record_frame("prompt", 64, 0, (1000, 2000), 1.0, 1.01)
+    first = feed.subscribe()
+    _, snapshot = await read(first)
+    feed.publish_changes()
+    _, delta = await read(first)
+    feed.frames.record_frame("window", 3, 1, (1000, 2000), 1.1, 1.11)
+    second = feed.subscribe()
+    _, late = await read(second)
+    feed.publish_changes()
+    _, both = await read(second)
+    assert snapshot.get("frames") == []
+    assert [frame[:4] for frame in delta["frames"]] == [[1, "p", 64, 0]]
+    assert [frame[0] for frame in late["frames"]] == [1]
+    assert [frame[:4] for frame in both["frames"]] == [[2, "w", 3, 1]]
+    assert len(both["frames"][0]) == 6 + 2 * 2

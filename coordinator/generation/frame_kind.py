@@ -1,0 +1,26 @@
+"""The kind of a returned frame and its rejected rows, for the frame history."""
+
+from __future__ import annotations
+
+from coordinator.status.frame_history import FrameHistory, FrameKind
+from proto.frame import Frame
+
+
+def record_frame(history: FrameHistory, frame: Frame, sent_at: float, now: float) -> None:
+    """Add a returned frame to `history`."""
+    if not frame.segments:  # only operations, such as the end of a sequence
+        return
+    wasted = sum(
+        segment.width if outcome.cancelled else segment.width - outcome.accepted_length
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True)
+    )
+    rows = sum(segment.width for segment in frame.segments)
+    history.record_frame(_kind_of(frame), rows, wasted, frame.stage_us, sent_at, now)
+
+
+def _kind_of(frame: Frame) -> FrameKind:
+    if all(outcome.cancelled for outcome in frame.outcomes):
+        return "invalidated"
+    if not all(segment.open for segment in frame.segments):
+        return "prompt"
+    return "window" if any(segment.width > 1 for segment in frame.segments) else "decode"

@@ -1,0 +1,87 @@
+"""The last frames of the pipeline with the times of each stage, for a timeline.
+
+A frame carries how long each stage computed, not when. `FrameHistory` places these times between the moments when the
+coordinator sent the frame and received it: a stage handles one frame at a time, in order, and a hop takes as long as in
+the fastest frame so far.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_FRAMES = 4000
+"""Frames kept: 20 seconds at 200 frames a second."""
+
+HOP_GROWTH = 1.01
+"""Factor. The hop estimate grows by it with each frame, so that it follows a network that became slower."""
+
+FrameKind = Literal["prompt", "decode", "window", "invalidated"]
+
+
+@dataclass(frozen=True)
+class FrameTimes:
+    """One returned frame. `number` counts all frames since the start. Times are seconds on the loop's clock.
+
+    `wasted` of its `rows` were rejected or invalidated. `stages` has the start and the end of each stage's work.
+    """
+
+    number: int
+    kind: FrameKind
+    rows: int
+    wasted: int
+    sent_at: float
+    returned_at: float
+    stages: tuple[tuple[float, float], ...]
+
+
+class FrameHistory:
+    """The last MAX_FRAMES frames, oldest first."""
+
+    def __init__(self) -> None:
+        self.frames: deque[FrameTimes] = deque(maxlen=MAX_FRAMES)
+        self.count = 0
+        """Frames since the start."""
+        self._free_at: list[float] = []
+        """Seconds. End of the previous frame on each stage."""
+        self._hop: float | None = None
+
+    def record_frame(
+        self,
+        kind: FrameKind,
+        rows: int,
+        wasted: int,
+        stage_us: Sequence[int],
+        sent_at: float,
+        returned_at: float,
+    ) -> None:
+        """Add a returned frame."""
+        self.count += 1
+        stages = self._place_stages(stage_us, sent_at, returned_at)
+        self.frames.append(FrameTimes(self.count, kind, rows, wasted, sent_at, returned_at, stages))
+
+    def since(self, number: int, most: int) -> list[FrameTimes]:
+        """Return the frames after frame `number`, at most the `most` newest."""
+        missing = min(self.count - number, most, len(self.frames))
+        return [self.frames[i] for i in range(len(self.frames) - missing, len(self.frames))]
+
+    def _place_stages(
+        self, stage_us: Sequence[int], sent_at: float, returned_at: float
+    ) -> tuple[tuple[float, float], ...]:
+        if len(self._free_at) != len(stage_us):  # another plan
+            self._free_at = [sent_at] * len(stage_us)
+            self._hop = None
+        outside = max(0.0, returned_at - sent_at - sum(stage_us) / 1e6)
+        hop = outside / (len(stage_us) + 1)
+        self._hop = hop if self._hop is None else min(hop, self._hop * HOP_GROWTH)
+        spans, arrived = [], sent_at + self._hop
+        for microseconds, free_at in zip(stage_us, self._free_at, strict=True):
+            start = max(arrived, free_at)
+            spans.append((start, start + microseconds / 1e6))
+            arrived = spans[-1][1] + self._hop
+        late = max(0.0, spans[-1][1] - returned_at) if spans else 0.0
+        placed = tuple((start - late, end - late) for start, end in spans)
+        self._free_at = [end for _, end in placed]
+        return placed
