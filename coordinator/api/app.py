@@ -17,7 +17,7 @@ from coordinator.api.ollama.errors import ollama_error
 from coordinator.api.openai_chat import chat, completions, models
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions
-from coordinator.api.request.errors import ErrorFormat, install_error_handlers
+from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_history import FrameHistory
@@ -28,8 +28,12 @@ from coordinator.web import event_stream
 from coordinator.web.assets import page_routes
 from coordinator.web.live_feed import LiveFeed
 
-ERROR_FORMATS: dict[str, ErrorFormat] = {"/v1/messages": anthropic_error, "/api/": ollama_error}
-"""The error format of each path prefix whose dialect has its own; other paths use OpenAI's."""
+ERROR_FORMATS: dict[str, ErrorFormat] = {
+    "/v1/messages": anthropic_error,
+    "/api/v1/": error_body,
+    "/api/": ollama_error,
+}
+"""The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
 
 def create_app(
@@ -64,6 +68,7 @@ def create_app(
     )
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])
+    app.include_router(ollama_models.refusals, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
     app.router.routes += page_routes
     install_error_handlers(app, _paths_of(*routers, health.open_router), ERROR_FORMATS)

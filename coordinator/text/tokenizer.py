@@ -222,6 +222,11 @@ class Tokenizer:
         return f"\n{self._wrapper.think_end}\n\n" if self._wrapper.has_thinking else ""
 
     @property
+    def has_tools(self) -> bool:
+        """True if the chat template supports tools."""
+        return bool(self._wrapper.has_tool_calling)
+
+    @property
     def tool_markers(self) -> tuple[str, str]:
         """The start and end marker of a tool call; the end marker may be empty."""
         return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""

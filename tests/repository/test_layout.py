@@ -146,6 +146,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.status",
+        "coordinator.trace",
         "mtp.depth",
     }
     | WIRE,
@@ -160,6 +161,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.pipeline": {
         "coordinator.planning",
         "coordinator.status",
+        "coordinator.trace",
         "coordinator.workers",
         "mtp.checkpoint.format",
         "mtp.head",
@@ -171,6 +173,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator.workers": {
         "coordinator.planning",
+        "coordinator.trace",
         "mtp.checkpoint.format",
         "proto.rpc",
         "proto.trust",
@@ -179,6 +182,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
+    "coordinator.trace": WIRE,
     "coordinator.web": {"coordinator.status"} | WIRE,
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from coordinator.api.answer.events import (
@@ -31,7 +32,8 @@ class Choice:
 
     With `parser` the text is split into content, reasoning and calls; without it all text is content.
     `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
-    drafts up to there. `content`, `reasoning`, `calls`, `logprobs` and `offsets` hold the choice so far.
+    drafts up to there. `began` and `first_token_at` are times of `perf_counter`. `content`, `reasoning`, `calls`,
+    `logprobs` and `offsets` hold the choice so far.
 
     `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
     continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
@@ -55,6 +57,8 @@ class Choice:
         self.drafted = 0
         self.accepted = 0
         self.reasoning_tokens = 0
+        self.began = time.perf_counter()
+        self.first_token_at: float | None = None
         self.finish_reason: EndReason | None = None
         self.content: list[str] = []
         self.reasoning: list[str] = []
@@ -109,6 +113,7 @@ class Choice:
         return taken
 
     def _apply_tokens(self, chunk: TokenChunk) -> list[AnswerEvent]:
+        self.first_token_at = self.first_token_at or time.perf_counter()
         self._new_logprobs += chunk.logprobs
         self.drafted += chunk.drafted
         self.accepted += chunk.accepted

@@ -59,6 +59,28 @@ class GeneratedAnswer:
         return sum(choice.tokens for choice in self.choices)
 
 
+def text_answer(
+    api: Api,
+    settings: GenerationSettings,
+    prompts: Sequence[tuple[int, ...]],
+    answer_id: str,
+    user: str | None = None,
+) -> GeneratedAnswer:
+    """Return the continuations of `prompts`, before their first token. Raises RequestError for an invalid request."""
+    stops = stops_of(api, settings)
+    requests = requests_of(api, settings, prompts, request_id=answer_id, stops=stops)
+    return GeneratedAnswer(
+        id=answer_id,
+        model=api.model.id,
+        settings=settings,
+        choices=[
+            Choice(index, each, api.tokenizer, stops.strings) for index, each in enumerate(requests)
+        ],
+        per_prompt=settings.n,
+        user=user,
+    )
+
+
 async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedAnswer:
     """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request."""
     prompt = await render_chat(api, chat)

@@ -8,14 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.api.answer.choice import Choice
 from coordinator.api.answer.delivery import PreparedAnswer, serve_answer
-from coordinator.api.answer.generated_answer import GeneratedAnswer, new_id
+from coordinator.api.answer.generated_answer import new_id, text_answer
 from coordinator.api.openai_chat.completion_writer import CompletionWriter
 from coordinator.api.openai_chat.schemas import CompletionBody
 from coordinator.api.request.body import read_body
 from coordinator.api.request.context import Api
-from coordinator.api.request.settings import check_model, check_prompt, requests_of, stops_of
+from coordinator.api.request.settings import check_model, check_prompt
 from proto.errors import RequestError
 
 router = APIRouter()
@@ -34,21 +33,9 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     for hint in body.hints():
         api.hints.report_hint(hint)
     prompts = [await _tokens(api, prompt) for prompt in prompts_of(body)]
-    answer_id = new_id("cmpl-")
-    settings = body.settings()
-    stops = stops_of(api, settings)
-    requests = requests_of(api, settings, prompts, request_id=answer_id, stops=stops)
-    answer = GeneratedAnswer(
-        id=answer_id,
-        model=api.model.id,
-        settings=settings,
-        choices=[
-            Choice(index, each, api.tokenizer, stops.strings) for index, each in enumerate(requests)
-        ],
-        per_prompt=settings.n,
-        user=body.user,
-    )
-    echoes = [_text(api, each.prompt) for each in requests] if body.echo else []
+    answer = text_answer(api, body.settings(), prompts, new_id("cmpl-"), body.user)
+    prompts_of_choices = [choice.request.prompt for choice in answer.choices]
+    echoes = [_text(api, prompt) for prompt in prompts_of_choices] if body.echo else []
     writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)
     return PreparedAnswer(answer, writer, stream=bool(body.stream))
 

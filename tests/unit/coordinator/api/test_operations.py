@@ -78,7 +78,7 @@ async def test_a_near_path_is_a_404_that_names_the_path_meant(sent: str, meant: 
 
 async def test_a_distant_path_names_no_other() -> None:
     """An unknown path that resembles none gets no suggestion."""
-    for path in ("/v1/embeddings", "/v1", "/admin", "/favicon.ico"):
+    for path in ("/v1/embeddings", "/v1", "/v1/audio/speech", "/admin", "/favicon.ico"):
         response = await ApiClient().get(path)
         assert response.status_code == 404
         assert "Use /" not in response.json()["error"]["message"]

@@ -1,0 +1,123 @@
+"""`/api/tags`, `/api/show`, `/api/ps`, `/api/version`, and refusals of Ollama's model management."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.ollama.names import check_name, tagged_name
+from coordinator.api.ollama.schemas import ShowBody
+from coordinator.api.ollama.timestamp import utc_time
+from coordinator.api.request.body import read_body
+from coordinator.api.request.context import Api, api_of
+from coordinator.text.model_info import Json
+from proto.errors import RequestError
+
+OLLAMA_VERSION = "0.12.6"
+"""The version of Ollama whose API this dialect follows. Clients compare it with the versions they require."""
+
+NEVER = 253402300799.0
+"""Seconds since 1970 at the end of the year 9999: the model is not unloaded while the server runs."""
+
+router = APIRouter()
+
+refusals = APIRouter()
+"""The routes that always answer with an error, which explains why."""
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """Return the version of the API."""
+    return JSONResponse({"version": OLLAMA_VERSION})
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """List the served model and its aliases."""
+    return JSONResponse({"models": _entries(api_of(request))})
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """List the loaded model, with its size on all nodes and its context."""
+    api = api_of(request)
+    context, expires = api.model.context_length, utc_time(NEVER)
+    extra = {"expires_at": expires, "size_vram": _size(api), "context_length": context}
+    return JSONResponse({"models": [{**entry, **extra} for entry in _entries(api)]})
+
+
+@router.post("/api/show")
+async def show(request: Request) -> Response:
+    """Describe the served model."""
+    body = await read_body(request, ShowBody)
+    api = api_of(request)
+    name = body.model or body.name
+    if name is None:
+        raise RequestError("model: required. Send the model's name.", param="model")
+    check_name(api, name)
+    capabilities = ["completion"]
+    capabilities += ["tools"] if api.tokenizer.has_tools else []
+    capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
+    return JSONResponse(
+        {
+            "details": _details(),
+            "model_info": {
+                "general.architecture": "qwen3_5",
+                "qwen3_5.context_length": api.model.context_length,
+            },
+            "capabilities": capabilities,
+            "modified_at": utc_time(api.model.created),
+        }
+    )
+
+
+@refusals.post("/api/embed")
+@refusals.post("/api/embeddings")
+async def embed() -> Response:
+    """Reject a request for embeddings."""
+    raise RequestError("embeddings: this server generates text only. Use an embedding server.")
+
+
+@refusals.post("/api/pull")
+@refusals.post("/api/push")
+@refusals.post("/api/create")
+@refusals.post("/api/copy")
+@refusals.delete("/api/delete")
+async def manage(request: Request) -> Response:
+    """Reject the management of models."""
+    raise RequestError(
+        f"{request.scope['path']}: this server serves one model, chosen at its start. Restart it with --model."
+    )
+
+
+def _entries(api: Api) -> list[Json]:
+    return [
+        {
+            "name": tagged_name(name),
+            "model": tagged_name(name),
+            "modified_at": utc_time(api.model.created),
+            "size": _size(api),
+            "digest": hashlib.sha256(api.model.id.encode()).hexdigest(),
+            "details": _details(),
+        }
+        for name in api.model.listed_names
+    ]
+
+
+def _size(api: Api) -> int:
+    """Return the memory in use on all nodes, in bytes."""
+    return sum(node.memory_used for node in api.status.status().nodes)
+
+
+def _details() -> Json:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "qwen3_5",
+        "families": ["qwen3_5"],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
