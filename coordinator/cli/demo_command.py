@@ -1,6 +1,6 @@
-"""`mtp-coord demo`: three workers and a coordinator on this machine, one prompt through HTTP, the figures, a chat.
+"""`mtp-coord demo`: a cluster on this machine, one streamed answer, the status, and a chat.
 
-Everything a cluster does, with real processes and sockets, on the model that ships with this program.
+The demo uses real processes and sockets, and the model that ships with this program.
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ import httpx
 import typer
 from rich.console import Console
 
+from coordinator.cli.event_stream import stream_events
 from coordinator.cli.status_command import parse, render
 from mtp.depth.controller import MtpMode
 from proto.errors import WorkerLostError
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
-"""Completed, not chatted about: the built-in model has read Python and little else."""
+"""Text to continue. The built-in model was trained on Python and little else."""
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 2}
-"""Greedily a model of this size soon repeats itself."""
+"""Sampling of the answer. With greedy decoding a model of this size soon repeats itself."""
 
 START_SECONDS = 120.0
-"""Longest wait for a process to be ready; importing MLX on a busy machine takes seconds."""
+"""Seconds. Deadline for a process to be ready. Importing MLX on a busy machine takes some of them."""
 
 STOP_SECONDS = 15.0
+"""Seconds. Deadline for a process to end after SIGTERM, before it is killed."""
+
 REPLY_SECONDS = 300.0
+"""Seconds without a byte of an answer after which the demo fails."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One of our programs, running, and the file its JSON log goes to."""
+    """A running program of the demo, and the file of its JSON log."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -77,7 +81,7 @@ def demo(
 
 
 def _leave(number: int, _: object) -> None:
-    """End as Ctrl-C does, so that what was started is stopped."""
+    """Exit as Ctrl-C does, so that the started processes are stopped."""
     sys.exit(128 + number)
 
 
@@ -101,18 +105,18 @@ def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Progr
 
 @contextmanager
 def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
-    """One of our programs, stopped by its pid when the block ends."""
+    """Run `main` of `module`, and stop its process when the block ends."""
     start = f"from {module} import main; main()"
-    noted: list[int] = []
-    # A signal that comes while the process is being made would lose it: nobody could stop it then.
+    pending: list[int] = []
+    # A signal during Popen would lose the process id, and the process would not be stopped.
     handlers = {
-        number: signal.signal(number, lambda n, _: noted.append(n))
+        number: signal.signal(number, lambda n, _: pending.append(n))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", start, *arguments, "--log-format", "json"],
-            # A key of the user's own servers is not for this one.
+            # The user's API key belongs to other servers.
             env={name: value for name, value in os.environ.items() if name != "MTP_API_KEY"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -121,7 +125,7 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
     try:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for caught in noted[:1]:
+        for caught in pending[:1]:
             signal.raise_signal(caught)
         yield Program(process, log)
     finally:
@@ -134,13 +138,13 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
 
 
 def _wait_for(program: Program, message: str, field: str) -> str:
-    """`field` of the first record that says `message` and has it.
+    """Return `field` of the first log record with `message`.
 
-    Raises WorkerLostError when the program ends before, or does not say it in time.
+    Raises WorkerLostError if the program ends before, or does not log it within START_SECONDS.
     """
     name, deadline = program.log.stem, time.monotonic() + START_SECONDS
     while True:
-        # Asked before the log is read: what a program says last is there once it has ended.
+        # First, because the log of an ended program is complete.
         status, said = program.process.poll(), program.log.read_text(errors="replace")
         for line in said.splitlines():
             record = _record(line)
@@ -159,17 +163,22 @@ def _record(line: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
     except ValueError:
-        return {}  # half a line, or a traceback
+        return {}  # an incomplete line, or a traceback
     return record
 
 
 def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: int) -> None:
-    """Stream one completion and say how fast it came."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **SAMPLING}
+    """Stream one completion and print its speed."""
+    body: dict[str, Any] = {
+        "model": "builtin",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        **SAMPLING,
+    }
     body["stream_options"] = {"include_usage": True}
     console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     started, first, usage = time.monotonic(), 0.0, None
-    for event in _events(client, "/completions", body):
+    for event in stream_events(client, "/completions", body):
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             first = first or time.monotonic()
@@ -184,7 +193,7 @@ def _usage(console: Console, usage: dict[str, Any], first: float, seconds: float
     details = usage.get("completion_tokens_details") or {}
     kept = details.get("accepted_prediction_tokens", 0)
     drafted = kept + details.get("rejected_prediction_tokens", 0)
-    share = f"{100 * kept / drafted:.0f} % of {drafted} drafts kept" if drafted else "no drafts"
+    share = f"{100 * kept / drafted:.0f} % of {drafted} drafts accepted" if drafted else "no drafts"
     rate = usage["completion_tokens"] / max(seconds, 1e-9)
     console.print(
         f"[dim]{usage['completion_tokens']} tokens, first after {first:.2f} s, "
@@ -199,10 +208,10 @@ def _figures(client: httpx.Client, console: Console) -> None:
 
 
 def _chat(client: httpx.Client, console: Console) -> None:
-    """Questions from the terminal until an empty line or the end of input.
+    """Answer questions from the terminal until an empty line or the end of input.
 
-    The model is led past its reasoning, where there is little to read of one so small; what it reasons all the same is
-    shown dimly.
+    Reasoning is disabled in the template, because that of so small a model is of little use. Any that is generated is
+    shown in dim characters.
     """
     console.print(
         "\n[dim]Chat with it: an empty line ends. It has read Python and little else.[/dim]"
@@ -212,13 +221,13 @@ def _chat(client: httpx.Client, console: Console) -> None:
         messages.append({"role": "user", "content": question})
         answer = ""
         body = {
+            "model": "builtin",
             "messages": messages,
             "max_tokens": 200,
             "temperature": 0.6,
-            "stream": True,
             "chat_template_kwargs": {"enable_thinking": False},
         }
-        for event in _events(client, "/chat/completions", body):
+        for event in stream_events(client, "/chat/completions", body):
             for choice in event["choices"]:
                 piece = choice["delta"].get("content") or ""
                 answer += piece
@@ -234,17 +243,3 @@ def _ask(console: Console) -> str:
         return console.input("[bold]> [/bold]").strip()
     except (EOFError, KeyboardInterrupt):
         return ""
-
-
-def _events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The data of a server-sent event stream. Raises WorkerLostError for an error in it."""
-    with client.stream("POST", path.removeprefix("/"), json={"model": "builtin", **body}) as reply:
-        if reply.status_code != 200:
-            raise WorkerLostError(f"the coordinator refused: {reply.read().decode()[:500]}")
-        for line in reply.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise WorkerLostError(str(event["error"].get("message", event["error"])))
-            yield event

@@ -1,4 +1,4 @@
-"""`mtp-coord generate`: one prompt through a model in this process, its text to stdout as it comes."""
+"""`mtp-coord generate`: the answer to one prompt, in this process or from a running coordinator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,27 +14,37 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from coordinator.cli.http_call import KeyOption
 from coordinator.cli.printed_answer import PrintedAnswer
+from coordinator.cli.prompt_source import PromptSource
+from coordinator.cli.remote_generate import RemoteRequest, generate_remotely
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import GenerationRequest, PrefillProgress
 from coordinator.local_engine.generator import local_generator
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.hub.resolve import resolve_model
+from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from mtp.depth.controller import MtpMode
 from proto.errors import RequestError, UsageError
 from proto.params import Acceptance, SamplingParams
 from proto.terminal import logs
+from proto.terminal.progress_bar import byte_bar
 
 DEFAULT_TOKENS = 512
-"""Tokens to generate where --max-tokens does not say, or fewer where the context ends."""
+"""Tokens to generate without --max-tokens, or fewer if the context ends earlier."""
 
 INTERRUPTED = 130
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="A directory, a hub repo, or 'builtin'.")] = "builtin",
-    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A directory, a hub repo, or 'builtin'.  [default: builtin]"),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The same, as an option.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the prompt; '-' is stdin.")
     ] = None,
@@ -80,28 +89,57 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Ask the mtp-coord serve at this URL, and load no model here."),
+    ] = None,
+    api_key: KeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Generate text from one prompt, in this process.
+    """Generate text from one prompt, in this process or on a running cluster.
 
-    Text goes to stdout as it comes; a summary of speed, drafts and memory ends on stderr.
+    The text goes to stdout as it comes, a summary of speed, drafts and memory to stderr. Reasoning is dim on a terminal
+    and left out of a pipe.
+
+    `mtp-coord generate "What is GatedDeltaNet?" --url http://127.0.0.1:8080`
     """
     logs.configure(logs.LogLevel.warning)
+    stops = tuple(stop or ())
+    if not all(stops):
+        raise UsageError("--stop '': an empty string would end every text before it begins")
+    if text is not None and prompt is not None:
+        raise UsageError("give PROMPT or --prompt, not both")
+    source = PromptSource(prompt if text is None else text, prompt_file, tokens, raw)
+    if url is not None:
+        local = {
+            "--model": model,
+            "--tokens": tokens,
+            "--stages": stages if stages != 1 else None,
+            "--dtype": dtype,
+            "--kv-bits": kv_bits,
+            "--mtp": mtp if mtp != "auto" else None,
+            "--acceptance": acceptance if acceptance != "coupled" else None,
+            "--logprobs": logprobs,
+        }
+        fields = {"temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        fields |= {"max_tokens": max_tokens or DEFAULT_TOKENS}
+        fields |= {"stop": list(stops)} if stops else {}
+        _refuse_local_flags(local)
+        request = RemoteRequest(url, api_key, source.read_text(), raw, fields)
+        generate_remotely(request, as_json=as_json)
+        return
     with naming_flags():
         params = SamplingParams(
             temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs, acceptance=acceptance
         )
     mode = MtpMode.parse(mtp)
-    stops = tuple(stop or ())
-    if not all(stops):
-        raise UsageError("--stop '': an empty string ends every text before it begins")
-    source = PromptSource(prompt, prompt_file, tokens, raw)
-    checkpoint = Checkpoint.open(resolve_model(model))
+    with byte_bar("downloading the model") as on_progress:
+        path = resolve_model(model or BUILTIN, on_progress)
+    checkpoint = Checkpoint.open(path)
     tokenizer = _tokenizer(checkpoint, needed=tokens is None or bool(stops))
-    request = _request(
-        checkpoint, tokenizer, source.read(checkpoint, tokenizer), max_tokens, params
-    )
-    answer = PrintedAnswer(tokenizer, stops, stream=not as_json)
+    opened = source.read_tokens(checkpoint.config.vocab_size, tokenizer)
+    request_here = _request(checkpoint, tokenizer, opened.tokens, max_tokens, params)
+    answer = PrintedAnswer(tokenizer, stops, stream=not as_json, thinking=opened.thinking)
     with Bars() as bars, naming_flags():
         engine = local_generator(
             checkpoint,
@@ -111,7 +149,7 @@ def generate(
             kv_bits=None if kv_bits is None else int(kv_bits),
             on_progress=bars.loading,
         )
-        asyncio.run(_run(engine, request, answer, bars))
+        asyncio.run(_run(engine, request_here, answer, bars))
     if as_json:
         typer.echo(answer.to_json())
     else:
@@ -125,71 +163,28 @@ def generate(
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
-    """A RequestError inside becomes a UsageError that calls the field by its flag."""
+    """Raise a RequestError of the block as a UsageError that names the field by its flag."""
     try:
         yield
     except RequestError as error:
         if error.param is None:
             raise
         flag = "--temp" if error.param == "temperature" else f"--{error.param.replace('_', '-')}"
-        told = str(error)
-        rest = told.removeprefix(error.param)
-        raise UsageError(f"{flag}{rest}" if rest != told else f"{flag}: {told}") from error
+        message = str(error)
+        rest = message.removeprefix(error.param)
+        raise UsageError(f"{flag}{rest}" if rest != message else f"{flag}: {message}") from error
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Where the prompt is: exactly one of `text`, `file`, `tokens`. Raises UsageError otherwise."""
-
-    text: str | None
-    file: Path | None
-    tokens: str | None
-    raw: bool
-
-    def __post_init__(self) -> None:
-        given = sum(x is not None for x in (self.text, self.file, self.tokens))
-        if given != 1:
-            found = "none" if given == 0 else "more than one"
-            raise UsageError(f"give one of --prompt, --prompt-file and --tokens; {found} was given")
-
-    def read(self, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        """The prompt's tokens. Raises UsageError for what cannot be read or is no token of this model."""
-        if self.tokens is not None:
-            return _parse_tokens(self.tokens, checkpoint.config.vocab_size)
-        assert tokenizer is not None
-        text = self.text if self.file is None else _read_text(self.file)
-        assert text is not None
-        if self.raw:
-            return tokenizer.encode(text)
-        try:
-            return tokenizer.chat_prompt([{"role": "user", "content": text}]).tokens
-        except RequestError as error:
-            raise UsageError(f"{error}. With --raw the prompt is taken as it stands") from error
-
-
-def _parse_tokens(text: str, vocab: int) -> tuple[int, ...]:
-    tokens = []
-    for word in text.split(","):
-        if not (word.strip().isascii() and word.strip().isdigit()):
-            raise UsageError(f"--tokens: {word!r:.40} is not a token id; write 1,2,3")
-        if (token := int(word)) >= vocab:
-            raise UsageError(f"--tokens: {token} is no token of this model, which has {vocab}")
-        tokens.append(token)
-    return tuple(tokens)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
-        return data.decode()
-    except OSError as error:
-        raise UsageError(f"--prompt-file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {file}: not UTF-8 at byte {error.start}") from error
+def _refuse_local_flags(flags: dict[str, object]) -> None:
+    given = [flag for flag, value in flags.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"--url: {', '.join(given)} of the server cannot be set from here. Leave it out"
+        )
 
 
 def _tokenizer(checkpoint: Checkpoint, *, needed: bool) -> Tokenizer | None:
-    """The checkpoint's tokenizer. Tokens in and tokens out go without one."""
+    """Return the tokenizer of the checkpoint; None if it has none and none is needed."""
     if not needed and not (checkpoint.path / "tokenizer.json").exists():
         return None
     return Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
@@ -202,18 +197,18 @@ def _request(
     max_tokens: int | None,
     params: SamplingParams,
 ) -> GenerationRequest:
-    """Raises UsageError for a prompt that leaves no room for an answer, or not for so long a one."""
+    """Return the request. Raises UsageError for a prompt or answer longer than the context."""
     context = checkpoint.config.max_positions
     if not prompt:
         raise UsageError("the prompt is empty")
     if len(prompt) >= context:
         raise UsageError(
-            f"the prompt has {len(prompt)} tokens, and this model's context is {context}: shorten it"
+            f"the prompt has {len(prompt)} tokens, and this model's context is {context}. Shorten the prompt"
         )
     if max_tokens is not None and len(prompt) + max_tokens > context:
         raise UsageError(
             f"--max-tokens {max_tokens}: the prompt has {len(prompt)} tokens, and this model's context is "
-            f"{context}: ask for {context - len(prompt)} or fewer"
+            f"{context}. Ask for {context - len(prompt)} or fewer"
         )
     ends = frozenset(checkpoint.config.eos_token_ids)
     return GenerationRequest(
@@ -228,7 +223,7 @@ def _request(
 
 
 class Bars:
-    """Progress of loading and of a long prompt on stderr, if that is a terminal. Gone before the first token."""
+    """Progress bars of loading and of a long prompt on a terminal. They disappear before the first token."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -244,11 +239,11 @@ class Bars:
         self._progress.stop()
 
     def loading(self, done: int, total: int) -> None:
-        """Bytes of weights read."""
+        """Show the bytes of weights that were read."""
         self._show("loading", done, total)
 
     def prefill(self, event: PrefillProgress) -> None:
-        """Tokens of the prompt done; at the last one the bars leave the screen to the text."""
+        """Show the computed tokens of the prompt. The bars disappear after the last one."""
         if event.done < event.total:
             self._show("prompt", event.done, event.total)
         else:
@@ -266,13 +261,13 @@ async def _run(
     answer: PrintedAnswer,
     bars: Bars,
 ) -> None:
-    """Generate until the text ends. Interrupted (Ctrl-C), `answer` holds what there is, its reason `cancelled`."""
+    """Generate until the text ends. After Ctrl-C `answer` has the text so far, and the reason `cancelled`."""
     async with engine as loop:
         try:
             async for event in loop.generate(request):
                 if isinstance(event, PrefillProgress):
                     bars.prefill(event)
-                answer.take(event)
+                answer.add_event(event)
                 # A finished sequence is not in the snapshot. Its Finished event carries its figures.
                 if requests := loop.snapshot().requests:
                     answer.stats = requests[0].stats

@@ -1,15 +1,16 @@
-"""The answer to one prompt as `generate` shows it: text as it becomes final, or one JSON object; then how it went."""
+"""The answer of a local `generate`: text as it becomes final, or one JSON object, then the figures."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import mlx.core as mx
 import typer
 
+from coordinator.cli.shown_text import ShownText
 from coordinator.generation.request import Finished, GenerationEvent, GenerationStats, TokenChunk
+from coordinator.text.chat_parser import ChatParser
 from coordinator.text.detokenizer import Piece, TextStream
 from coordinator.text.tokenizer import Tokenizer
 from proto.errors import WorkerLostError
@@ -18,52 +19,62 @@ from proto.terminal.size import format_size
 
 
 class PrintedAnswer:
-    """What has come out so far. With `stream` text goes to stdout as soon as it is final.
+    """The answer so far. With `stream` its text goes to stdout as soon as it is final.
 
-    A stop string ends it as soon as it is whole: `tokens` then end with the token that completed it.
+    A complete stop string ends the answer. The last of `tokens` is then the one that completed it. `thinking` is None
+    without a chat template, otherwise true if the answer opens in reasoning.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: tuple[str, ...], *, stream: bool
+        self,
+        tokenizer: Tokenizer | None,
+        stops: tuple[str, ...],
+        *,
+        stream: bool,
+        thinking: bool | None = None,
     ) -> None:
         self.tokens: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         self.stats = GenerationStats(0, 0)
-        self._stream = stream
+        self._shown = ShownText(enabled=stream)
         self._tokenizer = tokenizer
+        self._parser: ChatParser | None = None
+        if tokenizer is not None and thinking is not None:
+            self._parser = ChatParser(tokenizer, thinking=thinking)
         self._pieces = TextStream(tokenizer.text_bytes if tokenizer else _no_text, stops)
 
-    def take(self, event: GenerationEvent) -> None:
-        """Raises WorkerLostError when the engine gave up."""
+    def add_event(self, event: GenerationEvent) -> None:
+        """Add the tokens of an event. Raises WorkerLostError if the engine failed."""
         if isinstance(event, Finished):
             self.stats = event.stats
             if event.reason == "error":
-                raise WorkerLostError(event.error or "the engine gave up")
+                raise WorkerLostError(event.error or "the engine failed")
             if self.reason is None:
                 self.reason = event.reason
-                self._add(self._pieces.finish())
+                self._add_piece(self._pieces.finish())
         elif isinstance(event, TokenChunk) and self.reason is None:
-            self._take_tokens(event)
+            self._add_tokens(event)
 
-    def _take_tokens(self, chunk: TokenChunk) -> None:
+    def _add_tokens(self, chunk: TokenChunk) -> None:
         for index, token in enumerate(chunk.tokens):
             self.tokens.append(token)
             self.logprobs += chunk.logprobs[index : index + 1]
-            self._add(self._pieces.add(token))
+            self._add_piece(self._pieces.add(token))
             if self._pieces.stopped:
                 self.reason = "stop"
                 return
 
-    def _add(self, piece: Piece) -> None:
+    def _add_piece(self, piece: Piece) -> None:
         self.text += piece.text
-        if self._stream and piece.text:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+        if self._parser is None:
+            self._shown.show_content(piece.text)
+        else:
+            self._shown.show_parts(self._parser.add(piece.text))
 
     def to_json(self) -> str:
-        """The object `--json` prints. `logprobs` is null where none were asked for."""
+        """Return the object that `--json` prints. `logprobs` is null unless requested."""
         entries = [
             {
                 "token": entry.token,
@@ -82,16 +93,19 @@ class PrintedAnswer:
         return json.dumps(result)
 
     def summarize(self) -> None:
-        """End the text, and tell on stderr how it went."""
+        """End the text on stdout, and print log-probabilities and figures on stderr."""
+        if self._parser is not None:
+            self._shown.show_parts(self._parser.finish())
         if self._tokenizer is None:
-            sys.stdout.write(",".join(map(str, self.tokens)) + "\n")
-        elif not self.text.endswith("\n"):
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+            typer.echo(",".join(map(str, self.tokens)))
+        else:
+            self._shown.end_line()
+            if self._parser is not None and self.text and not self._shown.content:
+                typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
         for entry in self.logprobs:
             others = " ".join(f"{self._name(t)} {p:.3f}" for t, p in entry.top)
             typer.echo(f"{entry.logprob:8.3f}  {self._name(entry.token)}  ({others})", err=True)
-        typer.echo(_told(summary(self.stats, len(self.tokens)), self.reason or ""), err=True)
+        typer.echo(_figures(summary(self.stats, len(self.tokens)), self.reason or ""), err=True)
 
     def _name(self, token: int) -> str:
         if self._tokenizer is None:
@@ -100,12 +114,15 @@ class PrintedAnswer:
 
 
 def _no_text(token: int) -> bytes:
-    """Without a tokenizer tokens have no text."""
+    """Return no bytes: without a tokenizer, tokens have no text."""
     return b""
 
 
 def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
-    """The figures of a run. `acceptance_by_position[i]`: of the windows with a draft at i + 1, those that kept it."""
+    """Return the figures of a run.
+
+    `acceptance_by_position[i]` is the accepted share of the drafts at position i + 1.
+    """
     after_first = max(0, tokens - 1)
     pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
     return {
@@ -127,13 +144,13 @@ def _rate(count: float, over: float) -> float:
     return round(count / over, 4) if over > 0 else 0.0
 
 
-def _told(figures: dict[str, Any], reason: str) -> str:
-    """The figures as people read them."""
+def _figures(figures: dict[str, Any], reason: str) -> str:
+    """Return the figures as lines for people."""
     drafts = "none"
     if figures["drafted"]:
         by_position = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
         drafts = (
-            f"{figures['accepted']} of {figures['drafted']} kept, by position {by_position}; "
+            f"{figures['accepted']} of {figures['drafted']} accepted, by position {by_position}; "
             f"{figures['tokens_per_window']:.2f} tokens a window"
         )
     return (

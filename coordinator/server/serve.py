@@ -14,6 +14,7 @@ import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from coordinator.server.model_parts import local_model, make_manager, served_nam
 from coordinator.server.model_status import model_status
 from coordinator.server.options import ServeOptions
 from coordinator.server.starting_app import SwitchedApp, starting_app
+from coordinator.server.trace_report import trace_report
 from coordinator.text.model_info import ModelInfo, generation_defaults
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -163,6 +165,7 @@ class _Server:
             self.api_options,
             replan=manager.replan if manager else None,
             frames=loop.frames,
+            collect_trace=partial(trace_report, loop),
         )
         self._end_pages()  # they reconnect to the app that serves the model
         app.state.live_feed.start()

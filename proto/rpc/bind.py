@@ -7,12 +7,14 @@ import socket
 
 import psutil
 
-from proto.address import join_address
 from proto.errors import UsageError
 
 
-def bind_listener(flag: str, host: str, port: int) -> socket.socket:
-    """Return a socket bound to `host` and `port`; port 0 chooses a free one. Raises UsageError naming `flag`."""
+def bind_listener(flags: str, host: str, port: int) -> socket.socket:
+    """Return a socket bound to `host` and `port`; port 0 chooses a free one.
+
+    Raises UsageError naming `flags`, the options as the user writes them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -20,7 +22,7 @@ def bind_listener(flag: str, host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UsageError(f"{flag} {join_address(host, port)}: {_problem(error)}") from error
+        raise UsageError(f"{flags}: {_problem(error)}") from error
     return listener
 
 

@@ -1,6 +1,6 @@
-"""`mtp-coord generate` as people and scripts use it: output, summary, exit status.
+"""Output, summary and exit status of `mtp-coord generate`.
 
-Most calls run in this process, which saves their imports; those about signals and terminals are processes of their own.
+Most calls run in this process, to save the imports. Tests of signals and terminals start processes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ import pytest
 
 from coordinator.cli import PROGRAM, app
 from coordinator.cli.printed_answer import PrintedAnswer
-from coordinator.generation.request import Finished, GenerationStats
+from coordinator.cli.shown_text import DIM, PLAIN
+from coordinator.generation.request import Finished, GenerationStats, TokenChunk
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.errors import WorkerLostError
 from proto.terminal import console
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
@@ -37,12 +40,12 @@ SUMMARY = ["prompt", "generation", "drafts", "memory"]
 """First words of the lines on stderr."""
 
 DEADLINE = 60.0
-"""Seconds for a process, which takes some three to import and load, and on a busy machine many more."""
+"""Seconds. Deadline of a process that needs about 3 s for imports and loading on an idle machine."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a call left behind."""
+    """Result of one call."""
 
     code: int
     out: str
@@ -60,14 +63,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose MTP tensors are missing, though its config announces them, as most conversions are."""
+    """A checkpoint without MTP tensors whose config announces them, like most conversions."""
     path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False, layout="mlx")
     return write_tokenizer(path)
 
 
 @pytest.fixture
 def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    """`call(model, *flags)`: the program as main() runs it, but in this process."""
+    """Return `call(model, *flags)`, which runs the program as main() does, in this process."""
 
     def run(model: Path, *flags: str) -> Done:
         capfd.readouterr()
@@ -84,7 +87,7 @@ def call(capfd: pytest.CaptureFixture[str]) -> Call:
 
 
 def result_of(done: Done) -> dict[str, Any]:
-    """The object a call with --json printed."""
+    """Return the object that a call with --json printed."""
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)
     return found
@@ -117,8 +120,8 @@ def test_json_has_tokens_text_reason_and_figures(call: Call) -> None:
 
 
 def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
-    """Without --json the text alone is on stdout, ended by a line break; the figures are on stderr."""
-    flags = ("--prompt", PROMPT, "--max-tokens", "24", "--temp", "1", "--seed", "7")
+    """Without --json, stdout has only the text, which ends with a line break. The figures are on stderr."""
+    flags = (PROMPT, "--raw", "--max-tokens", "24", "--temp", "1", "--seed", "7")
     text = result_of(call(model, *flags, "--json"))["text"]
     done = call(model, *flags)
     assert done.code == 0
@@ -195,7 +198,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
     """Not a short answer."""
     answer = PrintedAnswer(None, (), stream=False)
     with pytest.raises(WorkerLostError, match="out of memory"):
-        answer.take(Finished("error", GenerationStats(1, 0), error="out of memory"))
+        answer.add_event(Finished("error", GenerationStats(1, 0), error="out of memory"))
 
 
 # ---- what is wrong
@@ -235,7 +238,7 @@ def test_drafts_without_a_head(call: Call, headless: Path) -> None:
         (("--prompt", "x", "--logprobs", "21"), "--logprobs 21 is outside [0, 20]"),
         (("--prompt", "x", "--max-tokens", "0"), "max-tokens"),
         (("--tokens", "1,2", "--max-tokens", "5000"), "--max-tokens 5000: the prompt has 2 tokens"),
-        (("--tokens", "1,2", "--max-tokens", "4095"), "ask for 4094 or fewer"),
+        (("--tokens", "1,2", "--max-tokens", "4095"), "Ask for 4094 or fewer"),
         (("--prompt", "x", "--stop", ""), "--stop"),
         (("--prompt", "x", "--mtp", "many"), "--mtp"),
         (("--prompt", "x", "--mtp", "9"), "--mtp"),
@@ -251,10 +254,10 @@ def test_drafts_without_a_head(call: Call, headless: Path) -> None:
         (("--prompt-file", "no/such/file"), "no/such/file"),
     ],
 )
-def test_bad_input_is_told_before_anything_runs(
+def test_bad_input_is_refused_before_anything_runs(
     call: Call, model: Path, flags: tuple[str, ...], told: str
 ) -> None:
-    """Status 2, one message that names what was wrong, nothing on stdout, no traceback."""
+    """A wrong flag ends with status 2 and one message that names it."""
     done = call(model, *flags)
     assert (done.code, done.out) == (2, "")
     assert told in done.err
@@ -262,7 +265,7 @@ def test_bad_input_is_told_before_anything_runs(
 
 
 def test_a_prompt_that_is_no_text(call: Call, model: Path, tmp_path: Path) -> None:
-    """A binary file is named, with the place where it stops being text."""
+    """A binary prompt file is refused, and the error names its first invalid byte."""
     file = tmp_path / "prompt.bin"
     file.write_bytes(b"abc\xff")
     done = call(model, "--prompt-file", str(file))
@@ -271,17 +274,69 @@ def test_a_prompt_that_is_no_text(call: Call, model: Path, tmp_path: Path) -> No
 
 
 def test_a_model_that_is_not_there(call: Call, tmp_path: Path) -> None:
-    """Status 2, and what a model can be."""
+    """An unknown model ends with status 2, and the error lists the valid kinds of names."""
     done = call(tmp_path / "nowhere", "--prompt", "x")
     assert done.code == 2
     assert "builtin" in done.err
+
+
+# ---- reasoning, and a running cluster
+
+
+class Terminal(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reasoning_is_dim_on_a_terminal_and_left_out_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, *, terminal: bool
+) -> None:
+    """The answer itself is printed in both cases, and the markers in none."""
+    out = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    tokenizer = Tokenizer.load(checkpoint_dir())
+    answer = PrintedAnswer(tokenizer, (), stream=True, thinking=True)
+    tokens = tokenizer.encode("I count.</think>\n\nFour.")
+    answer.add_event(TokenChunk(tokens))
+    answer.add_event(Finished("stop", GenerationStats(1, 0)))
+    answer.summarize()
+    expected = f"{DIM}I count.{PLAIN}\n\nFour.\n" if terminal else "Four.\n"
+    assert out.getvalue().replace(f"{PLAIN}{DIM}", "") == expected
+
+
+def test_a_running_server_answers_with_url(capfd: pytest.CaptureFixture[str]) -> None:
+    """`--url` prints the answer of a server and the figures of its usage, and needs no model."""
+    with serving(ApiClient().app) as url:
+        assert run_words("Hello", "--raw", "--url", f"{url}/v1", "--max-tokens", "8") == 0
+        printed = capfd.readouterr()
+        assert printed.out.strip()
+        assert [line.split()[0] for line in printed.err.splitlines()] == SUMMARY[:3]
+        assert run_words("Hello", "--url", url, "--stages", "2") == 2
+        assert "--stages of the server cannot be set" in capfd.readouterr().err
+        assert run_words("Hello", "--url", url, "--max-tokens", "99999999") == 2
+        assert "the server refused the request" in capfd.readouterr().err
+    assert run_words("Hello", "--url", url) == 1
+    assert "Start mtp-coord serve" in capfd.readouterr().err
+
+
+def run_words(*words: str) -> int:
+    """Run `mtp-coord generate` in this process and return its exit status."""
+    try:
+        console.run(PROGRAM, lambda: app(["generate", *words], prog_name=PROGRAM))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 # ---- processes
 
 
 def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
-    """Status 130 within seconds, the text so far and its summary; no traceback."""
+    """Ctrl-C ends with status 130, the text so far and its summary."""
     flags = ["--model", str(model), "--tokens", "1,2,3", "--max-tokens", "4000", "--temp", "1"]
     with subprocess.Popen(
         [*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -299,7 +354,7 @@ def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
 
 
 def test_progress_is_for_terminals(model: Path) -> None:
-    """A prompt of several chunks shows a bar on a terminal; in a pipe nothing but the answer and its summary."""
+    """A prompt of several chunks shows a bar on a terminal. A pipe gets only the answer and its summary."""
     tokens = ",".join(["1"] * 600)
     flags = ["--model", str(model), "--tokens", tokens, "--max-tokens", "2"]
     piped = subprocess.run([*PROCESS, *flags], capture_output=True, timeout=DEADLINE, check=True)
@@ -324,7 +379,7 @@ def test_progress_is_for_terminals(model: Path) -> None:
 
 
 def _read(terminal: int) -> bytes:
-    """Bytes of a terminal; none once its other side is closed, which Linux reports as an error."""
+    """Return bytes of a terminal, or none once its other side is closed, which Linux reports as an error."""
     try:
         return os.read(terminal, 4096)
     except OSError:
