@@ -1,19 +1,25 @@
 """Gated full attention over flat rows: many sequences in one pass, each with its own cache and length.
 
-The projections see all rows at once; RoPE, the K/V cache and the attention itself are per sequence. The
-modules, their weights and the caches are mlx-lm's own (`Qwen3NextAttention`, `KVCache`, `QuantizedKVCache`).
+The projections take all rows at once, RoPE takes neighbouring sequences of equal width at once. The K/V cache and the
+attention itself are per sequence. The modules, their weights and the caches are mlx-lm's own (`Qwen3NextAttention`,
+`KVCache`, `QuantizedKVCache`), or a `PackedAttention` in place of the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
+
+from mtp.head.packed_attention import PackedAttention
+from mtp.head.tiled_attention import tiled_attention
 
 KV = KVCache | QuantizedKVCache
 
@@ -36,12 +42,28 @@ class KVFormat:
         return QuantizedKVCache(group_size=self.group_size, bits=self.bits)
 
 
+def add_attention(
+    attention: Qwen3NextAttention | PackedAttention,
+    norm: nn.RMSNorm,
+    x: mx.array,
+    caches: Sequence[KV],
+    widths: Sequence[int],
+) -> mx.array:
+    """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
+
+    Appends to each cache.
+    """
+    if isinstance(attention, PackedAttention):
+        return attention.add(x, norm, cast(Sequence[KVCache], caches), widths)
+    return x + attend(attention, norm(x), caches, widths)
+
+
 def attend(
     attention: Qwen3NextAttention, x: mx.array, caches: Sequence[KV], widths: Sequence[int]
 ) -> mx.array:
-    """Attention of `x` `[rows, hidden]`, where sequence i owns the next `widths[i]` rows.
+    """Return the attention of `x [rows, hidden]`. Sequence i owns the next `widths[i]` rows.
 
-    Appends to each cache. Returns `[rows, hidden]`.
+    Appends to each cache.
     """
     rows = x.shape[0]
     queries, gate = mx.split(
@@ -52,21 +74,54 @@ def attend(
     keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
     values = attention.v_proj(x).reshape(kv_shape)
 
-    outputs = []
+    outputs: list[mx.array] = []
     start = 0
-    for cache, width in zip(caches, widths, strict=True):
+    for width, count in _runs_of(widths):
+        own = slice(start, start + width * count)
+        group = caches[len(outputs) : len(outputs) + count]
         q, k, v = (
-            t[None, start : start + width].transpose(0, 2, 1, 3) for t in (queries, keys, values)
+            t[own].reshape(count, width, *t.shape[1:]).transpose(0, 2, 1, 3)
+            for t in (queries, keys, values)
         )
-        q = attention.rope(q, offset=cache.offset)
-        k = attention.rope(k, offset=cache.offset)
-        k, v = cache.update_and_fetch(k, v)
-        mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation forgets the string
-        out = scaled_dot_product_attention(q, k, v, cache=cache, scale=attention.scale, mask=mask)
-        outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
-        start += width
+        q, k = _turned(attention.rope, q, k, [cache.offset for cache in group])
+        for i, cache in enumerate(group):
+            one = slice(i, i + 1)
+            out = _attend_one(attention, q[one], k[one], v[one], cache)
+            outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
+        start += width * count
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return attention.o_proj(merged * mx.sigmoid(gate.reshape(rows, -1)))
+
+
+def _attend_one(
+    attention: Qwen3NextAttention, q: mx.array, k: mx.array, v: mx.array, cache: KV
+) -> mx.array:
+    """Append `k` and `v [1, kv_heads, width, dim]` to `cache`. Return the attention of `q [1, heads, width, dim]`."""
+    offset, width = cache.offset, q.shape[2]
+    k, v = cache.update_and_fetch(k, v)
+    if isinstance(cache, KVCache):
+        return tiled_attention(q, k, v, offset, attention.scale)
+    mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation forgets the string
+    out: mx.array = scaled_dot_product_attention(
+        q, k, v, cache=cache, scale=attention.scale, mask=mask
+    )
+    return out
+
+
+def _turned(
+    rope: Any, q: mx.array, k: mx.array, offsets: Sequence[int]
+) -> tuple[mx.array, mx.array]:
+    """Return `q` and `k [n, heads, width, dim]` after RoPE, sequence i from `offsets[i]` on."""
+    if len(offsets) == 1:
+        return rope(q, offset=offsets[0]), rope(k, offset=offsets[0])
+    starts = mx.array(list(offsets), dtype=mx.int32)
+    return rope(q, offset=starts), rope(k, offset=starts)
+
+
+def _runs_of(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each width and how many sequences in a row have it."""
+    for width, group in groupby(widths):
+        yield width, len(list(group))
 
 
 def state_of(cache: KV) -> list[mx.array]:

@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
-from mtp.head.attention import KV, attend
+from mtp.head.attention import KV, add_attention
+from mtp.kernels.projections import add_mlp
 
 
 class MTPHead(nn.Module):
@@ -50,7 +51,7 @@ class MTPHead(nn.Module):
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        x = x + attend(layer.self_attn, layer.input_layernorm(x), caches, widths)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = add_attention(layer.self_attn, layer.input_layernorm, x, caches, widths)
+        x = add_mlp(layer.mlp, layer.post_attention_layernorm, x)
         out: mx.array = self.norm(x)
         return out

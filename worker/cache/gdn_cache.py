@@ -79,3 +79,8 @@ class GDNCache:
     def arrays(self) -> list[mx.array]:
         """The arrays of the present state, for `mx.eval` and for counting bytes."""
         return [self.conv, self.state]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the present state."""
+        return self.conv.nbytes + self.state.nbytes

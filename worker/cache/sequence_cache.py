@@ -11,9 +11,11 @@ from mtp.head.attention import KV, copy_of, state_of
 from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
 from worker.cache.gdn_cache import GDNCache
+from worker.cache.snapshot_gdn_cache import SnapshotGDNCache
 from worker.cache.window_stack import NOTHING, Settled, WindowStack
 
-LayerCache = KV | GDNCache
+StateCache = GDNCache | SnapshotGDNCache
+LayerCache = KV | StateCache
 
 
 @dataclass
@@ -42,7 +44,7 @@ class SequenceCache:
         if settled is NOTHING:
             return settled
         for cache in self.layers:
-            if isinstance(cache, GDNCache):
+            if isinstance(cache, StateCache):
                 cache.settle(settled.whole, settled.cut)
             elif settled.trim:
                 cache.trim(settled.trim)
@@ -54,15 +56,20 @@ class SequenceCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+        return sum(
+            cache.nbytes
+            if isinstance(cache, StateCache)
+            else sum(a.nbytes for a in state_of(cache))
+            for cache in self.layers
+        )
 
 
 def arrays_of(layers: Sequence[LayerCache]) -> Iterator[mx.array]:
     """Every array of the caches' present state."""
     for cache in layers:
-        yield from cache.arrays() if isinstance(cache, GDNCache) else state_of(cache)
+        yield from cache.arrays() if isinstance(cache, StateCache) else state_of(cache)
 
 
 def copies_of(layers: Sequence[LayerCache]) -> list[LayerCache]:
     """Caches of the same state that may be written to on their own. No window may be open."""
-    return [c.copy() if isinstance(c, GDNCache) else copy_of(c) for c in layers]
+    return [c.copy() if isinstance(c, StateCache) else copy_of(c) for c in layers]

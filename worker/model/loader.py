@@ -18,6 +18,7 @@ from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
 from mtp.head.mtp_head import MTPHead
+from mtp.kernels.packed_linear import PackedEmbedding, PackedLinear
 from proto.dtype import DTYPE_BYTES
 from proto.errors import CheckpointError, UsageError
 from proto.progress import OnProgress
@@ -38,9 +39,9 @@ class StageModules:
     config: ModelConfig
     span: Span
     layers: list[DecoderLayer]
-    embed_tokens: nn.Embedding | nn.QuantizedEmbedding | None = None
+    embed_tokens: nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding | None = None
     norm: nn.RMSNorm | None = None
-    lm_head: nn.Linear | nn.QuantizedLinear | None = None
+    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | None = None
     head: MTPHead | None = None
 
 

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from mtp.head.attention import KV, KVFormat, attend
+from mtp.head.attention import KVFormat, add_attention
+from mtp.kernels.cuda import backend
+from mtp.kernels.packed_linear import FEW_ROWS
+from mtp.kernels.projections import add_mlp
 from proto.frame import Admit, Segment
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.sequence_cache import LayerCache, SequenceCache
 from worker.model.gdn import mix
 from worker.model.loader import StageModules
+from worker.model.pack import pack_stage
+from worker.model.packed_gdn import PackedGDN
 
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
+
+EVALUATED_FIRST = 2
+"""Layers that start computing as soon as each is built."""
+
+CADENCE = {"cpu": 1, "metal": 4, "cuda": 4}
+"""Layers, after the first ones, that start computing together. On an H200 a pass over 64 layers takes 10.7 ms with 1,
+10.7 with 4, 11.1 with 8 and 12.8 with 64."""
 
 
 class Stage:
     """Layers `[start, end)` of the model, with the embedding on the first stage."""
 
     def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
+        pack_stage(modules, kv_format)
         self.modules = modules
         self.kv_format = kv_format
         self.dtype: mx.Dtype = modules.layers[0].input_layernorm.weight.dtype
+        self._cadence = CADENCE[backend()]
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
-        layers: list[LayerCache] = [
-            GDNCache.empty(layer.linear_attn, self.dtype)
-            if layer.is_linear
-            else self.kv_format.new_cache()
-            for layer in self.modules.layers
-        ]
-        return SequenceCache(admitted, layers)
+        return SequenceCache(admitted, [self._new_cache(layer) for layer in self.modules.layers])
+
+    def _new_cache(self, layer: DecoderLayer) -> LayerCache:
+        if not layer.is_linear:
+            return self.kv_format.new_cache()
+        if isinstance(layer.linear_attn, PackedGDN):
+            return layer.linear_attn.new_cache()
+        return GDNCache.empty(layer.linear_attn, self.dtype)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
         """Embedding rows of `tokens`: `[len(tokens), hidden]`. First stage only."""
@@ -51,19 +67,56 @@ class Stage:
         """
         for sequence, segment in runs:
             sequence.extend(segment)
+        parts = _parts(runs)
+        if len(parts) == 1:
+            return self._advance(x, runs)
+        rows = row_ranges([segment.width for _, segment in runs])
+        outputs: dict[int, mx.array] = {}
+        for part in parts:
+            taken = mx.concatenate([x[rows[i]] for i in part])
+            y = self._advance(taken, [runs[i] for i in part])
+            own = row_ranges([runs[i][1].width for i in part])
+            outputs |= {i: y[span] for i, span in zip(part, own, strict=True)}
+        return mx.concatenate([outputs[i] for i in range(len(runs))])
+
+    def _advance(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
+        """Run all layers. A GPU computes some while Python builds the next."""
         for index, layer in enumerate(self.modules.layers):
             x = self._layer(layer, index, x, runs)
-            mx.async_eval(x)  # a GPU computes this layer while Python builds the next
+            if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
+                mx.async_eval(x)
         return x
 
     def _layer(self, layer: DecoderLayer, index: int, x: mx.array, runs: Sequence[Run]) -> mx.array:
-        caches = [sequence.layers[index] for sequence, _ in runs]
+        caches: list[Any] = [sequence.layers[index] for sequence, _ in runs]
         widths = [segment.width for _, segment in runs]
-        normed = layer.input_layernorm(x)
-        if layer.is_linear:
-            taped = [segment.open for _, segment in runs]
-            mixed = mix(layer.linear_attn, normed, cast(list[GDNCache], caches), widths, taped)
+        norm = layer.input_layernorm
+        if not layer.is_linear:
+            x = add_attention(layer.self_attn, norm, x, caches, widths)
         else:
-            mixed = attend(layer.self_attn, normed, cast(list[KV], caches), widths)
-        h = x + mixed
-        return h + layer.mlp(layer.post_attention_layernorm(h))
+            stay_open = [segment.open for _, segment in runs]
+            if isinstance(layer.linear_attn, PackedGDN):
+                x = layer.linear_attn.add(x, norm, caches, widths, stay_open)
+            else:
+                x = x + mix(layer.linear_attn, norm(x), caches, widths, stay_open)
+        return add_mlp(layer.mlp, layer.post_attention_layernorm, x)
+
+
+def _parts(runs: Sequence[Run]) -> list[list[int]]:
+    """Return which of `runs` go through the layers together: all, or open windows apart from prompt chunks.
+
+    Few rows and many take different kernels. A window apart from a long chunk is computed as if it were alone, and
+    does not keep the chunk's rows in memory while it is open.
+    """
+    every = list(range(len(runs)))
+    if sum(segment.width for _, segment in runs) <= FEW_ROWS or backend() != "cuda":
+        return [every]
+    windows = [i for i in every if runs[i][1].open]
+    chunks = [i for i in every if not runs[i][1].open]
+    return [part for part in (windows, chunks) if part]
+
+
+def row_ranges(widths: Sequence[int]) -> list[slice]:
+    """Return the rows of each of several runs that follow each other."""
+    ends = list(accumulate(widths))
+    return [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]

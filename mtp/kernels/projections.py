@@ -1,0 +1,52 @@
+"""Projections of a layer as one call each, packed for the tensor cores where their weights allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mtp.kernels.packed_linear import PackedLinear, PackedMLP, can_pack
+
+
+class SideBySide(nn.Module):
+    """Linear layers whose outputs follow each other in one row, each multiplied by itself."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = list(modules)
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Return the parts' outputs for `x [rows, K]`, side by side, plus `residual`."""
+        outputs = [part(x) for part in self.parts]
+        y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+        return y if residual is None else y + residual
+
+
+Projection = PackedLinear | SideBySide
+
+
+def joined(modules: Sequence[nn.Module]) -> Projection:
+    """Return `modules` as one projection. Where it packs their weights, they lose them."""
+    return PackedLinear.from_modules(modules) if can_pack(modules) else SideBySide(modules)
+
+
+def pack_mlp(mlp: nn.Module) -> nn.Module:
+    """Return a dense MLP packed, and any other as it is."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not all(name in mlp for name in names):
+        return mlp
+    gate, up, down = (mlp[name] for name in names)
+    # Each tile of gates needs its own tile of ups beside it.
+    if not (can_pack([gate]) and can_pack([up]) and can_pack([down])):
+        return mlp
+    return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
+
+
+def add_mlp(mlp: nn.Module, norm: nn.RMSNorm, x: mx.array) -> mx.array:
+    """Return `x [rows, hidden]` plus the MLP of its norm."""
+    if isinstance(mlp, PackedMLP):
+        return mlp(norm(x), x)
+    y: mx.array = x + mlp(norm(x))
+    return y

@@ -1,0 +1,265 @@
+"""The CUDA kernels compute what MLX's own operations compute, and a row's result never depends on its company.
+
+They run where `MTP_TEST_GPU=1` is set and MLX computes on an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import mlx.core as mx
+import pytest
+
+from mtp.head.attention import KVFormat
+from mtp.kernels import packed_linear
+from mtp.kernels.cuda import CudaKernel
+from mtp.kernels.gated_delta import GatedDeltaShape
+from mtp.kernels.packed_linear import PackedLinear, multiply_rows, pack, unpack
+from proto.frame import Admit, Segment
+from tests.bench.stage import random_stage, wide_config
+from tests.parity.test_gpu import GPU
+from worker.cache.sequence_cache import SequenceCache
+from worker.cache.snapshot_gdn_cache import SnapshotGDNCache, Window, record_windows, run_windows
+from worker.model import pack as packing
+from worker.model.loader import StageModules
+from worker.model.packed_gdn import PackedGDN
+from worker.model.stage import Stage
+
+LAYERS = 4
+EIGHTHS = 2
+"""Of the width of Qwen3.5-27B."""
+
+TOLERANCE = 0.02
+"""Bound of the error's norm over the norm of the result in bf16. The kernels round less often than the operations."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cuda_required() -> Iterator[None]:
+    if os.environ.get(GPU) != "1":
+        pytest.skip(f"{GPU}=1 is not set")
+    if mx.device_count(mx.gpu) == 0 or mx.metal.is_available():
+        pytest.skip("MLX has no NVIDIA GPU here")
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.gpu))
+    yield
+    mx.set_default_device(before)
+
+
+def error_of(found: mx.array, expected: mx.array) -> float:
+    """Return the norm of the difference over the norm of `expected`."""
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    difference = mx.linalg.norm((found - expected).reshape(-1))
+    ratio = difference / mx.linalg.norm(expected.reshape(-1))
+    return cast(float, ratio.item())
+
+
+def same(found: mx.array, expected: mx.array) -> bool:
+    return bool(mx.array_equal(found, expected).item())
+
+
+# ---- products
+
+
+@pytest.fixture(scope="module")
+def quantized() -> tuple[mx.array, ...]:
+    """Weights, scales and biases of a 4-bit matrix of 1040 outputs and 640 inputs."""
+    weights = mx.random.normal((1040, 640), key=mx.random.key(1)).astype(mx.bfloat16)
+    return tuple(mx.quantize(weights, group_size=64, bits=4))
+
+
+def dequantized(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    return mx.dequantize(w, scales, biases, group_size=64, bits=4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 96, 97])
+def test_products_agree_and_ignore_other_rows(quantized: tuple[mx.array, ...], rows: int) -> None:
+    """A product is near the exact one, and up to FEW_ROWS rows it is that of each row alone, bit for bit."""
+    x = mx.random.normal((rows, 640)).astype(mx.bfloat16)
+    q, scales, biases = quantized
+    weights = pack(q, scales, biases)
+    found = PackedLinear(*weights)(x)
+    exact_weights = dequantized(q, scales.astype(mx.float32), biases.astype(mx.float32))
+    exact = x.astype(mx.float32) @ exact_weights.T
+    assert error_of(found, exact) < TOLERANCE
+    if rows <= packed_linear.FEW_ROWS:
+        alone = mx.concatenate([multiply_rows(x[i : i + 1], *weights) for i in range(rows)])
+        assert same(found, alone)
+
+
+def test_weights_come_back_as_they_were(quantized: tuple[mx.array, ...]) -> None:
+    """Unpacked weights are MLX's own dequantized ones, whole and by row."""
+    q, scales, biases = quantized
+    w, factors = pack(q, scales, biases)
+    expected = dequantized(q, scales, biases)
+    assert same(unpack(w, factors, mx.bfloat16), expected)
+    picked = mx.array([3, 1039, 17], dtype=mx.int32)
+    assert same(unpack(w, factors, mx.bfloat16, picked), expected[picked])
+
+
+# ---- GatedDeltaNet
+
+
+class Recurrence:
+    """A layer of random weights, and a text of projected rows."""
+
+    def __init__(self) -> None:
+        mx.random.seed(2)
+        modules = random_stage(wide_config(EIGHTHS, 1))
+        self.layer = PackedGDN(modules.layers[0].linear_attn, mx.bfloat16)
+        self.shape: GatedDeltaShape = self.layer.shape
+        self.rows = mx.random.normal((16, self.shape.row)).astype(mx.bfloat16)
+
+    def run(
+        self, cache: SnapshotGDNCache, start: int, count: int, *, stays_open: bool = False
+    ) -> mx.array:
+        """Run rows `start … start + count` from where `cache` stands. Return their outputs."""
+        window = Window(cache.point, start, count, stays_open)
+        out, saved = run_windows(self.shape, cache.constants, self.rows, [window])
+        record_windows([cache], [window], self.rows, saved)
+        return out[start : start + count]
+
+    def state_of(self, cache: SnapshotGDNCache) -> Sequence[mx.array]:
+        return cache.copy().arrays()
+
+
+@pytest.fixture(scope="module")
+def recurrence() -> Recurrence:
+    return Recurrence()
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+def test_tokens_at_once_are_tokens_one_by_one(recurrence: Recurrence, width: int) -> None:
+    """Outputs and state of T tokens at once are those of T single steps, bit for bit."""
+    at_once, one_by_one = recurrence.layer.new_cache(), recurrence.layer.new_cache()
+    found = recurrence.run(at_once, 0, width)
+    steps = [recurrence.run(one_by_one, i, 1) for i in range(width)]
+    assert same(found, mx.concatenate(steps))
+    for a, b in zip(recurrence.state_of(at_once), recurrence.state_of(one_by_one), strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.parametrize("accepted", range(6))
+def test_a_cut_window_leaves_the_state_of_its_accepted_tokens(
+    recurrence: Recurrence, accepted: int
+) -> None:
+    """After a cut, state and further outputs are those of a sequence that only ever saw the accepted tokens."""
+    cut, plain = recurrence.layer.new_cache(), recurrence.layer.new_cache()
+    for cache in (cut, plain):
+        recurrence.run(cache, 0, 3)
+    recurrence.run(cut, 3, 5, stays_open=True)
+    recurrence.run(cut, 8, 2, stays_open=True)
+    cut.settle(0, accepted) if accepted < 5 else cut.settle(1, 0)
+    if accepted:
+        recurrence.run(plain, 3, accepted)
+    for a, b in zip(recurrence.state_of(cut), recurrence.state_of(plain), strict=True):
+        assert same(a, b)
+    assert same(recurrence.run(cut, 10, 4), recurrence.run(plain, 10, 4))
+
+
+# ---- a whole stage
+
+
+def loaded(seed: int = 3) -> StageModules:
+    mx.random.seed(seed)
+    return random_stage(wide_config(EIGHTHS, LAYERS))
+
+
+class Text:
+    """A sequence on a stage, fed with random rows."""
+
+    def __init__(self, stage: Stage, seq_id: int) -> None:
+        self.sequence: SequenceCache = stage.new_sequence(Admit(seq_id, 1024, 1))
+        self.seq_id = seq_id
+        self.window = 0
+
+    def segment(self, width: int, *, stays_open: bool = False) -> Segment:
+        position = self.sequence.stack.length
+        self.window += 1
+        return Segment(self.seq_id, self.window, position, (1,) * width, open=stays_open)
+
+
+def rows_of(width: int, seed: int) -> mx.array:
+    hidden = wide_config(EIGHTHS, LAYERS).hidden_size
+    return mx.random.normal((width, hidden), key=mx.random.key(seed)).astype(mx.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    return Stage(loaded(), KVFormat())
+
+
+def test_the_stage_agrees_with_its_reference(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed layers compute what mlx-lm's do: a long prompt, then windows of 1 to 5 rows."""
+    monkeypatch.setattr("worker.model.stage.pack_stage", lambda *_: None)
+    reference = Stage(loaded(), KVFormat())
+    assert isinstance(stage.modules.layers[0].linear_attn, PackedGDN)
+    packed, plain = Text(stage, 0), Text(reference, 0)
+    for width in (130, 1, 2, 5, 1):
+        x = rows_of(width, width)
+        found = stage.forward(x, [(packed.sequence, packed.segment(width))])
+        expected = reference.forward(x, [(plain.sequence, plain.segment(width))])
+        assert error_of(found, expected) < TOLERANCE, width
+
+
+def test_company_changes_no_bit(stage: Stage) -> None:
+    """Windows of ten sequences at once, of mixed widths, beside a long prompt: each row is what it is alone."""
+    widths = (1, 3, 1, 1, 5, 2, 1, 1, 4, 1)
+    together = [Text(stage, i) for i in range(10)]
+    alone = [Text(stage, i) for i in range(10)]
+    for i, (a, b) in enumerate(zip(together, alone, strict=True)):
+        for text in (a, b):
+            stage.forward(rows_of(20, i), [(text.sequence, text.segment(20))])
+    for turn in range(3):
+        x = [rows_of(width, 100 * turn + i) for i, width in enumerate(widths)]
+        runs = [
+            (t.sequence, t.segment(w, stays_open=True))
+            for t, w in zip(together, widths, strict=True)
+        ]
+        prompt = Text(stage, 99)
+        chunk = (prompt.sequence, prompt.segment(120))
+        found = stage.forward(mx.concatenate([*x, rows_of(120, 7)]), [*runs, chunk])
+        start = 0
+        for i, (text, width) in enumerate(zip(alone, widths, strict=True)):
+            run = (text.sequence, text.segment(width, stays_open=True))
+            expected = stage.forward(x[i], [run])
+            assert same(found[start : start + width], expected), (turn, i)
+            start += width
+        for texts in (together, alone):
+            for text, width in zip(texts, widths, strict=True):
+                kept = 1 + (text.seq_id + turn) % width
+                text.sequence.commit(text.window, kept, in_header=True)
+
+
+def test_a_window_is_its_tokens_one_by_one(stage: Stage) -> None:
+    """A window of 5 rows gives, bit for bit, the rows of 5 windows of one."""
+    wide, narrow = Text(stage, 0), Text(stage, 1)
+    for text in (wide, narrow):
+        stage.forward(rows_of(10, 1), [(text.sequence, text.segment(10))])
+    x = rows_of(5, 2)
+    found = stage.forward(x, [(wide.sequence, wide.segment(5, stays_open=True))])
+    steps = []
+    for i in range(5):
+        run = (narrow.sequence, narrow.segment(1, stays_open=True))
+        steps.append(stage.forward(x[i : i + 1], [run]))
+    assert same(found, mx.concatenate(steps))
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage whose kernel fails keeps mlx-lm's layers, and says so once."""
+    broken = CudaKernel("broken", ["rows"], ["out"], "this is no CUDA;")
+
+    def run(shape: GatedDeltaShape, rows: mx.array, *_: object) -> tuple[mx.array, ...]:
+        return tuple(
+            broken([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
+        )
+
+    monkeypatch.setattr(packing, "gated_delta_window", run)
+    stage = Stage(loaded(), KVFormat())
+    assert not isinstance(stage.modules.layers[0].linear_attn, PackedGDN)
+    text = Text(stage, 0)
+    mx.eval(stage.forward(rows_of(2, 1), [(text.sequence, text.segment(2))]))
+    assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
