@@ -23,6 +23,7 @@ from proto.frame import (
     SavePrefix,
     Segment,
 )
+from proto.frame_stamps import FrameStamps, StageStep
 from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import SequenceCache, copies_of
 from worker.engine.tensor_bytes import from_bytes, to_bytes
@@ -91,13 +92,15 @@ class StageEngine:
 
     # ---- what comes in
 
-    def process(self, frame: Frame) -> Frame:
+    def process(self, frame: Frame, stamps: FrameStamps | None = None) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
 
         From a middle stage it carries the hidden states, from the last one the outcomes. Raises
         StaleEpochError for another epoch, ProtocolError for a frame out of order or one that does not fit.
         """
         started = time.perf_counter()
+        stamps = stamps or FrameStamps(0, StageStep)
+        stamps.mark(StageStep.BEGUN)
         self._check(frame)
         for op in frame.ops:
             self._apply(op)
@@ -106,7 +109,7 @@ class StageEngine:
         out = replace(frame, segments=segments, dtype="", shape=(), tensor=b"")
         if runs:
             x = self._rows(frame, segments)
-            out = self._run(out, x, runs)
+            out = self._run(out, x, runs, stamps)
         elif self.verifier is not None:
             out = replace(out, outcomes=self.verifier.outcomes(segments, {}))
         self.frames_done += 1
@@ -253,13 +256,18 @@ class StageEngine:
             row += before.rows
         return x if len(running_rows) == x.shape[0] else x[mx.array(running_rows)]
 
-    def _run(self, out: Frame, x: mx.array, runs: list[Run]) -> Frame:
+    def _run(self, out: Frame, x: mx.array, runs: list[Run], stamps: FrameStamps) -> Frame:
         x = self.stage.forward(x, runs)
         states = [array for sequence, _ in runs for array in sequence.arrays()]
         if self.verifier is None:
+            stamps.mark(StageStep.BUILT)
             mx.eval(x, *states)
-            return out.with_tensor(*to_bytes(x))
-        outcomes = self.verifier.verify(x, runs, states)
+            stamps.mark(StageStep.COMPUTED)
+            out = out.with_tensor(*to_bytes(x))
+            stamps.mark(StageStep.READ)
+            return out
+        outcomes = self.verifier.verify(x, runs, states, stamps)
+        stamps.mark(StageStep.READ)
         for sequence, segment in runs:
             if segment.open:  # this stage knows first, and need not wait to hear it
                 accepted_length = outcomes[segment.seq_id, segment.window].accepted_length

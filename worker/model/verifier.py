@@ -21,6 +21,7 @@ from mtp.sampling.filters import filtered
 from mtp.sampling.history import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Outcome, Segment, TokenLogprob
+from proto.frame_stamps import FrameStamps, StageStep
 from worker.cache.last_stage_state import LastStageState
 from worker.model.loader import StageModules
 from worker.model.stage import Run
@@ -45,13 +46,19 @@ class Verifier:
                 modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt
             )
         self.states: dict[int, LastStageState] = {}
+        self.vocabulary = b""
+        """The tokenizer's packed vocabulary, from the first sequence with a grammar."""
 
     # ---- a sequence's life
 
     def admit(self, op: Admit) -> None:
         head = None if self.drafter is None else self.drafter.new_state()
         history = History(self.vocab, op.prompt) if op.params.penalized else None
-        self.states[op.seq_id] = LastStageState(op, head, history=history)
+        self.vocabulary = op.vocabulary or self.vocabulary
+        grammar = grammar_of(op, self.vocabulary)
+        # Without the vocabulary, which may have megabytes.
+        admitted = replace(op, vocabulary=b"") if op.vocabulary else op
+        self.states[op.seq_id] = LastStageState(admitted, head, history=history, grammar=grammar)
 
     def evict(self, seq_id: int) -> None:
         self.states.pop(seq_id, None)
@@ -71,7 +78,11 @@ class Verifier:
     # ---- one frame
 
     def verify(
-        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
+        self,
+        x: mx.array,
+        runs: Sequence[Run],
+        states: Sequence[mx.array],
+        stamps: FrameStamps,
     ) -> dict[Key, Outcome]:
         """Decide every segment of `x [rows, hidden]`. `states` are evaluated on the way, so that they do not pile up.
 
@@ -80,7 +91,9 @@ class Verifier:
         normed = self.norm(x)
         logits = self._logits(normed, runs)
         targets = {_key(s): self._targets(self.states[s.seq_id], s, rows) for s, rows in logits}
+        stamps.mark(StageStep.BUILT)
         mx.eval(normed, list(targets.values()), *states)
+        stamps.mark(StageStep.COMPUTED)
         decided = {_key(s): self._decide(s, targets[_key(s)]) for s, _ in logits}
         outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
         self._settle(normed, runs, outcomes)
@@ -121,6 +134,8 @@ class Verifier:
     def _targets(self, state: LastStageState, segment: Segment, logits: mx.array) -> mx.array:
         """The target's token after each row: int32 `[w]`, lazy."""
         params, rows = state.params, logits.shape[0]
+        if state.grammar is not None:
+            logits = state.grammar.mask(logits, state.answer, segment.tokens)
         first = segment.position + segment.width - rows + 1
         drafts, scores = segment.tokens[1:], state.draft_scores
         if scores is None or not segment.open or not drafts:
@@ -182,7 +197,14 @@ class Verifier:
                 raise ProtocolError("drafts are wanted, but this checkpoint has no MTP head")
             position = segment.position + outcome.accepted_length
             jobs[_key(segment)] = DraftJob(
-                state.head, segment.drafts, outcome.token, position, state.params, state.history
+                state.head,
+                segment.drafts,
+                outcome.token,
+                position,
+                state.params,
+                state.history,
+                state.grammar,
+                state.answer,
             )
         if self.drafter is None:
             return outcomes

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import KVCache
 
 from mtp.sampling.acceptance import accepted_length as count_kept
 from proto.frame import Admit, Outcome, Segment
+from proto.frame_stamps import FrameStamps
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.last_stage_state import LastStageState
 from worker.cache.prefix_entry import PrefixEntry
@@ -175,7 +176,11 @@ class TruthfulVerifier(Verifier):
         """Do nothing: the tokens held decide about the next one."""
 
     def verify(
-        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array]
+        self,
+        x: mx.array,
+        runs: Sequence[Run],
+        states: Sequence[mx.array],
+        stamps: FrameStamps,
     ) -> dict[Key, Outcome]:
         """Return the outcomes of all runs."""
         return {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}

@@ -1,0 +1,82 @@
+"""Chrome's trace format, which https://ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coordinator.trace.process_trace import COORDINATOR, FrameTimes, ProcessTrace
+from coordinator.trace.step_times import PHASES, hops
+
+Event = dict[str, Any]
+
+
+def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
+    """Return a trace as the JSON object of Chrome's trace format. Times are microseconds."""
+    events: list[Event] = []
+    for process in processes:
+        pid = process.stage + 1
+        events.append(_named("process_name", pid, 0, process.name))
+        events.append(_named("process_sort_index", pid, 0, pid))
+        for tid, (track, _) in enumerate(_tracks(process)):
+            events.append(_named("thread_name", pid, tid, track))
+        for frame in process.frames:
+            events += _slices(process, frame)
+    for hop in hops(processes):
+        pid = hop.receiver + 1
+        arguments = {"frame": hop.number}
+        events += _pair(f"hop to {hop.name}", "hop", pid, hop.number, hop.start, hop.end, arguments)
+    clocks = {
+        process.name: {"offset_ns": process.clock.offset_ns, "error_ns": process.clock.error_ns}
+        for process in processes
+        if process.stage != COORDINATOR
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}
+
+
+def _tracks(process: ProcessTrace) -> list[tuple[str, set[str]]]:
+    """Return the tracks of a process: a name, and the phases that it shows."""
+    if process.stage == COORDINATOR:
+        return [("event loop", {"encode", "decode", "apply", "send next", "deliver"})]
+    return [("engine", {"decode", "begin", "build", "compute", "read", "encode"})]
+
+
+def _slices(process: ProcessTrace, frame: FrameTimes) -> list[Event]:
+    pid, events = process.stage + 1, []
+    ((_, on_thread),) = _tracks(process)
+    arguments = {"frame": frame.number, "epoch": frame.epoch, "rows": frame.rows}
+    for phase in PHASES[process.steps]:
+        start, end = frame.times[phase.start], frame.times[phase.end]
+        if not start or not end:
+            continue
+        if phase.name in on_thread:
+            events.append(
+                {
+                    "name": phase.name,
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": 0,
+                    "ts": start / 1000,
+                    "dur": (end - start) / 1000,
+                    "args": arguments,
+                }
+            )
+        else:
+            events += _pair(phase.name, "queue", pid, frame.number, start, end, arguments)
+    return events
+
+
+def _pair(
+    name: str, category: str, pid: int, number: int, start: int, end: int, arguments: Event
+) -> list[Event]:
+    """Return the two events of an interval that may overlap others."""
+    common = {"name": name, "cat": category, "pid": pid, "tid": 0, "id": number}
+    return [
+        {**common, "ph": "b", "ts": start / 1000, "args": arguments},
+        {**common, "ph": "e", "ts": end / 1000},
+    ]
+
+
+def _named(kind: str, pid: int, tid: int, value: str | int) -> Event:
+    key = "sort_index" if kind == "process_sort_index" else "name"
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}}

@@ -1,0 +1,98 @@
+"""The times between the steps of a frame: the phases in each process, the hops between them, and a table of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median, quantiles
+
+from coordinator.trace.process_trace import COORDINATOR, ProcessTrace
+from proto.frame_stamps import CoordinatorStep, StageStep
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The time between two steps of one process."""
+
+    name: str
+    start: IntEnum
+    end: IntEnum
+
+
+PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
+    StageStep: (
+        Phase("queue", StageStep.RECEIVED, StageStep.STARTED),
+        Phase("decode", StageStep.STARTED, StageStep.DECODED),
+        Phase("begin", StageStep.DECODED, StageStep.BEGUN),
+        Phase("build", StageStep.BEGUN, StageStep.BUILT),
+        Phase("compute", StageStep.BUILT, StageStep.COMPUTED),
+        Phase("read", StageStep.COMPUTED, StageStep.READ),
+        Phase("encode", StageStep.READ, StageStep.ENCODED),
+        Phase("hand over", StageStep.ENCODED, StageStep.FORWARDED),
+        Phase("write", StageStep.FORWARDED, StageStep.WRITTEN),
+    ),
+    CoordinatorStep: (
+        Phase("encode", CoordinatorStep.SCHEDULED, CoordinatorStep.ENCODED),
+        Phase("write", CoordinatorStep.ENCODED, CoordinatorStep.WRITTEN),
+        Phase("wait", CoordinatorStep.WRITTEN, CoordinatorStep.RECEIVED),
+        Phase("decode", CoordinatorStep.RECEIVED, CoordinatorStep.DECODED),
+        Phase("apply", CoordinatorStep.DECODED, CoordinatorStep.APPLIED),
+        Phase("send next", CoordinatorStep.APPLIED, CoordinatorStep.SENT_NEXT),
+        Phase("deliver", CoordinatorStep.SENT_NEXT, CoordinatorStep.DELIVERED),
+    ),
+}
+"""The phases of a frame in a stage and in the coordinator, in order."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One frame between two processes, in nanoseconds of the coordinator's clock.
+
+    It starts when the sender's event loop takes the frame, and ends when the receiver's has its bytes.
+    """
+
+    number: int
+    receiver: int
+    name: str
+    start: int
+    end: int
+
+
+def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
+    """Yield the hops of all frames: coordinator to stage 0, between stages, and back to the coordinator."""
+    by_stage = {process.stage: process for process in processes}
+    for receiver in processes:
+        is_coordinator = receiver.stage == COORDINATOR
+        sender = by_stage.get(max(by_stage) if is_coordinator else receiver.stage - 1)
+        if sender is None or sender is receiver:
+            continue
+        left = CoordinatorStep.ENCODED if sender.stage == COORDINATOR else StageStep.FORWARDED
+        came = CoordinatorStep.RECEIVED if is_coordinator else StageStep.RECEIVED
+        sent = {(frame.epoch, frame.number): frame.times[left] for frame in sender.frames}
+        for frame in receiver.frames:
+            start, end = sent.get((frame.epoch, frame.number), 0), frame.times[came]
+            if start and end:
+                yield Hop(frame.number, receiver.stage, receiver.name, start, end)
+
+
+def step_table(processes: Sequence[ProcessTrace]) -> str:
+    """Return a table of the median and the 90th percentile of every phase and hop, in milliseconds."""
+    rows = [f"{'process':<28} {'phase':<12} {'median ms':>10} {'p90 ms':>10} {'frames':>8}"]
+    found = list(hops(processes))
+    for process in processes:
+        times = [hop.end - hop.start for hop in found if hop.receiver == process.stage]
+        rows += _row(process.name, "hop to it", times)
+        for phase in PHASES[process.steps]:
+            pairs = [(frame.times[phase.start], frame.times[phase.end]) for frame in process.frames]
+            rows += _row(process.name, phase.name, [b - a for a, b in pairs if a and b])
+    return "\n".join(rows)
+
+
+def _row(process: str, phase: str, times: Sequence[int]) -> list[str]:
+    if len(times) < 2:
+        return []
+    p90 = quantiles(times, n=10)[-1]
+    return [
+        f"{process:<28} {phase:<12} {median(times) / 1e6:>10.3f} {p90 / 1e6:>10.3f} {len(times):>8}"
+    ]
