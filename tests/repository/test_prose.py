@@ -15,42 +15,46 @@ from tests.support.prose.rules import find_fragment, find_long_sentences, find_w
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
-CHECKED = (
-    "coordinator/generation",
-    "coordinator/pipeline",
-    "coordinator/planning",
-    "mtp/__init__.py",
-    "mtp/builtin",
-    "mtp/checkpoint",
-    "mtp/depth",
-    "tests/repository",
-    "tests/support/prose",
-    "tests/support/protocol",
-    "tests/support/stages",
-    "tests/unit/coordinator/generation",
-    "tests/unit/coordinator/pipeline",
-    "tests/unit/coordinator/planning",
+PENDING = (
+    "coordinator/cli",
+    "coordinator/workers",
+    "mtp/head",
+    "mtp/kernels",
+    "mtp/sampling",
+    "proto/frame.py",
+    "proto/params.py",
+    "tests/bench",
+    "tests/cluster",
+    "tests/parity",
+    "tests/unit/coordinator/cli",
+    "tests/unit/coordinator/cluster",
+    "tests/unit/proto",
+    "tests/unit/worker",
+    "worker/cache",
+    "worker/engine",
+    "worker/model",
+    "worker/node",
 )
-"""The folders and files whose texts are checked."""
+"""The folders and files that do not pass yet."""
 
-CHECKED_PAGES: tuple[str, ...] = ()
-"""The pages that are checked."""
+PENDING_PAGES = ("docs/API.md", "docs/bench.md", "docs/failure.md", "docs/mtp.md")
+"""The pages that do not pass yet."""
 
-DOCUMENTED: tuple[str, ...] = (
-    "coordinator/generation",
-    "coordinator/pipeline",
-    "coordinator/planning",
-    "mtp/builtin",
-    "mtp/checkpoint",
-    "mtp/depth",
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")}
+    | {*ROOT.glob("mtp/builtin/*.md")}
 )
-"""The folders whose public definitions all have a docstring."""
 
 
 def python_files(*places: str) -> list[Path]:
-    """Return our source files under `places`, the generated ones excluded."""
-    found = {file for place in places for file in [ROOT / place, *(ROOT / place).rglob("*.py")]}
-    return sorted(file for file in found if file.suffix == ".py" and "_pb2" not in file.name)
+    """Return our source files under `places`, without the generated and the pending ones."""
+    files = {file for place in places for file in (ROOT / place).rglob("*.py")}
+    pending = [ROOT / place for place in PENDING]
+    return sorted(
+        file
+        for file in files
+        if "_pb2" not in file.name and not any(file.is_relative_to(place) for place in pending)
+    )
 
 
 def complaints_about_code(file: Path) -> Iterator[str]:
@@ -81,19 +85,21 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", python_files(*CHECKED), ids=relative)
+@pytest.mark.parametrize("file", python_files(*PACKAGES, "tests"), ids=relative)
 def test_texts_of_the_code(file: Path) -> None:
     """Docstrings, comments and messages use standard words and short sentences."""
     assert list(complaints_about_code(file)) == []
 
 
-@pytest.mark.parametrize("page", [ROOT / page for page in CHECKED_PAGES], ids=relative)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if relative(page) not in PENDING_PAGES], ids=relative
+)
 def test_texts_of_the_pages(page: Path) -> None:
     """Pages use standard words and short sentences."""
     assert list(complaints_about_page(page)) == []
 
 
-@pytest.mark.parametrize("file", python_files(*DOCUMENTED), ids=relative)
+@pytest.mark.parametrize("file", python_files(*PACKAGES), ids=relative)
 def test_public_definitions_have_docstrings(file: Path) -> None:
     """Every public class, function and method says what it is for."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
