@@ -21,6 +21,9 @@ MAKE_VENV := $(PYTHON) -m venv --clear
 INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt
 endif
 
+# The libraries that pyproject.toml names, for the lines that say what is installed.
+LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
+
 # Tests run side by side; those that start processes by file, as the tests of one share theirs.
 JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
@@ -43,7 +46,7 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 
 test: $(VENV)/.dev ## the tests, without the slow ones
 	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/repository tests/unit tests/parity
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster tests/chaos
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster tests/chaos tests/browser
 
 test-slow: $(VENV)/.dev ## the slow ones
 	$(PYTEST) -m slow
@@ -85,15 +88,20 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "mtp-cluster needs Python 3.11 or later; $(PYTHON) is '$$($(PYTHON) --version 2>&1)'." >&2; \
 		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	$(MAKE_VENV) $(if $(UV),"$(PYTHON)") $(VENV)
+	@echo "Creating $(VENV) with $$($(PYTHON) --version 2>&1)"
+	@$(MAKE_VENV) $(if $(UV),"$(PYTHON)") $(VENV)
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) --editable .
+	@echo "Installing mtp-cluster into $(VENV), with $(LIBRARIES) and what they need."
+	@echo "The first time this takes about half a minute, on a slow line longer."
+	@$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[dev]'
+	@echo "Installing mtp-cluster into $(VENV), with $(LIBRARIES), and the tools for its tests."
+	@echo "The first time this takes a minute or two: PyTorch, for comparison, is the largest."
+	@$(INSTALL) --editable '.[dev]'
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt '$(TORCH)' \
 		|| echo "No CPU build of $(TORCH) found: the tests that compare with transformers will skip." >&2
 	@touch $(VENV)/.runtime $@

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from coordinator.api.app import create_app
 from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
+from coordinator.api.starting_app import SwitchedApp, starting_app
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Phase
 from coordinator.generation.limits import Limits
@@ -33,7 +34,6 @@ from coordinator.server.live_status import LiveStatus
 from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
 from coordinator.server.model_status import model_status
 from coordinator.server.options import ServeOptions
-from coordinator.server.starting_app import SwitchedApp, starting_app
 from coordinator.server.trace_report import trace_report
 from coordinator.text.model_info import ModelInfo, generation_defaults
 from coordinator.text.tokenizer import Tokenizer

@@ -146,7 +146,7 @@ def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., st
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_the_demo_from_start_to_end() -> None:
-    """Three workers with a third of the layers each, text through HTTP, the share of drafts kept, the table of
+    """Three workers with a third of the layers each, text through HTTP, the share of drafts accepted, the table of
     stages; on a terminal a chat, which answers until Ctrl-D; status 0, and every process it started has ended."""
     flags = ("--max-tokens", "24", "--prompt", PROMPT)
     with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
@@ -172,7 +172,7 @@ def test_the_demo_from_start_to_end() -> None:
     output = head
     assert PROMPT in output
     assert re.search(r"24 tokens, first after [\d.]+ s, then [\d.]+ tokens/s", output), output
-    assert re.search(r"\d+ % of \d+ drafts kept", output), output
+    assert re.search(r"\d+ % of \d+ drafts accepted", output), output
     rows = re.findall(r"(worker-\d) +(\d)-(\d) ", output)
     assert {name for name, _, _ in rows} == {"worker-1", "worker-2", "worker-3"}
     layers = sorted(n for _, a, b in rows for n in range(int(a), int(b) + 1))
@@ -192,7 +192,7 @@ def test_a_chat_shows_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         for delta in said.get(body["messages"][-1]["content"], ()):
             yield {"choices": [{"delta": delta}]}
 
-    monkeypatch.setattr("coordinator.cli.demo_command._events", events)
+    monkeypatch.setattr("coordinator.cli.demo_command.stream_events", events)
     monkeypatch.setattr("coordinator.cli.demo_command._ask", lambda console: next(questions))
     shown = Console(
         file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False

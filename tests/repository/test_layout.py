@@ -74,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.server": {
+        "coordinator.trace",
         "coordinator.api",
         "coordinator.api.request",
         "coordinator.cluster",
@@ -88,6 +89,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.hub",
         "mtp.depth",
         "mtp.head",
+        "proto.rpc",
     }
     | TERMINAL,
     "coordinator.api": {
@@ -195,7 +197,9 @@ WIRES |= {"ssl", "starlette", "urllib", "uvicorn", "zeroconf"}
 ARRAYS = {"mlx", "mlx_lm", "numpy", "torch", "transformers"}
 
 WIRES_OF: dict[str, set[str]] = {
-    "proto.rpc": {"grpc"},
+    "proto.rpc": {"grpc", "socket"},
+    "proto.trust": {"ssl"},
+    "coordinator.trust": {"ssl"},
     "mtp.checkpoint.hub": {"httpx", "huggingface_hub"},
     "worker": {"socket"},
     "worker.fetch": {"huggingface_hub"},
