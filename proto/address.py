@@ -32,6 +32,11 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def host_of(address: str) -> str:
+    """Return the host of `address`, which `join_address` made."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a listener on `host`."""
     if host == "localhost":

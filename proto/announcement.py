@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,19 +19,28 @@ _MAX_LABEL = 63
 """Maximum bytes of an instance name (RFC 6763)."""
 
 _MAX_TEXT = 128
+_TRUST_ID = re.compile("[0-9a-f]{16}")
+"""A cluster id or node id, as in proto/trust/identity.py."""
+
 _ID_DIGITS = 8
 """Digits of the worker id in the instance name, so that two workers with one name remain distinct."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """The TXT record and the port of the SRV record. `fingerprint` is empty for a worker without a model."""
+    """The TXT record and the port of the SRV record.
+
+    `fingerprint` is empty for a worker without a model. `cluster` and `node` are those of the worker's certificate,
+    empty without one; only the handshake verifies them.
+    """
 
     worker_id: str
     name: str
     port: int
     pinned: Span | None = None
     fingerprint: str = ""
+    cluster: str = ""
+    node: str = ""
     version: int = VERSION
 
     @property
@@ -48,6 +58,8 @@ class Announcement:
             txt["layers"] = str(self.pinned)
         if self.fingerprint:
             txt["model"] = self.fingerprint[:FINGERPRINT_DIGITS]
+        if self.cluster:
+            txt["cluster"], txt["node"] = self.cluster, self.node
         return txt
 
     @classmethod
@@ -62,6 +74,9 @@ class Announcement:
         if port is None or not 0 < port < 65536:
             raise ProtocolError(f"mDNS announcement of port {port}")
         layers = _text(txt, b"layers")
+        cluster, node = _text(txt, b"cluster"), _text(txt, b"node")
+        if (cluster or node) and not (_TRUST_ID.fullmatch(cluster) and _TRUST_ID.fullmatch(node)):
+            raise ProtocolError("mDNS announcement of a malformed cluster or node")
         try:
             pinned = Span.parse(layers) if layers else None
         except SpanError as error:
@@ -72,6 +87,8 @@ class Announcement:
             port=port,
             pinned=pinned,
             fingerprint=_text(txt, b"model"),
+            cluster=cluster,
+            node=node,
             version=int(version),
         )
 

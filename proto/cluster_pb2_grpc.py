@@ -69,59 +69,85 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.StateReportRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.StateReport.FromString,
                 _registered_method=True)
+        self.ReportTrace = channel.unary_unary(
+                '/mtpcluster.v1.Worker/ReportTrace',
+                request_serializer=proto_dot_cluster__pb2.TraceRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.TraceReport.FromString,
+                _registered_method=True)
+        self.UpdateTrust = channel.unary_unary(
+                '/mtpcluster.v1.Worker/UpdateTrust',
+                request_serializer=proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.TrustReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Who this worker is and what it could do. Free of effects; needs no claim.
+        """Return the identity and the abilities of the worker. Has no effects and needs no lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Provide(self, request_iterator, context):
-        """Get weights this worker has no file of, before the Load that needs them. The coordinator offers what a stage
-        consists of; the worker says what it wants of that, part by part; then comes, for each tensor of the part, its hash,
-        and before it its bytes unless the worker reads them from a hub. What arrives is kept on the worker's disk.
+        """Give the worker the weights that it has no file of, before the Load that needs them. The coordinator offers the
+        tensors of a stage. The worker requests the missing ones, part by part. For each requested tensor the coordinator
+        sends its bytes, unless the worker reads them from a hub, then its hash. The worker keeps them on its disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Become a stage: load the span's weights, or keep them when they are loaded already. Any number of
-        `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
+        """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
+        of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request, context):
-        """Bind the loaded stage into a plan: where frames come from, where they go, what proves them genuine.
-        Sent from the last stage to the first, so that a hop's far end is ready when its near end opens.
+        """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
+        Called from the last stage to the first, so that the receiver of a hop is ready before the sender opens it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Signals(self, request_iterator, context):
-        """Urgent news both ways; one stream a coordinator, for as long as it holds the worker.
+        """Carry signals to the worker and its status back. One stream per coordinator, open for the whole lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unload(self, request, context):
-        """Forget weights, sequences and the claim. Saying it again changes nothing.
+        """Drop the weights, the sequences and the lease. A second call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportState(self, request, context):
-        """All that the worker keeps of requests: for `status`, and for tests that nothing is left of a request.
+        """Return everything that the worker holds of requests. Tests use it to check that a request leaves nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportTrace(self, request, context):
+        """Return the clock of the worker and the times at which its newest frames passed the steps of the stage. Several
+        calls without frames bound the difference of the clocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTrust(self, request, context):
+        """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
+        Secured workers only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +190,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReportState,
                     request_deserializer=proto_dot_cluster__pb2.StateReportRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.StateReport.SerializeToString,
+            ),
+            'ReportTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportTrace,
+                    request_deserializer=proto_dot_cluster__pb2.TraceRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.TraceReport.SerializeToString,
+            ),
+            'UpdateTrust': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTrust,
+                    request_deserializer=proto_dot_cluster__pb2.TrustUpdate.FromString,
+                    response_serializer=proto_dot_cluster__pb2.TrustReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +391,60 @@ class Worker:
             '/mtpcluster.v1.Worker/ReportState',
             proto_dot_cluster__pb2.StateReportRequest.SerializeToString,
             proto_dot_cluster__pb2.StateReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/ReportTrace',
+            proto_dot_cluster__pb2.TraceRequest.SerializeToString,
+            proto_dot_cluster__pb2.TraceReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTrust(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/UpdateTrust',
+            proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
+            proto_dot_cluster__pb2.TrustReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,11 +39,6 @@ class Hello:
 class Heartbeat:
     """A sign that the coordinator is alive."""
 
-    number: int
-
-    def __post_init__(self) -> None:
-        _within("heartbeat", self.number, 0, MAX_INT)
-
 
 @dataclass(frozen=True)
 class Rollback:
@@ -105,8 +100,8 @@ def to_message(signal: Signal) -> pb.Signal:
                 status_interval_ms=status_interval_ms,
             )
             return pb.Signal(epoch=signal.epoch, hello=hello)
-        case Heartbeat(number):
-            return pb.Signal(epoch=signal.epoch, heartbeat=pb.Heartbeat(number=number))
+        case Heartbeat():
+            return pb.Signal(epoch=signal.epoch, heartbeat=pb.Heartbeat())
         case Rollback(seq_id, window, accepted_length, trim):
             rollback = pb.Rollback(
                 seq_id=seq_id, window=window, accepted_length=accepted_length, trim=trim
@@ -129,7 +124,7 @@ def from_message(message: pb.Signal) -> Signal:
             check_version(hello.protocol_version)
             body = Hello(hello.coordinator.id, hello.coordinator.name, hello.status_interval_ms)
         case "heartbeat":
-            body = Heartbeat(message.heartbeat.number)
+            body = Heartbeat()
         case "rollback":
             r = message.rollback
             body = Rollback(r.seq_id, r.window, r.accepted_length, r.trim)

@@ -73,6 +73,9 @@ ALIGNMENT = 16
 MAX_HEADER_BYTES = 8 * 2**20
 """Bounds a header. It carries token ids, and 262,144 of them take 1 MB; the rest is a margin."""
 
+MAX_VOCABULARY_BYTES = 6 * 2**20
+"""Bytes. Maximum size of the packed vocabulary in a header; 250,000 tokens take about 1.4 MB."""
+
 MAX_FRAME_TOKENS = 2**18
 MAX_SEGMENTS = 1024
 MAX_OPS = 4096
@@ -91,7 +94,7 @@ _LIMITS: dict[str, Any] = {
     "max_array_len": 64,
     "max_map_len": MAX_LOGIT_BIAS,
     "max_str_len": 64,
-    "max_bin_len": 4 * MAX_FRAME_TOKENS,
+    "max_bin_len": MAX_VOCABULARY_BYTES,
     "max_ext_len": 0,
     "strict_map_key": False,
 }

@@ -14,8 +14,9 @@ from proto.wire import check_int, check_list
 class Admit:
     """The creation of an empty sequence that holds at most `capacity` tokens.
 
-    The first `prompt` tokens are the user's. Presence and frequency penalties do not count them.
-    Raises ProtocolError for a value out of range.
+    The first `prompt` tokens are the user's. Presence and frequency penalties do not count them, and grammars do not
+    read them. `vocabulary` is the tokenizer's vocabulary, packed. The first sequence of an epoch that has a grammar
+    brings it, because the last stage has no tokenizer. Raises ProtocolError for a value out of range.
     """
 
     kind: ClassVar[str] = "admit"
@@ -23,11 +24,14 @@ class Admit:
     capacity: int
     prompt: int
     params: SamplingParams = field(default_factory=SamplingParams)
+    vocabulary: bytes = b""
 
     def __post_init__(self) -> None:
         check_int(self.seq_id, "seq_id")
         check_int(self.capacity, "capacity")
         check_int(self.prompt, "prompt")
+        if not isinstance(self.vocabulary, bytes):
+            raise ProtocolError("the vocabulary of an admit is not bytes")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
     RestorePrefix.kind: (RestorePrefix, ("seq_id", "entry")),
     DropPrefix.kind: (DropPrefix, ("entry",)),
 }
-"""The class of each kind and its integer fields in wire order. The parameters of Admit follow them."""
+"""The class of each kind and its integer fields in wire order. Parameters and vocabulary of Admit follow them."""
 
 
 def op_to_wire(op: Op) -> list[Any]:
@@ -115,7 +119,7 @@ def op_to_wire(op: Op) -> list[Any]:
     _, names = _FIELDS[op.kind]
     wire: list[Any] = [op.kind, *(getattr(op, name) for name in names)]
     if isinstance(op, Admit):
-        wire.append(op.params.to_wire())
+        wire += [op.params.to_wire(), op.vocabulary]
     return wire
 
 
@@ -126,9 +130,10 @@ def op_from_wire(wire: Any) -> Op:
         raise ProtocolError("operation of an unknown kind")
     op, names = _FIELDS[kind]
     arguments: list[Any] = list(values)
-    if op is Admit and arguments:
-        arguments[-1] = SamplingParams.from_wire(arguments[-1])
-        names = (*names, "params")
+    if op is Admit:
+        names = (*names, "params", "vocabulary")
+        if len(arguments) == len(names):
+            arguments[-2] = SamplingParams.from_wire(arguments[-2])
     if len(arguments) != len(names):
         raise ProtocolError(f"{kind} takes {len(names)} values, got {len(arguments)}")
     return op(*arguments)

@@ -12,6 +12,9 @@ Acceptance = Literal["coupled", "ratio"]
 MAX_LOGPROBS = 20
 """Maximum alternatives reported for each token: the limit that OpenAI's API documents."""
 
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Bytes. Maximum size of a request's grammar, which travels to the last stage; schemas of agents take a few KB."""
+
 MAX_LOGIT_BIAS = 1024
 """Maximum entries in the logit_bias of a request. The last stage applies every entry to every token."""
 
@@ -43,6 +46,8 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     acceptance: Acceptance = "coupled"
+    grammar: bytes = b""
+    grammar_start: int | None = None
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 100.0)
@@ -63,6 +68,13 @@ class SamplingParams:
             raise RequestError(
                 f"acceptance {self.acceptance!r}: choose coupled or ratio", param="acceptance"
             )
+        if len(self.grammar) > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"grammar: {len(self.grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller schema.",
+                param="grammar",
+            )
+        if self.grammar_start is not None:
+            _within("grammar_start", self.grammar_start, 0, 2**32 - 1, whole=True)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries, which exceeds the limit of {MAX_LOGIT_BIAS}",

@@ -13,7 +13,6 @@ import typer
 from proto.address import parse_address
 from proto.span import Span
 from proto.terminal import console
-from proto.terminal.listen import check_exposure
 from proto.terminal.logs import LogFormat, LogLevel, configure
 from proto.terminal.size import parse_size
 from worker.node.options import DEFAULT_PORT, WorkerOptions
@@ -31,6 +30,7 @@ app = typer.Typer(
 
 
 def show_version(asked: bool) -> None:
+    """Print the versions and exit if the user asked for them."""
     if asked:
         typer.echo(console.version_line(PROGRAM))
         raise typer.Exit
@@ -78,12 +78,25 @@ def worker(
     ] = False,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Where to remember, between runs, the port chosen by --listen HOST:0."),
+        typer.Option(
+            help="Directory of this machine's certificate and of the port chosen by --listen HOST:0. The certificate "
+            "has a default directory, or MTP_STATE_DIR."
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            envvar="MTP_JOIN_TOKEN",
+            help="Join the cluster that made this token. Later starts need no token. Other users of this machine "
+            "can see the flag in the process list, but not the variable.",
+        ),
     ] = None,
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", help="Allow --listen on a network, unencrypted and open to all."
+            "--insecure",
+            help="Accept any coordinator on the network, unencrypted. Anyone who reaches the port can use this worker.",
         ),
     ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
@@ -99,14 +112,13 @@ def worker(
 ) -> None:
     """Hold some of a model's layers and run them for a coordinator.
 
-    Start one on each machine, then `mtp-coord serve` on one of them. Ends on Ctrl-C or SIGTERM, after the
-    coordinator has planned without it.
+    Start one on each machine, then `mtp-coord serve` on one of them. On Ctrl-C or SIGTERM the worker waits until the
+    coordinator has planned without it, and ends.
     """
     configure(log_level, log_format)
     span = Span.parse(layers) if layers is not None else None
     host, port = parse_address("--listen", listen, DEFAULT_PORT)
-    check_exposure("--listen", host, insecure=insecure)
-    # What follows imports MLX, which --help and a wrong flag need not wait for.
+    # These modules import MLX, which --help and a wrong flag do not need.
     from mtp.checkpoint.hub.resolve import find_model
     from worker.engine.hardware import default_memory_limit
     from worker.node.process import run
@@ -114,7 +126,7 @@ def worker(
     own = find_model(model) if model is not None else None
     if model is not None and own is None:
         log.info(
-            "the model is not on this machine: a coordinator that serves it has its layers fetched",
+            "the model is not on this machine. Its layers will be fetched when a coordinator serves it",
             extra={"model": model},
         )
     options = WorkerOptions(
@@ -128,6 +140,8 @@ def worker(
         state_dir=state_dir,
         wired=not no_wired_memory,
         awake=not allow_sleep,
+        insecure=insecure,
+        join=join,
     )
     asyncio.run(run(options))
 

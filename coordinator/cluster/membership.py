@@ -25,10 +25,11 @@ from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import View
 from coordinator.workers.client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
+from coordinator.workers.connection import connect_worker
 from coordinator.workers.describe import node_of
 from coordinator.workers.discovery import Candidate, Discovery
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, DeadlineError, WorkerLostError
+from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,12 @@ class Membership:
         except ClusterError as error:
             self._record_loss(address, error)
 
+    def drop_removed_nodes(self, removed: frozenset[str]) -> None:
+        """Record every watched worker whose node id is in `removed` as lost."""
+        for address, client in tuple(self.clients.items()):
+            if client.node in removed:
+                self._record_loss(address, AccessError("was removed from the cluster"))
+
     # ---- finding
 
     async def _run_ticks(self, time_passed: Callable[[], TimePassed]) -> None:
@@ -125,19 +132,16 @@ class Membership:
     async def _describe_candidate(self, candidate: Candidate) -> None:
         """Admit the worker at the first address of `candidate` that answers with the announced worker id."""
         for address in candidate.addresses:
-            client = WorkerClient(address, self.options.me)
             try:
-                info = await client.describe(self.model.ref)
+                client, info = await connect_worker(
+                    self.options.policy, candidate, address, self.options.me, self.model.ref
+                )
             except ClusterError as error:
-                await client.close()
                 self._record_silence(candidate, address, error)
                 continue
             self._last_errors.pop(address, None)
-            said = candidate.announcement
-            if said is None or said.worker_id == info.worker_id:
-                await self._admit_worker(address, client, info)
-                break
-            await client.close()
+            await self._admit_worker(address, client, info)
+            break
         self._described_at[candidate.id] = self._clock()
 
     def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
@@ -186,7 +190,7 @@ class Membership:
         if info.model and info.fingerprint != self.model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
             return f"has another checkpoint ({info.model}, fingerprint {theirs})"
-        if not info.fingerprint and not self.model.provider.able:
+        if not info.fingerprint and not self.model.provider.can_provide:
             return "has no copy of the model. Start it with --model, or serve with --share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
             return "is leaving"

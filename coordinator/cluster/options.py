@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.cluster.view import Settings
+from coordinator.workers.connection import ConnectionPolicy
 from proto import cluster_pb2 as pb
 
 
@@ -13,7 +14,8 @@ class ManagerOptions:
     """Options of one ClusterManager.
 
     `addresses` are always tried as workers; `mdns` looks for more. A worker is lost after `failure_timeout` seconds of
-    silence, of a hop that takes no frame, or of an engine that makes no progress.
+    silence, of a hop that takes no frame, or of an engine that makes no progress. `policy` decides which workers the
+    coordinator connects to.
     """
 
     me: pb.Coordinator
@@ -21,3 +23,4 @@ class ManagerOptions:
     addresses: tuple[str, ...] = ()
     mdns: bool = False
     failure_timeout: float = 3.0
+    policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)

@@ -126,7 +126,7 @@ class PlanStart:
 
         try:
             if not self._members[stage.node].has_files:
-                await self._model.provider.give(worker, request, on_progress)
+                await self._model.provider.provide_weights(worker, request, on_progress)
             result = await worker.load(request, on_progress)
             if stage.last:
                 self.has_mtp = result.has_mtp

@@ -22,8 +22,10 @@ from coordinator.generation.sequence import Sequence
 from coordinator.generation.snapshot import LoopSnapshot, RequestSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
 from coordinator.status.frame_history import FrameHistory
+from coordinator.trace.process_trace import COORDINATOR, ProcessTrace
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
+from proto.frame_stamps import CoordinatorStep, FrameStamps
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,15 @@ class GenerationLoop:
             prefix_bytes=scheduler.prefixes.nbytes,
         )
 
+    async def collect_trace(self, seconds: float) -> list[ProcessTrace]:
+        """Return the traces of all processes of the plan over the last `seconds`.
+
+        Raises NotReadyError if no plan serves, and WorkerLostError if a worker does not answer.
+        """
+        if self.pipeline is None:
+            raise NotReadyError("no plan is serving yet. Try again later")
+        return await self.pipeline.collect_trace(time.monotonic_ns() - int(seconds * 1e9))
+
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
@@ -160,16 +171,22 @@ class GenerationLoop:
         now = self.clock()
         sent_at = self.scheduler.in_flight[0].sent_at if self.scheduler.in_flight else now
         outcome = self.scheduler.apply_outcomes(frame, now)
+        assert self.pipeline is not None
+        stamps = self.pipeline.stamps.find_frame(frame.epoch, frame.number)
+        stamps = stamps or FrameStamps(COORDINATOR, CoordinatorStep)
+        stamps.mark(CoordinatorStep.APPLIED)
         self._failures = 0
         # The stages come first: they idle until the next frame, and an event to a client costs as much as a hop.
         try:
             self._broadcast_rollbacks(outcome)
             self._send_frames()
+            stamps.mark(CoordinatorStep.SENT_NEXT)
             self.meter.record_frame(frame, outcome, now)
             record_frame(self.frames, frame, sent_at, now)
             log_frame(frame)
         finally:  # the scheduler has applied these outcomes and will not return them again
             self._deliver_events(outcome)
+            stamps.mark(CoordinatorStep.DELIVERED)
         self._log_rebuilt()
         if not self.scheduler.in_flight and log.isEnabledFor(logging.DEBUG):
             self.scheduler.check()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
+from coordinator.trace.process_trace import ProcessTrace
 from proto import cluster_pb2 as pb
 from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
+from proto.frame_stamps import StampRing
 
 
 class Pipeline(Protocol):
@@ -23,6 +25,8 @@ class Pipeline(Protocol):
     capacity: Capacity
     suspect: str | None
     """After a failure, the address of the worker to exclude if all workers turn out to be alive."""
+    stamps: StampRing
+    """The coordinator's stamps of the newest frames."""
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
@@ -45,6 +49,10 @@ class Pipeline(Protocol):
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Use the status of a worker of this plan to detect frames that do not move."""
+        ...
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the coordinator and of all stages since `since_ns` in the coordinator's clock."""
         ...
 
     def fail(self, error: ClusterError) -> None:

@@ -20,12 +20,14 @@ from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, whole_model_capacity
 from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
+from coordinator.trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
+from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
 from proto.progress import OnProgress
 from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
@@ -133,6 +135,8 @@ class LocalPipeline:
         self._memory_limit = default_memory_limit() - reserved
         self.suspect: str | None = None
         """Always None: no worker takes part."""
+        self.stamps = StampRing()
+        self._stage_stamps = StampRing()
         self._cache_trimmer = CacheTrimmer()
         self.thread = EngineThread()
         self.thread.on_idle = self._cache_trimmer.clear_if_idle
@@ -189,9 +193,13 @@ class LocalPipeline:
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame for the engine thread."""
-        self.thread.submit(partial(self._process, frame))
+        own = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
+        stamps = [self._stage_stamps.add_frame(i, StageStep) for i in range(self.stages)]
+        for one in (own, *stamps):
+            one.name_frame(frame.epoch, frame.number, frame.rows)
+        self.thread.submit(partial(self._process, frame, own, stamps))
 
-    def _process(self, frame: Frame) -> None:
+    def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
         """Run a frame on the engine thread."""
         if not self._engines:
             return  # an earlier frame has failed
@@ -199,7 +207,7 @@ class LocalPipeline:
         self.thread.expect(self._deadline_estimate.seconds(frame))
         result: Frame | ClusterError
         try:
-            result = self._chain(frame)
+            result = self._chain(frame, stamps)
         except Exception as error:
             self._engines = []
             if not isinstance(error, ClusterError):
@@ -211,13 +219,18 @@ class LocalPipeline:
         else:
             self._deadline_estimate.observe(frame, time.monotonic() - started)
         # Outside `except`, because the error there refers to the engine until the block ends.
-        self.thread.post(self._outbox.put_nowait, result)
+        self.thread.post(self._queue_result, result, own)
         self._cache_trimmer.record_frame(frame)
 
-    def _chain(self, frame: Frame) -> Frame:
+    def _queue_result(self, result: Frame | ClusterError, own: FrameStamps) -> None:
+        own.mark(CoordinatorStep.RECEIVED)
+        self._outbox.put_nowait(result)
+
+    def _chain(self, frame: Frame, stamps: list[FrameStamps]) -> Frame:
         """Run a frame through every stage. A failure leaves no reference to an engine in its caller."""
-        for engine in self._engines:
-            frame = engine.process(frame)
+        for engine, one in zip(self._engines, stamps, strict=True):
+            one.mark(StageStep.STARTED)
+            frame = engine.process(frame, one)
         return frame
 
     async def receive_frame(self) -> Frame:
@@ -233,6 +246,18 @@ class LocalPipeline:
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Do nothing, for the same reason."""
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the event loop and of the stages in this process. See Pipeline."""
+        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        stamps = self._stage_stamps.since(since_ns)
+        return [
+            own,
+            *(
+                process_trace(f"stage {i}", i, [one for one in stamps if one.stage == i])
+                for i in range(self.stages)
+            ),
+        ]
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""

@@ -7,20 +7,25 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
 
 from coordinator.pipeline.stall_detector import StallDetector
 from coordinator.planning.capacity import Capacity
+from coordinator.trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.control import Cancel, Rollback, Signal
 from proto.errors import ClusterError, DeadlineError, StaleEpochError, WorkerLostError
 from proto.frame import Frame, decode, encode
-from proto.rpc.data_plane import CHANNEL_OPTIONS, RESULTS, TOKEN_BYTES, StreamBinding
+from proto.frame_stamps import CoordinatorStep, StampRing
+from proto.rpc.channels import open_channel
+from proto.rpc.data_plane import RESULTS, TOKEN_BYTES, StreamBinding
 from proto.rpc.link import Link
 from proto.rpc.status_codes import from_status
+from proto.trust.identity import Role
 
 CLOSE_SECONDS = 5.0
 """Seconds. Maximum wait for open calls to end. The next plan starts after it."""
@@ -45,6 +50,7 @@ class RemotePipeline:
         self.clock = clock
         self.suspect: str | None = None
         self.stall_detector = StallDetector(self.stages)
+        self.stamps = StampRing()
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._failure: ClusterError | None = None
@@ -70,16 +76,23 @@ class RemotePipeline:
                     next_worker_id="" if last else worker_ids[stage + 1],
                     plan_token=self._token,
                     hop_timeout_ms=int(self.hop_timeout * 1000),
+                    previous_node="" if stage == 0 else self.workers[stage - 1].node,
+                    next_node="" if last else self.workers[stage + 1].node,
                 )
             )
         self.suspect = self.workers[0].address
-        self._channel = grpc.aio.insecure_channel(self.workers[-1].address, options=CHANNEL_OPTIONS)
+        last_worker = self.workers[-1]
+        self._channel = open_channel(
+            last_worker.address, last_worker.trust, Role.WORKER, last_worker.node
+        )
         self._reader = asyncio.create_task(self._read(self._binding(self.stages - 1)))
         self._link = Link(
             self.workers[0].address,
             self._binding(0),
             timeout=self.hop_timeout,
             on_failure=lambda error: self._fail(error, self.workers[0].address),
+            trust=self.workers[0].trust,
+            node=self.workers[0].node,
         )
         await self._link.open()
         self.suspect = None
@@ -91,7 +104,11 @@ class RemotePipeline:
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame for stage 0. See Pipeline."""
-        self._link.send(encode(frame))
+        stamps = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
+        stamps.name_frame(frame.epoch, frame.number, frame.rows)
+        data = encode(frame)
+        stamps.mark(CoordinatorStep.ENCODED)
+        self._link.send(data, partial(stamps.mark, CoordinatorStep.WRITTEN))
         self.stall_detector.record_sent(self.clock())
 
     async def receive_frame(self) -> Frame:
@@ -138,7 +155,7 @@ class RemotePipeline:
         call = method(b"", metadata=binding.to_metadata())
         try:
             async for data in call:
-                self._queue_result(decode(data))
+                self._queue_result(data)
             self._fail(WorkerLostError(f"{address} ended its results"), address)
         except grpc.aio.AioRpcError as error:
             details, trailing = error.details(), error.trailing_metadata()
@@ -146,11 +163,27 @@ class RemotePipeline:
         except ClusterError as error:
             self._fail(error, address)
 
-    def _queue_result(self, frame: Frame) -> None:
+    def _queue_result(self, data: bytes) -> None:
+        received_ns = time.monotonic_ns()
+        frame = decode(data)
+        if stamps := self.stamps.find_frame(frame.epoch, frame.number):
+            stamps.times[CoordinatorStep.RECEIVED] = received_ns
+            stamps.mark(CoordinatorStep.DECODED)
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
         self.stall_detector.record_returned(self.clock())
         self._results.put_nowait(frame)
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the coordinator and of all workers. See Pipeline."""
+        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        found = await asyncio.gather(
+            *(
+                worker.collect_trace(stage, self.epoch, since_ns)
+                for stage, worker in enumerate(self.workers)
+            )
+        )
+        return [own, *found]
 
     # ---- signals
 
@@ -164,7 +197,7 @@ class RemotePipeline:
 
     def _broadcast(self, signal: Signal) -> None:
         for worker in self.workers:
-            worker.signal(signal)
+            worker.send_signal(signal)
 
     async def close(self) -> None:
         """Close the streams. Both the source and the loop may call it, in any order."""

@@ -1,10 +1,9 @@
-"""One worker as the coordinator calls it: control calls with deadlines, and the Signals stream both ways."""
+"""The coordinator's client of one worker: control calls with deadlines, and the Signals stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -13,65 +12,83 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from coordinator.trace.process_trace import FrameTimes, ProcessTrace, RoundTrip, align_clocks
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Heartbeat, Hello, Signal, check_version, to_message
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
 from proto.progress import OnProgress
-from proto.rpc.data_plane import CHANNEL_OPTIONS
+from proto.rpc.channels import open_channel
 from proto.rpc.status_codes import from_status
+from proto.trust.identity import Role
+from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DESCRIBE_SECONDS = 30.0
-"""A first Describe computes the fingerprint of a large checkpoint on a cold disk."""
+"""Seconds. Bounds a Describe: the first one computes the fingerprint of a large checkpoint on a cold disk."""
 
 CONTROL_SECONDS = 15.0
+"""Seconds. Bounds the other unary calls."""
+
 LOAD_SILENCE_SECONDS = 120.0
-"""A load that reports no progress for so long is stuck: one part of a large model on a slow disk takes seconds."""
+"""Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
 
 STATUSES_PER_TIMEOUT = 6
-"""Pulses asked for within one failure timeout: a few may be late without a false alarm."""
+"""Status messages per failure timeout. A few may be late without a false alarm."""
 
 NOTICE_SHARE = 2 / 3
-"""Of the failure timeout: how long nothing may move by the word of a worker, which comes up to a pulse later."""
+"""Share of the failure timeout for which frames may stand still. A status message arrives one interval later."""
 
 CLOSE_SECONDS = 1.0
-"""Longest wait for a stream to end, once it is told to."""
+"""Seconds. Maximum wait for a cancelled stream to end."""
+
+CLOCK_ROUND_TRIPS = 16
+"""Round trips that align a worker's clock. The error is half of the shortest, 0.2 ms on an idle local network."""
 
 LATE_SECONDS = 0.2
-"""A timer that goes off so late tells of this process, not of the worker it was set for."""
+"""Seconds. A timer that fires later than this shows a busy coordinator, not a silent worker."""
 
 
 class WorkerClient:
-    """Calls to the worker at `address`. Errors are those of proto/errors.py, naming the worker."""
+    """The calls to the worker at `address`. Errors are those of proto/errors.py and name the worker.
 
-    def __init__(self, address: str, me: pb.Coordinator) -> None:
+    With `trust` the client connects only to a worker of the coordinator's cluster and, if `node` is given, only to
+    the worker with that node id.
+    """
+
+    def __init__(
+        self, address: str, me: pb.Coordinator, trust: NodeTrust | None = None, node: str = ""
+    ) -> None:
         self.address = address
         self.me = me
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.trust = trust
+        self.node = node
+        self._channel = open_channel(address, trust, Role.WORKER, node)
         self._stub = pb_grpc.WorkerStub(self._channel)
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.worker_status: pb.WorkerStatus | None = None
-        self.pulse_at = 0.0
 
     # ---- control
 
     async def describe(
         self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
     ) -> pb.WorkerInfo:
-        """Raises VersionError for a worker of another release, WorkerLostError when nobody answers."""
+        """Return the worker's description.
+
+        Raises VersionError for a worker of another release, and WorkerLostError when the worker is unreachable.
+        """
         request = pb.DescribeRequest(protocol_version=VERSION, coordinator=self.me, model=model)
         info: pb.WorkerInfo = await self._call(self._stub.Describe(request, timeout=timeout))
         check_version(info.protocol_version)
         return info
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
-        """Have the worker load a stage; `on_progress(done, total)` in bytes."""
+        """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""
         stream = self._stub.Load(request)
         try:
             while True:
@@ -97,13 +114,13 @@ class WorkerClient:
         answer: Callable[[pb.WantedTensors], AsyncIterator[pb.Weights]],
         on_progress: OnProgress,
     ) -> None:
-        """Have the worker get what it lacks of `offer`; `answer` gives the messages for what it wants."""
+        """Give the worker the tensors of `offer` that it lacks. `answer` yields the messages for a request."""
         call = self._stub.Provide()
         outgoing: asyncio.Queue[AsyncIterator[pb.Weights]] = asyncio.Queue()
         outgoing.put_nowait(_only(pb.Weights(offer=offer)))
         tasks = [
             asyncio.create_task(
-                self._hear_provided(call, lambda w: outgoing.put_nowait(answer(w)), on_progress)
+                self._read_replies(call, lambda w: outgoing.put_nowait(answer(w)), on_progress)
             ),
             asyncio.create_task(_write_all(call, outgoing)),
         ]
@@ -111,34 +128,34 @@ class WorkerClient:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except asyncio.InvalidStateError:  # written to a call that is over
-            raise self._lost_amid_weights() from None
+        except asyncio.InvalidStateError:  # a write to an ended call
+            raise self._lost_during_transfer() from None
         except grpc.aio.AioRpcError as error:
-            lost = error.code() is grpc.StatusCode.INTERNAL  # what gRPC says of a failed write
-            raise (self._lost_amid_weights() if lost else self._translate(error)) from error
+            lost = error.code() is grpc.StatusCode.INTERNAL  # gRPC's code for a failed write
+            raise (self._lost_during_transfer() if lost else self._translate(error)) from error
         finally:
             for task in tasks:
                 task.cancel()
             call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear_provided(
+    async def _read_replies(
         self,
-        call: Any,
+        call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
         on_wanted: Callable[[pb.WantedTensors], None],
         on_progress: OnProgress,
     ) -> None:
-        """Read a worker's replies until it has all; raises what it refuses for, and DeadlineError when it is silent."""
+        """Read replies until the worker has all tensors. Raises its refusal, and DeadlineError when it is silent."""
         while True:
             try:
                 async with asyncio.timeout(LOAD_SILENCE_SECONDS):
                     reply = await call.read()
             except TimeoutError:
                 raise DeadlineError(
-                    f"{self.address} took no weights for {LOAD_SILENCE_SECONDS:g} s"
+                    f"{self.address} accepted no weights for {LOAD_SILENCE_SECONDS:g} s"
                 ) from None
             if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
-                raise self._lost_amid_weights()
+                raise self._lost_during_transfer()
             match reply.WhichOneof("body"):
                 case "wanted":
                     on_wanted(reply.wanted)
@@ -152,20 +169,61 @@ class WorkerClient:
                 case _:
                     return
 
-    def _lost_amid_weights(self) -> WorkerLostError:
-        return WorkerLostError(f"{self.address} is lost, in the middle of its weights")
+    def _lost_during_transfer(self) -> WorkerLostError:
+        return WorkerLostError(
+            f"{self.address} is lost: the connection ended during the transfer of weights"
+        )
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+        """Bind the worker's stage into a plan."""
         reply: pb.ConnectReply = await self._call(
             self._stub.Connect(request, timeout=CONTROL_SECONDS)
         )
         return reply
 
+    async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
+        """Install the cluster's authorities, removed nodes and, if given, a new certificate on the worker."""
+        reply: pb.TrustReply = await self._call(
+            self._stub.UpdateTrust(request, timeout=CONTROL_SECONDS)
+        )
+        return reply
+
     async def unload(self, epoch: int) -> None:
+        """Make the worker drop its stage and its lease."""
         request = pb.UnloadRequest(coordinator=self.me, epoch=epoch)
         await self._call(self._stub.Unload(request, timeout=CONTROL_SECONDS))
 
+    async def collect_trace(self, stage: int, epoch: int, since_ns: int) -> ProcessTrace:
+        """Return the worker's stamps of the frames of `epoch` since `since_ns`, in the coordinator's clock."""
+        trips = []
+        for _ in range(CLOCK_ROUND_TRIPS):
+            sent = time.monotonic_ns()
+            reply = await self._report_trace(pb.TraceRequest(coordinator=self.me))
+            trips.append(RoundTrip(sent, reply.now_ns, time.monotonic_ns()))
+        clock = align_clocks(trips)
+        since = max(0, since_ns + clock.offset_ns)
+        request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
+        reply = await self._report_trace(request)
+        frames = tuple(
+            FrameTimes(
+                one.epoch,
+                one.number,
+                one.rows,
+                tuple(moment - clock.offset_ns if moment else 0 for moment in one.times_ns),
+            )
+            for one in reply.frames
+            if one.epoch == epoch
+        )
+        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
+
+    async def _report_trace(self, request: pb.TraceRequest) -> pb.TraceReport:
+        reply: pb.TraceReport = await self._call(
+            self._stub.ReportTrace(request, timeout=CONTROL_SECONDS)
+        )
+        return reply
+
     async def report_state(self) -> pb.StateReport:
+        """Return what the worker holds of requests."""
         request = pb.StateReportRequest(coordinator=self.me)
         reply: pb.StateReport = await self._call(
             self._stub.ReportState(request, timeout=CONTROL_SECONDS)
@@ -180,30 +238,33 @@ class WorkerClient:
         on_status: Callable[[pb.WorkerStatus], None],
         on_lost: Callable[[ClusterError], None],
     ) -> None:
-        """Open the Signals stream: beat, and hear pulses. `on_lost` is called once, when it ends or falls silent."""
+        """Open the Signals stream, send heartbeats and read statuses. Call `on_lost` once, when the stream fails."""
         interval = failure_timeout / STATUSES_PER_TIMEOUT
         self._tasks = [
-            asyncio.create_task(self._hear(failure_timeout, interval, on_status, on_lost)),
-            asyncio.create_task(self._beat(interval)),
+            asyncio.create_task(self._read_statuses(failure_timeout, interval, on_status, on_lost)),
+            asyncio.create_task(self._send_heartbeats(interval)),
         ]
 
-    def signal(self, signal: Signal) -> None:
+    def send_signal(self, signal: Signal) -> None:
+        """Queue a signal for the worker."""
         self._signals.put_nowait(to_message(signal))
 
-    async def _speak(self, call: Any, interval: float) -> None:
-        """Write signals for as long as the call lives; whoever reads it notices its end."""
+    async def _write_signals(
+        self, call: grpc.aio.StreamStreamCall[pb.Signal, pb.WorkerStatus], interval: float
+    ) -> None:
+        """Write signals until the call ends. The reader of the call reports the end."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = Hello(self.me.id, self.me.name, int(interval * 1000))
             await call.write(to_message(Signal(0, hello)))
             while True:
                 await call.write(await self._signals.get())
 
-    async def _beat(self, interval: float) -> None:
-        for number in itertools.count(1):
-            self.signal(Signal(0, Heartbeat(number)))
+    async def _send_heartbeats(self, interval: float) -> None:
+        while True:
+            self.send_signal(Signal(0, Heartbeat()))
             await asyncio.sleep(interval)
 
-    async def _hear(
+    async def _read_statuses(
         self,
         failure_timeout: float,
         interval: float,
@@ -211,13 +272,13 @@ class WorkerClient:
         on_lost: Callable[[ClusterError], None],
     ) -> None:
         call = self._stub.Signals()
-        speaking = asyncio.create_task(self._speak(call, interval))
+        writing = asyncio.create_task(self._write_signals(call, interval))
         try:
             while True:
                 worker_status = await _in_time(call.read(), failure_timeout)
                 if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
                     raise WorkerLostError(f"{self.address} closed its signal stream")
-                self.worker_status, self.pulse_at = worker_status, time.monotonic()
+                self.worker_status = worker_status
                 on_status(worker_status)
         except TimeoutError:
             on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
@@ -226,10 +287,11 @@ class WorkerClient:
         except ClusterError as error:
             on_lost(error)
         finally:
-            speaking.cancel()
+            writing.cancel()
             call.cancel()
 
     async def close(self) -> None:
+        """End the Signals stream and close the connection."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -242,16 +304,16 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
 
-    def _translate(self, error: Any) -> ClusterError:
+    def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
         return from_status(
             error.code().name, error.details(), error.trailing_metadata(), self.address
         )
 
 
 async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
-    """What a read gives. Raises TimeoutError when nothing came in `seconds` during which this loop would have seen it.
+    """Return the result of `reading`. Raises TimeoutError after `seconds` in which the event loop was responsive.
 
-    A loop that was held up itself, by a busy machine, looks once more before it believes that others were silent.
+    A busy machine may delay the loop itself. The function then waits once more for as long as the loop was late.
     """
     task = asyncio.create_task(reading)
     try:
@@ -270,8 +332,11 @@ async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:
     yield message
 
 
-async def _write_all(call: Any, outgoing: asyncio.Queue[AsyncIterator[pb.Weights]]) -> None:
-    """Write the messages of one iterator after another; ends only with an error."""
+async def _write_all(
+    call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
+    outgoing: asyncio.Queue[AsyncIterator[pb.Weights]],
+) -> None:
+    """Write the messages of one iterator after another. Only an error ends it."""
     while True:
         async for message in await outgoing.get():
             await call.write(message)

@@ -1,4 +1,4 @@
-"""Asks workers who they are, once, for commands that look and do not serve."""
+"""One Describe call to each candidate, for commands that show the workers and do not serve."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import NodeSpec
-from coordinator.workers.client import WorkerClient
+from coordinator.workers.connection import ConnectionPolicy, connect_worker
 from coordinator.workers.discovery import Candidate
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
 from proto.span import Span
 
 ASK_SECONDS = 10.0
-"""For one answer; a worker that looks a large checkpoint up on a cold disk takes seconds."""
+"""Seconds. Bounds one reply: the fingerprint of a large checkpoint on a cold disk takes seconds."""
 
 
 @dataclass(frozen=True)
 class DescribeResult:
-    """What became of one candidate: a node to plan with, or the reason why not."""
+    """The result for one candidate: a node to plan with, or the reason why it cannot be used."""
 
     address: str
     worker_id: str = ""
@@ -28,42 +28,46 @@ class DescribeResult:
     reason: str = ""
 
 
-async def ask_all(
-    candidates: Sequence[Candidate], model: pb.ModelRef, me: pb.Coordinator
+async def describe_all(
+    candidates: Sequence[Candidate],
+    model: pb.ModelRef,
+    me: pb.Coordinator,
+    policy: ConnectionPolicy,
 ) -> list[DescribeResult]:
-    """One answer a worker, in the order of `candidates`; those who are the same worker answer once."""
-    answers = await asyncio.gather(*(_ask_one(c, model, me) for c in candidates))
+    """Return one result per worker, in the order of `candidates`. Candidates that are one worker are merged."""
+    results = await asyncio.gather(*(_describe(c, model, me, policy) for c in candidates))
     found: dict[str, DescribeResult] = {}
-    for answer in answers:
-        found.setdefault(answer.worker_id or answer.address, answer)
+    for result in results:
+        found.setdefault(result.worker_id or result.address, result)
     return list(found.values())
 
 
 def node_of(info: pb.WorkerInfo) -> NodeSpec:
-    """A worker as the planner sees it. One that has measured nothing has the speed of most."""
+    """Return a worker as the planner needs it. A worker that has not measured its speed has the speed 1."""
     pinned = Span(info.pinned.start, info.pinned.end) if info.HasField("pinned") else None
     speed = info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0
     return NodeSpec(info.name, info.hardware.memory_limit, speed, pinned)
 
 
-async def _ask_one(candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator) -> DescribeResult:
-    """Ask a candidate at its addresses, one after another, until the worker meant answers."""
-    announced = candidate.announcement
-    answer = DescribeResult(candidate.addresses[0], reason="does not answer")
+async def _describe(
+    candidate: Candidate, model: pb.ModelRef, me: pb.Coordinator, policy: ConnectionPolicy
+) -> DescribeResult:
+    """Call Describe at the candidate's addresses, one after another, until the announced worker replies."""
+    result = DescribeResult(candidate.addresses[0], reason="does not answer")
     for address in candidate.addresses:
-        client = WorkerClient(address, me)
         try:
-            info = await client.describe(model, timeout=ASK_SECONDS)
-            if announced is None or announced.worker_id == info.worker_id:
-                return _judge(address, info, model)
+            client, info = await connect_worker(
+                policy, candidate, address, me, model, timeout=ASK_SECONDS
+            )
         except ClusterError as error:
-            answer = DescribeResult(candidate.addresses[0], reason=str(error))
-        finally:
-            await client.close()
-    return answer
+            result = DescribeResult(candidate.addresses[0], reason=str(error))
+            continue
+        await client.close()
+        return _result(address, info, model)
+    return result
 
 
-def _judge(address: str, info: pb.WorkerInfo, model: pb.ModelRef) -> DescribeResult:
+def _result(address: str, info: pb.WorkerInfo, model: pb.ModelRef) -> DescribeResult:
     reason = ""
     if info.fingerprint and info.fingerprint != model.fingerprint:
         reason = f"{info.name} has another checkpoint ({info.model or 'of the same name'})"

@@ -1,4 +1,4 @@
-"""Finds workers by mDNS, beside those the user names. All of it hearsay: Describe before trust."""
+"""The discovery of workers by mDNS and by the addresses that the user names. Its results are untrusted."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from proto.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 3.0
-"""Longest wait for the address and TXT record of a worker whose name was heard."""
+"""Seconds. Maximum wait for the address and the TXT record of an announced worker."""
 
 RESCAN_SECONDS = 5.0
-"""How often the network interfaces are looked at again, and multicast is tried again where it failed."""
+"""Seconds between two scans of the network interfaces, and between two attempts after multicast failed."""
 
 CLOSE_SECONDS = 3.0
 MAX_CANDIDATES = 256
-"""More workers than any cluster has; a network that names more is lying."""
+"""Bounds the candidates, against a network that announces arbitrarily many workers. No cluster is as large."""
 
 MAX_ADDRESSES = 16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Where a worker may be. `id` names the source: the mDNS instance, or the address itself.
+    """The possible addresses of one worker. `id` is the mDNS instance, or the address that the user named.
 
-    `addresses` are host:port, the likeliest first. All are said to be one worker's:
-    the one whose Describe bears `announcement.worker_id` is it. `announcement` is None for a worker
-    the user named.
+    `addresses` are host:port, the most likely first. The address whose Describe returns `announcement.worker_id`
+    is the worker's. `announcement` is None for an address that the user named.
     """
 
     id: str
@@ -50,14 +49,20 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """The announced name, or the address."""
         return self.announcement.name if self.announcement else self.addresses[0]
+
+    @property
+    def node(self) -> str:
+        """The announced node id, which only a handshake verifies; empty if unknown."""
+        return self.announcement.node if self.announcement else ""
 
 
 class Discovery:
-    """`async with Discovery(...) as discovery:` keeps `discovery.candidates()` up to date.
+    """The current candidates. `async with Discovery(...) as discovery:` keeps `discovery.candidates()` up to date.
 
-    Addresses in `static` are candidates from the start and are never lost; what mDNS says of them too is
-    left out. Raises UsageError for a malformed one. Where multicast cannot be had, one warning says so.
+    The addresses in `static` are always candidates, and mDNS records for them are ignored. Raises UsageError for a
+    malformed address. If multicast is unavailable, one warning says so.
     """
 
     def __init__(self, static: Sequence[str] = (), *, mdns: bool = True) -> None:
@@ -71,7 +76,7 @@ class Discovery:
 
     async def __aenter__(self) -> Self:
         for address in self._static:
-            self._note(Candidate(address, (address,)))
+            self._add_candidate(Candidate(address, (address,)))
         if self._mdns:
             self._browser = asyncio.create_task(self._browse(), name="mdns browser")
         return self
@@ -84,35 +89,37 @@ class Discovery:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception():
-                log.error("looking for workers failed", exc_info=task.exception())
+                log.error("discovery failed", exc_info=task.exception())
 
     def candidates(self) -> list[Candidate]:
-        """Those known now, first found first. Who said goodbye, or was not heard for a minute, is not among them, and
-        may be alive all the same."""
+        """Return the current candidates in the order of their discovery.
+
+        A worker whose announcement ended or expired is not a candidate, although it may still run.
+        """
         return list(self._known.values())
 
     # ---- mDNS
 
     async def _browse(self) -> None:
-        """Browse, starting over when multicast fails, until cancelled."""
+        """Browse until cancelled. Start again when multicast fails."""
         warned = False
         while True:
             try:
-                async with _browsing(self._heard) as zeroconf:
+                async with _browsing(self._on_change) as zeroconf:
                     while True:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
             except (OSError, ZeroconfError) as error:
                 if not warned:
                     log.warning(
-                        "mDNS is not to be had: name workers with --worker HOST:PORT",
+                        "mDNS is unavailable. Name workers with --worker HOST:PORT",
                         extra={"error": f"{type(error).__name__}: {error}"},
                     )
                 warned = True
                 await asyncio.sleep(RESCAN_SECONDS)
 
-    def _heard(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
-        """News of one service instance, on the event loop."""
+    def _on_change(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
+        """Handle the change of one service instance, on the event loop."""
         earlier = self._resolving.pop(name, None)
         if earlier is not None:
             earlier.cancel()
@@ -132,35 +139,35 @@ class Discovery:
             hosts += info.parsed_scoped_addresses(IPVersion.V6Only)
             addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
             if addresses and not set(addresses) & set(self._static):
-                self._note(Candidate(name, tuple(addresses), announcement))
+                self._add_candidate(Candidate(name, tuple(addresses), announcement))
         except (ProtocolError, ValueError, OSError, ZeroconfError) as error:
-            log.debug("mDNS record passed over", extra={"instance": name, "error": str(error)})
+            log.debug("mDNS record ignored", extra={"instance": name, "error": str(error)})
         finally:
             if self._resolving.get(name) is asyncio.current_task():
                 del self._resolving[name]
 
-    # ---- what is known
+    # ---- candidates
 
-    def _note(self, candidate: Candidate) -> None:
+    def _add_candidate(self, candidate: Candidate) -> None:
         if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
             self._known[candidate.id] = candidate
 
 
 @contextlib.asynccontextmanager
 async def _browsing(
-    heard: Callable[[Zeroconf, str, ServiceStateChange], None],
+    on_change: Callable[[Zeroconf, str, ServiceStateChange], None],
 ) -> AsyncIterator[AsyncZeroconf]:
-    """A running browser; raises what zeroconf raises."""
+    """Run a browser. Raises the errors of zeroconf."""
 
-    def on_change(
+    def handler(
         zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
-        heard(zeroconf, name, state_change)
+        on_change(zeroconf, name, state_change)
 
     zeroconf = AsyncZeroconf()
     browser = None
     try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[on_change])
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[handler])
         yield zeroconf
     finally:
         with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
@@ -171,7 +178,7 @@ async def _browsing(
 
 
 def own_networks() -> list[ipaddress.IPv4Network]:
-    """The IPv4 networks this machine is on, loopback left out."""
+    """Return the IPv4 networks of this machine, without loopback."""
     return [
         ipaddress.IPv4Network(f"{entry.address}/{entry.netmask}", strict=False)
         for entries in psutil.net_if_addrs().values()
@@ -182,7 +189,7 @@ def own_networks() -> list[ipaddress.IPv4Network]:
 
 
 def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network]) -> list[str]:
-    """Hosts of our own networks first, loopback last: no other worker could send to it."""
+    """Return `hosts` with those of `networks` first and loopback last, which no other machine can reach."""
 
     def rank(host: str) -> int:
         address = ipaddress.ip_address(host)
@@ -194,6 +201,6 @@ def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network])
 
 
 async def collect(discovery: Discovery, seconds: float) -> list[Candidate]:
-    """All candidates that turn up within `seconds`."""
+    """Wait `seconds` and return the candidates."""
     await asyncio.sleep(seconds)
     return discovery.candidates()

@@ -1,7 +1,7 @@
-"""What workers that lack the files are given: offers of a stage's tensors, their hashes, and their bytes if shared.
+"""The provider of weights to workers that lack the files: offers of tensors, their hashes, and their bytes if shared.
 
-Without `--share-weights` a worker reads the bytes from the hub repo that the coordinator's own copy is of, at the same
-commit; the hashes are the coordinator's either way.
+Without `--share-weights` a worker reads the bytes from the hub repo of the coordinator's copy, at the same commit. The
+coordinator sends the hashes in both cases.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from proto.progress import OnProgress
 from proto.span import Span
 
 PIECE_BYTES = 1024 * 1024
-"""Of one message: large enough to cost nothing, small enough that pulses pass between."""
+"""Bytes of one message: large enough to be efficient, small enough to let status messages pass in between."""
 
 
 @dataclass
 class WeightProvider:
-    """Gives out weights of `checkpoint`, which workers know as `ref`."""
+    """The provider of the weights of `checkpoint`, which workers know as `ref`."""
 
     checkpoint: Checkpoint
     ref: pb.ModelRef
@@ -35,22 +35,22 @@ class WeightProvider:
     _hashes: dict[str, bytes] = field(default_factory=dict)
 
     @property
-    def able(self) -> bool:
-        """Whether a worker without the files can be helped."""
+    def can_provide(self) -> bool:
+        """Whether a worker without the files can get them."""
         return self.share or bool(self.ref.repo and self.ref.revision)
 
-    async def give(
+    async def provide_weights(
         self,
         worker: WorkerClient,
         request: pb.LoadRequest,
         on_progress: OnProgress,
     ) -> None:
-        """Have `worker` get what it lacks for a Load to come. Raises what the call raises, naming the worker."""
+        """Give `worker` the tensors that it lacks for the Load `request`. Raises the error of the call."""
         offer = self.offer(request)
-        await worker.provide(offer, partial(self.answer, offer), on_progress)
+        await worker.provide(offer, partial(self.answer_request, offer), on_progress)
 
     def offer(self, request: pb.LoadRequest) -> pb.WeightsOffer:
-        """All tensors of the stage a Load asks for, part by part, those of a part as they lie in their files."""
+        """Return the offer of all tensors of a stage, part by part, in the order of their bytes in the files."""
         offer = pb.WeightsOffer(
             coordinator=request.coordinator,
             lease_ms=request.lease_ms,
@@ -83,13 +83,18 @@ class WeightProvider:
         found = [(name, self.checkpoint.tensors[name]) for name in names]
         return sorted(found, key=lambda item: (item[1].file, item[1].start))
 
-    async def answer(
+    async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
-        """The messages a worker waits for that wants these of an offer. Raises CheckpointError when a file fails."""
+        """Yield the bytes, if shared, and the hash of each requested tensor.
+
+        Raises ProtocolError for a tensor that was not offered, and CheckpointError when a file cannot be read.
+        """
         for tensor in wanted.tensors:
             if tensor.number >= len(offer.tensors):
-                raise ProtocolError(f"a worker wants tensor {tensor.number}, which was not offered")
+                raise ProtocolError(
+                    f"a worker requests tensor {tensor.number}, which the offer does not have"
+                )
             name = offer.tensors[tensor.number].name
             if self.share:
                 pieces = _read(self.checkpoint.tensors[name], tensor.have)
@@ -98,7 +103,7 @@ class WeightProvider:
             yield pb.Weights(sha256=await asyncio.to_thread(self._hash, name))
 
     def _hash(self, name: str) -> bytes:
-        """Of a whole tensor; computed once, however many workers ask."""
+        """Return the SHA-256 of a whole tensor, computed once for all workers."""
         if name not in self._hashes:
             digest = hashlib.sha256()
             for piece in _read(self.checkpoint.tensors[name]):
@@ -108,7 +113,7 @@ class WeightProvider:
 
 
 def _read(info: TensorInfo, skip: int = 0) -> Iterator[bytes]:
-    """A tensor's bytes but the first `skip`, from its file."""
+    """Yield the bytes of a tensor from its file, without the first `skip`."""
     try:
         with info.file.open("rb") as stream:
             yield from _pieces(stream, info, skip)
@@ -122,6 +127,6 @@ def _pieces(stream: BinaryIO, info: TensorInfo, skip: int) -> Iterator[bytes]:
     while left > 0:
         piece = stream.read(min(PIECE_BYTES, left))
         if not piece:
-            raise CheckpointError(f"{info.file}: has become shorter since it was opened")
+            raise CheckpointError(f"{info.file}: was truncated after it was opened")
         left -= len(piece)
         yield piece

@@ -10,8 +10,11 @@ import grpc
 import grpc.aio
 
 from proto.errors import ClusterError, DeadlineError
-from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, StreamBinding
+from proto.rpc.channels import open_channel
+from proto.rpc.data_plane import FRAMES, StreamBinding
 from proto.rpc.status_codes import from_status
+from proto.trust.identity import Role
+from proto.trust.node_trust import NodeTrust
 
 SLOWEST_LINK = 4e6
 """Bytes per second of a bad wireless link. It extends the timeout by five seconds for a frame of 20 MB."""
@@ -21,7 +24,10 @@ CLOSE_SECONDS = 1.0
 
 
 class Link:
-    """The sender of frames to `address`. It reports failure once, by `on_failure` on the event loop."""
+    """The sender of frames to `address`. It reports failure once, by `on_failure` on the event loop.
+
+    With `trust` the link connects only to the worker with node id `node`.
+    """
 
     def __init__(
         self,
@@ -30,16 +36,18 @@ class Link:
         *,
         timeout: float,
         on_failure: Callable[[ClusterError], None],
+        trust: NodeTrust | None = None,
+        node: str = "",
     ) -> None:
         self.address = address
         self.timeout = timeout
         self._binding = binding
         self._on_failure = on_failure
-        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[bytes, Callable[[], None]]] = asyncio.Queue()
         self._writing_since: float | None = None
         # A separate connection for each plan: a new plan must not reuse a connection that has silently died.
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._channel = open_channel(address, trust, Role.WORKER, node, options)
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> float:
@@ -66,9 +74,9 @@ class Link:
         self._task = asyncio.create_task(self._run(), name=f"link to {self.address}")
         return time.monotonic() - started
 
-    def send(self, data: bytes) -> None:
-        """Queue an encoded frame."""
-        self._queue.put_nowait(data)
+    def send(self, data: bytes, on_written: Callable[[], None]) -> None:
+        """Queue an encoded frame. `on_written` is called once gRPC has accepted it."""
+        self._queue.put_nowait((data, on_written))
 
     @property
     def queued(self) -> int:
@@ -108,13 +116,14 @@ class Link:
 
     async def _write(self) -> None:
         while True:
-            data = await self._queue.get()
+            data, on_written = await self._queue.get()
             self._writing_since = time.monotonic()
             deadline = self.timeout + len(data) / SLOWEST_LINK
             # Not wait_for, which loses a cancellation that arrives when the write completes.
             async with asyncio.timeout(deadline):
                 await self._call.write(data)
             self._writing_since = None
+            on_written()
 
     async def _failure(self) -> ClusterError:
         """Wait for the stream to end, and return the error of its status."""

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.planning.plan import NodeSpec
-from coordinator.workers import describe as survey
-from coordinator.workers.describe import ask_all
+from coordinator.workers import describe
+from coordinator.workers.connection import ConnectionPolicy
+from coordinator.workers.describe import describe_all
 from coordinator.workers.discovery import Candidate
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
@@ -86,7 +87,7 @@ async def test_a_worker_becomes_a_node() -> None:
     """Memory, speed relative to 100 GB/s, and pinned layers are the worker's own words."""
     worker = FakeWorker(info("a", pinned=pb.Span(start=0, end=4)))
     async with serving(worker) as addresses:
-        (answer,) = await ask_all(named(*addresses), MODEL, ME)
+        (answer,) = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
     assert answer.node == NodeSpec("name-a", 64 * 10**9, 2.0, Span(0, 4))
     assert answer.reason == ""
 
@@ -100,7 +101,9 @@ async def test_unusable_workers_come_with_a_reason() -> None:
         FakeWorker(info("good")),
     )
     async with serving(*workers) as addresses:
-        answers = await ask_all(named(*addresses, "127.0.0.1:1"), MODEL, ME)
+        answers = await describe_all(
+            named(*addresses, "127.0.0.1:1"), MODEL, ME, ConnectionPolicy()
+        )
     reasons = [answer.reason for answer in answers]
     for reason, expected in zip(
         reasons, ["another checkpoint", "release", "leaving", "", "127.0.0.1:1"], strict=True
@@ -112,7 +115,7 @@ async def test_unusable_workers_come_with_a_reason() -> None:
 async def test_one_worker_under_two_addresses_counts_once() -> None:
     """Named by the user and found by mDNS, or at two interfaces: one machine's memory, once."""
     async with serving(FakeWorker(info("a")), FakeWorker(info("a"))) as addresses:
-        answers = await ask_all(named(*addresses), MODEL, ME)
+        answers = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
     assert [answer.address for answer in answers] == [addresses[0]]
 
 
@@ -120,9 +123,13 @@ async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
     """Of announced addresses, the one whose worker bears the announced id is used: a stranger's is not."""
     async with serving(FakeWorker(info("stranger")), FakeWorker(info("meant"))) as addresses:
         announced = Announcement("meant", "m", 1)
-        (answer,) = await ask_all([Candidate("i", tuple(addresses), announced)], MODEL, ME)
+        (answer,) = await describe_all(
+            [Candidate("i", tuple(addresses), announced)], MODEL, ME, ConnectionPolicy()
+        )
         gone = Announcement("gone", "g", 1)
-        (missing,) = await ask_all([Candidate("j", tuple(addresses), gone)], MODEL, ME)
+        (missing,) = await describe_all(
+            [Candidate("j", tuple(addresses), gone)], MODEL, ME, ConnectionPolicy()
+        )
     assert answer.address == addresses[1]
     assert missing.node is None
     assert missing.reason
@@ -132,11 +139,11 @@ async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPa
     """One that accepts the call and never answers is left out after the deadline."""
     async with serving(FakeWorker(info("a"), delay=100.0), FakeWorker(info("b"))) as addresses:
         for seconds in (0.3, 1.0, 10.0):  # on a busy machine the quick one may take some, too
-            monkeypatch.setattr(survey, "ASK_SECONDS", seconds)
+            monkeypatch.setattr(describe, "ASK_SECONDS", seconds)
             async with asyncio.timeout(60.0):
-                slow, quick = await ask_all(named(*addresses), MODEL, ME)
+                slow, quick = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
             assert slow.node is None
-            assert "in time" in slow.reason
+            assert "timed out" in slow.reason
             if quick.node is not None:
                 break
     assert quick.node is not None

@@ -321,13 +321,31 @@ def test_machines_on_one_network_find_each_other(namespaces: tuple[str, str]) ->
         assert browse(*here, name=hidden) == [f"127.0.0.1:{PORT}"]
 
 
+def test_a_stranger_is_never_planned(namespaces: tuple[str, str], tmp_path: Path) -> None:
+    """A coordinator on loopback refuses a worker of another machine that mDNS announces and no user admitted.
+
+    It says so once, with what to do, and ends without a plan instead of giving layers and prompts to a stranger.
+    """
+    here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
+    listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "stranger")
+    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "4")
+    worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here)
+    coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there)
+    with ending(worker), ending(coordinator):
+        worker.wait_for("worker ready")
+        refusal = coordinator.wait_for("no worker")
+        assert "--listen" in refusal["error"]
+        assert coordinator.popen.wait(60) != 0
+    assert not coordinator.records("worker joined")
+
+
 def test_real_programs_on_two_machines_find_each_other(
     namespaces: tuple[str, str], tmp_path: Path
 ) -> None:
-    """`mtp-coord serve` on one machine, told of no worker, serves over the `mtp-worker` of the other."""
+    """With --insecure on both, `mtp-coord serve` serves over the `mtp-worker` of another machine without its address."""
     here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
     listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "mac-1")
-    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "90")
+    wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "90", "--insecure")
     worker = launch(tmp_path, "worker", "worker.cli", listen, prefix=here)
     coordinator = launch(tmp_path, "coordinator", "coordinator.cli", wait, prefix=there)
     with ending(worker), ending(coordinator):

@@ -480,7 +480,7 @@ async def let_go(team: Team, seconds: float) -> None:
                 assert time.monotonic() < started + DEADLINE, (worker.name, info, held)
                 await asyncio.sleep(0.02)
                 info, held = await client.describe(), await client.report_state()
-            assert info.HasField("loaded")
+            assert info.state == pb.WORKER_STATE_LOADED
         finally:
             await client.close()
     in_time(time.monotonic() - started, seconds)

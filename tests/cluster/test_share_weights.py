@@ -170,10 +170,10 @@ async def test_a_cluster_of_workers_without_files(
     assert sum(hub.sent.values()) == (0 if share else needed)
     hub.sent.clear()
     for worker in workers:
-        assert len(worker.records("weights are here")) > 0
+        assert len(worker.records("weights received")) > 0
     assert await answer_from(model, workers) == expected
     assert hub.sent.total() == 0
-    assert [w.records("weights are here")[-1]["received"] for w in workers] == ["0 B", "0 B"]
+    assert [w.records("weights received")[-1]["received"] for w in workers] == ["0 B", "0 B"]
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["--share-weights", "--model REPO"])
@@ -241,10 +241,10 @@ class Counting(WeightProvider):
         super().__init__(checkpoint, ref, share)
         self.go = asyncio.Event()
 
-    async def answer(
+    async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
-        async for message in super().answer(offer, wanted):
+        async for message in super().answer_request(offer, wanted):
             if self.sent >= self.hold_at:
                 await self.go.wait()
             self.sent += len(message.piece)
@@ -254,10 +254,10 @@ class Counting(WeightProvider):
 class Spoiling(WeightProvider):
     """Sends zeros."""
 
-    async def answer(
+    async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
-        async for message in super().answer(offer, wanted):
+        async for message in super().answer_request(offer, wanted):
             yield pb.Weights(piece=bytes(len(message.piece))) if message.piece else message
 
 
@@ -314,8 +314,8 @@ async def test_a_kill_costs_what_was_under_way(
     with ending(launch_worker(tmp_path, "killed", env=hub.environment(home))) as process:
         client = WorkerClient(as_worker(process).address, ME)
         calls = [
-            asyncio.create_task(from_hub.give(client, quarter, silent)),
-            asyncio.create_task(shared.give(client, begin, silent)),
+            asyncio.create_task(from_hub.provide_weights(client, quarter, silent)),
+            asyncio.create_task(shared.provide_weights(client, begin, silent)),
         ]
         await asyncio.to_thread(
             wait_until,
@@ -336,7 +336,7 @@ async def test_a_kill_costs_what_was_under_way(
     with ending(launch_worker(tmp_path, "again", env=hub.environment(home))) as process:
         client = WorkerClient(as_worker(process).address, ME)
         for provider, request, size in ((from_hub, quarter, sizes[0]), (shared, begin, sizes[1])):
-            await provider.give(client, request, silent)
+            await provider.provide_weights(client, request, silent)
             assert (await client.load(request, silent)).weight_bytes == size
         await client.unload(1)  # or it would wait for our lease to end before it leaves
         await client.close()
@@ -357,7 +357,7 @@ async def test_a_call_given_up_leaves_nothing_locked(
     client = WorkerClient(workers[0].address, ME)
     hub.sent.clear()
     provider.hold_at = hub.faults.hold_at = stage_bytes(checkpoint, request) / 2
-    call = asyncio.create_task(provider.give(client, request, silent))
+    call = asyncio.create_task(provider.provide_weights(client, request, silent))
     await asyncio.to_thread(
         wait_until, lambda: provider.sent + hub.weights_sent >= provider.hold_at
     )
@@ -368,7 +368,7 @@ async def test_a_call_given_up_leaves_nothing_locked(
     hub.faults.hold_at = math.inf
     provider.go.set()
     async with asyncio.timeout(40.0):  # one that is locked is waited for without end
-        await provider.give(client, request, silent)
+        await provider.provide_weights(client, request, silent)
     await client.unload(1)
     await client.close()
 
@@ -383,7 +383,7 @@ async def test_damage_on_the_wire_is_one_clear_error(
     client = WorkerClient(workers[0].address, ME)
     for _ in range(10):
         with pytest.raises(CheckpointError, match=r"tensor model\..*damaged on its way"):
-            await provider.give(client, stage_of(checkpoint, Span(4, 6), provider), silent)
+            await provider.provide_weights(client, stage_of(checkpoint, Span(4, 6), provider), silent)
     await client.unload(1)
     await client.close()
     assert accepted_length(homes / "a") == {}

@@ -182,6 +182,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
+    "coordinator.trust": {"proto.trust"} | WIRE,
     "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
     "coordinator.trace": WIRE,

@@ -84,7 +84,8 @@ def measured_bandwidth() -> float:
     restarts. Takes a tenth of a second. Call it on the thread that computes.
     """
     count = 1 if backend() == "cpu" else GPU_MATRICES
-    matrices = [mx.full((PROBE_ROWS, PROBE_ROWS), 1.0 + i) for i in range(count)]
+    shape = (PROBE_ROWS, PROBE_ROWS)
+    matrices = [mx.contiguous(mx.full(shape, 1.0 + i)) for i in range(count)]
     vector = mx.ones((PROBE_ROWS,))
     mx.eval(*matrices, vector)
     best = math.inf

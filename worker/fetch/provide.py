@@ -1,4 +1,4 @@
-"""The Provide call: messages of its stream on the event loop, files and hashes on a thread."""
+"""The Provide call: the messages of its stream on the event loop, files and hashes on a thread."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from functools import partial
 
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, ProtocolError
 from proto.rpc.status_codes import to_status
 from proto.terminal.size import format_size
+from worker.engine.thread_result import run_into
 from worker.fetch.fill import fill
 
 log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 60.0
-"""Longest wait for the coordinator's next message: it reads a tensor from its disk, or hashes one."""
+"""Seconds. Maximum wait for the coordinator's next message: it reads or hashes a tensor."""
 
 DRAIN_SECONDS = 10.0
-"""How long a coordinator may go on sending what is not wanted any more."""
+"""Seconds for which a coordinator may still send messages after a refusal."""
 
 
 async def provide(
-    requests: AsyncIterator[pb.Weights], hold: Callable[[pb.Coordinator, int], object]
+    requests: AsyncIterator[pb.Weights], renew_lease: Callable[[pb.Coordinator, int], object]
 ) -> AsyncGenerator[pb.WeightsReply, None]:
-    """Answer one call. `hold` claims this worker for the coordinator that offers, or raises what the call ends with.
+    """Yield the replies of one call. `renew_lease` leases this worker to the coordinator, or raises BusyError.
 
-    Whatever else goes wrong is the last reply.
+    Every other error is the last reply.
     """
     offer = (await _next(requests)).offer
-    hold(offer.coordinator, offer.lease_ms)
+    renew_lease(offer.coordinator, offer.lease_ms)
     loop = asyncio.get_running_loop()
     replies: asyncio.Queue[pb.WeightsReply | None] = asyncio.Queue()
     filled: asyncio.Future[int] = loop.create_future()
@@ -51,29 +53,22 @@ async def provide(
                 f"the coordinator sent no weights for {SILENCE_SECONDS:g} s"
             ) from None
 
-    def tell(reply: pb.WeightsReply) -> None:
+    def send_reply(reply: pb.WeightsReply) -> None:
         loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-    def work() -> None:
-        try:
-            received = fill(offer, pull, tell, stop)
-        except BaseException as error:
-            _post(loop, _fail, filled, error)
-        else:
-            _post(loop, _resolve, filled, received)
-
-    # A daemon: a worker that must go does not wait for a hub.
+    work = partial(run_into, filled, partial(fill, offer, pull, send_reply, stop))
+    # A daemon thread, so that a worker that ends does not wait for a hub.
     threading.Thread(target=work, name="weights", daemon=True).start()
     try:
         while (reply := await replies.get()) is not None:
             yield reply
         received = await filled
-        log.info("weights are here", extra={"received": format_size(received)})
+        log.info("weights received", extra={"received": format_size(received)})
         yield pb.WeightsReply(kept=pb.WeightsKept(received=received))
     except ClusterError as error:
         log.warning("weights refused", extra={"error": str(error)})
         yield _refusal(error)
-        # Until the coordinator has read it: a call that ends while it writes loses its status.
+        # Wait until the coordinator has read the reply. A call that ends during its writes loses the reply.
         with suppress(TimeoutError, ClusterError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 while True:
@@ -95,19 +90,3 @@ async def _next(requests: AsyncIterator[pb.Weights]) -> pb.Weights:
         return await anext(requests)
     except StopAsyncIteration:
         raise ProtocolError("the coordinator ended the call early") from None
-
-
-def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *args)
-
-
-def _resolve(future: asyncio.Future[int], received: int) -> None:
-    if not future.done():
-        future.set_result(received)
-
-
-def _fail(future: asyncio.Future[int], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # seen: when the call is gone, nobody asks for it

@@ -1,11 +1,11 @@
-"""What this machine has of a checkpoint that lies elsewhere: whole parts, each in a file of its own.
+"""The copy of some parts of a checkpoint on this machine, with one file for each whole part.
 
     HF_HOME/mtp-cluster/FINGERPRINT/copy.json                    config and layout, as the coordinator's copy has them
     HF_HOME/mtp-cluster/FINGERPRINT/parts/layers.3.safetensors   that part's tensors, under their stored names
-    HF_HOME/mtp-cluster/FINGERPRINT/parts/layers.4.safetensors.part   one that is not whole yet
+    HF_HOME/mtp-cluster/FINGERPRINT/parts/layers.4.safetensors.part   an incomplete part
 
-There is no config.json, so nobody takes it for a checkpoint; and a part has its name only once every tensor in it was
-verified. It may be deleted whenever no worker runs.
+The directory has no config.json, so no program mistakes it for a checkpoint. A part gets its final name after every
+tensor in it was verified. The directory may be deleted whenever no worker runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.header import read_header
+from mtp.checkpoint.format.json_file import parse_json_object, read_json_object
 from mtp.checkpoint.format.names import Layout, local_name, split_part
 from mtp.checkpoint.format.shard import Entry, ShardWriter, replace_text
 from proto.errors import CheckpointError, ProtocolError
@@ -32,7 +33,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
 def copies_dir() -> Path:
-    """Beside the hub's own cache, so that it lies on the disk the user chose for models."""
+    """Return the directory of all copies. It is next to the hub's cache, on the disk that the user chose for models."""
     return Path(constants.HF_HOME) / "mtp-cluster"
 
 
@@ -46,67 +47,69 @@ class SpanCopy:
 
     @classmethod
     def of(cls, fingerprint: str, config: str, layout: str) -> SpanCopy:
-        """The copy with this fingerprint, which need not be there yet.
+        """Return the copy with this fingerprint, which may not exist yet.
 
-        Raises ProtocolError for values no checkpoint has, CheckpointError for a config this release cannot serve.
+        Raises ProtocolError for invalid values, and CheckpointError for a config that this release cannot serve.
         """
         path = _path(fingerprint)
         if layout not in ("raw", "mlx"):
             raise ProtocolError(f"layout {layout!r:.40} is neither raw nor mlx")
         try:
-            found = json.loads(config)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the offered config is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ProtocolError("the offered config is not an object")
+            found = parse_json_object(config.encode(), "the offered config")
+        except CheckpointError as error:
+            raise ProtocolError(str(error)) from error
         copy = cls(path, found, "raw" if layout == "raw" else "mlx")
         copy.model_config()
         return copy
 
     @classmethod
     def find(cls, fingerprint: str) -> SpanCopy | None:
-        """The copy of that fingerprint on this machine, if there is one. Raises CheckpointError when it is damaged."""
+        """Return the copy with this fingerprint, or None. Raises CheckpointError for a damaged copy."""
         try:
             about = _path(fingerprint) / _ABOUT
-            found = json.loads(about.read_text(encoding="utf-8"))
-            return cls(about.parent, found["config"], found["layout"])
-        except (FileNotFoundError, ProtocolError):
+        except ProtocolError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        if not about.exists():
+            return None
+        try:
+            found = read_json_object(about)
+            return cls(about.parent, found["config"], found["layout"])
+        except (CheckpointError, KeyError) as error:
             raise CheckpointError(
-                f"{_path(fingerprint)}: cannot be read ({error!r:.80}); delete it, it will be fetched again"
+                f"{about.parent}: cannot be read ({error!r:.80}). Delete it; the worker will fetch it again"
             ) from error
 
     def begin(self) -> None:
-        """Make the directory. Raises CheckpointError when it cannot be made."""
+        """Make the directory. Raises CheckpointError when that fails."""
         try:
             (self.path / "parts").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: cannot be made ({error.strerror}); set HF_HOME to a directory with room"
+                f"{self.path}: cannot be made: {error.strerror}. Set HF_HOME to a writable directory"
             ) from error
         about = {"config": self.config, "layout": self.layout}
         replace_text(self.path / _ABOUT, json.dumps(about, indent=2))
 
     def model_config(self) -> ModelConfig:
+        """Return the parsed config. Raises CheckpointError for a model that this release cannot serve."""
         return ModelConfig.parse(self.path / _ABOUT, self.config)
 
     def part_of(self, stored: str) -> str:
-        """The part a stored tensor belongs to. Raises ProtocolError for a tensor of none."""
+        """Return the part that a stored tensor belongs to. Raises ProtocolError for an unknown tensor."""
         local = local_name(stored)
         found = local and split_part(local, self.model_config().num_layers)
         if not found:
-            raise ProtocolError(f"tensor {stored!r:.120} is of no part of this model")
+            raise ProtocolError(f"tensor {stored!r:.120} belongs to no part of this model")
         return found[0]
 
     def writer(self, part: str, entries: Sequence[Entry]) -> ShardWriter:
-        """Writes the file of one part."""
+        """Return the writer of the file of one part."""
         return ShardWriter(
             self.path / "parts" / f"{part}.safetensors", entries, _FORMS[self.layout]
         )
 
     def checkpoint(self) -> Checkpoint:
-        """What there is, as a checkpoint: to be asked for the parts it has, and no others."""
+        """Return a checkpoint of the complete parts. It has no other parts."""
         tensors = {
             name: info
             for file in sorted((self.path / "parts").glob("*.safetensors"))
@@ -117,5 +120,5 @@ class SpanCopy:
 
 def _path(fingerprint: str) -> Path:
     if not _FINGERPRINT.fullmatch(fingerprint):
-        raise ProtocolError(f"{fingerprint!r:.80} is no fingerprint")
+        raise ProtocolError(f"invalid fingerprint {fingerprint!r:.80}")
     return copies_dir() / fingerprint

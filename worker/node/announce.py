@@ -1,6 +1,6 @@
-"""Announces this worker by mDNS for as long as it runs, at the addresses it can be reached at.
+"""The mDNS announcement of this worker at the addresses where others reach it.
 
-Announcing never stops a worker: where multicast is blocked, one warning says how to do without.
+A failed announcement never stops a worker. When multicast is blocked, one warning says what to do.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from proto.announcement import SERVICE_TYPE, Announcement
 log = logging.getLogger(__name__)
 
 RESCAN_SECONDS = 5.0
-"""How often addresses are looked at again: a machine may start its workers before its network."""
+"""Seconds between two scans of the addresses. A machine may start its workers before its network."""
 
 STEP_SECONDS = 5.0
-"""Longest wait for one step. Announcing takes about a second, for it asks whether the name is free."""
+"""Seconds. Maximum wait for one step. An announcement takes about a second to check that its name is free."""
 
 TTL_SECONDS = 60
-"""How long others remember a worker that vanished without a word."""
+"""Seconds for which others keep the record of a worker that ended without a goodbye."""
 
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "utun", "tun", "awdl", "llw", "anpi", "ap")
-"""Interfaces by the start of their names that lead to no other machine's multicast."""
+"""Prefixes of the names of interfaces whose multicast reaches no other machine."""
 
 
 @contextlib.asynccontextmanager
 async def announced(announcement: Announcement, host: str) -> AsyncIterator[None]:
-    """Announce while inside; `host` is what the worker listens on. Says goodbye when left."""
+    """Announce a listener on `host` while the block runs, then send a goodbye."""
     task = asyncio.create_task(_announce(announcement, host), name="mdns announcement")
     try:
         yield
@@ -47,10 +47,9 @@ async def announced(announcement: Announcement, host: str) -> AsyncIterator[None
 
 
 def reachable_addresses(host: str) -> list[str]:
-    """The addresses others can reach a listener on `host` at, in a fixed order.
+    """Return the addresses at which others reach a listener on `host`, in a fixed order.
 
-    A listener on loopback has only its own; one on every interface has those of the network, and
-    loopback where there is no network.
+    A listener on every interface has the addresses of the network, or loopback on a machine without a network.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -71,7 +70,7 @@ def reachable_addresses(host: str) -> list[str]:
 
 
 async def _announce(announcement: Announcement, host: str) -> None:
-    """Announce, and again whenever the addresses change, until cancelled."""
+    """Announce until cancelled, anew whenever the addresses change."""
     warned = False
     while True:
         try:
@@ -83,7 +82,7 @@ async def _announce(announcement: Announcement, host: str) -> None:
         except (OSError, TimeoutError, ZeroconfError) as error:
             if not warned:
                 log.warning(
-                    "mDNS is not to be had: give coordinators this worker's address with --worker",
+                    "mDNS is unavailable. Pass this worker's address to the coordinator with --worker",
                     extra={"error": f"{type(error).__name__}: {error}"},
                 )
             warned = True
@@ -91,7 +90,7 @@ async def _announce(announcement: Announcement, host: str) -> None:
 
 
 async def _change_of(host: str, addresses: list[str]) -> None:
-    """Return once `host` stands for other addresses."""
+    """Return when the addresses of `host` change."""
     while True:
         await asyncio.sleep(RESCAN_SECONDS)
         if await asyncio.to_thread(reachable_addresses, host) != addresses:
@@ -100,7 +99,7 @@ async def _change_of(host: str, addresses: list[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def _registered(announcement: Announcement, addresses: list[str]) -> AsyncIterator[None]:
-    """One registration at fixed addresses; raises what zeroconf raises."""
+    """Register at fixed addresses while the block runs. Raises the errors of zeroconf."""
     info = AsyncServiceInfo(
         SERVICE_TYPE,
         announcement.instance,
@@ -114,10 +113,10 @@ async def _registered(announcement: Announcement, addresses: list[str]) -> Async
     zeroconf = AsyncZeroconf(interfaces=addresses)
     try:
         async with asyncio.timeout(STEP_SECONDS):
-            # Registering returns a task of its own, which does the announcing.
+            # async_register_service returns a task, which announces.
             await (await zeroconf.async_register_service(info))
         yield
     finally:
         with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
             async with asyncio.timeout(STEP_SECONDS):
-                await zeroconf.async_close()  # says goodbye first
+                await zeroconf.async_close()  # sends a goodbye

@@ -1,4 +1,4 @@
-"""The stage bound into one plan: its engine, its hop to the next stage, its results. Ends with the plan."""
+"""The binding of a stage into one plan: its engine, its link to the next stage and its results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from proto.errors import (
     StaleEpochError,
 )
 from proto.frame import Frame, decode, encode
+from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
 from proto.rpc.link import Link
+from proto.trust.identity import NodeIdentity, Role
+from proto.trust.node_trust import NodeTrust
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds
@@ -35,41 +38,41 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_FRAMES = 256
 MAX_QUEUED_BYTES = 2**30
-"""More than this waits for the engine only if the sender ignores what is in flight."""
+"""Bound the frames that wait for the engine. A sender that limits its frames in flight stays far below."""
 
 
 @dataclass
 class Traffic:
-    """Counters of the data plane, for as long as the process lives."""
+    """Counters of the data plane, which start at 0 with the process."""
 
     bytes_in: int = 0
-    messages_in: int = 0
     bytes_out: int = 0
+    messages_in: int = 0
     messages_out: int = 0
-    rows: int = 0
-    skipped: int = 0
 
 
 @dataclass
 class Tally:
-    """Frames and bytes counted so far."""
+    """A count of frames and of their bytes."""
 
     frames: int = 0
     nbytes: int = 0
 
-    def count(self, data: bytes) -> None:
+    def count_frame(self, data: bytes) -> None:
+        """Add one encoded frame."""
         self.frames += 1
         self.nbytes += len(data)
 
 
 @dataclass
 class Machinery:
-    """What a worker has one of, and every plan uses in its turn."""
+    """The parts of a worker process that successive plans share."""
 
     thread: EngineThread = field(default_factory=EngineThread)
     allowance: DeadlineEstimate = field(default_factory=lambda: DeadlineEstimate(compile_seconds()))
     traffic: Traffic = field(default_factory=Traffic)
     cache_trimmer: CacheTrimmer = field(default_factory=CacheTrimmer)
+    stamps: StampRing = field(default_factory=StampRing)
 
     def __post_init__(self) -> None:
         self.thread.on_idle = self.cache_trimmer.clear_if_idle
@@ -77,22 +80,32 @@ class Machinery:
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's place in a plan."""
+    """A stage's place in a plan. `previous_node` is the node id of the previous stage of a secured plan."""
 
     epoch: int
     stage: int
     num_stages: int
     token: bytes
+    previous_node: str = ""
 
     @property
     def last(self) -> bool:
+        """Whether this is the last stage."""
         return self.stage == self.num_stages - 1
 
 
-class Binding:
-    """Made on the event loop, which is where its methods run unless they say otherwise.
+@dataclass(frozen=True)
+class Result:
+    """An encoded frame that leaves the stage, and its stamps."""
 
-    `on_failure` is called once when the plan cannot go on here, unless it has ended before.
+    data: bytes
+    stamps: FrameStamps
+
+
+class Binding:
+    """One stage in one plan, made on the event loop. Methods of the engine thread say so.
+
+    `on_failure` is called once when the stage fails before the plan ends.
     """
 
     def __init__(self, place: Place, machinery: Machinery, on_failure: Callable[[], None]) -> None:
@@ -101,37 +114,46 @@ class Binding:
         self.allowance = machinery.allowance
         self.traffic = machinery.traffic
         self._cache_trimmer = machinery.cache_trimmer
+        self._stamps = machinery.stamps
         self.engine: StageEngine | None = None
         self.link: Link | None = None
-        self.results: asyncio.Queue[bytes | ClusterError] = asyncio.Queue()
+        self.results: asyncio.Queue[Result | ClusterError] = asyncio.Queue()
         self.fault: pb.Fault | None = None
         self.bound = False
-        """Whether frames may come."""
-        self._came, self._begun = Tally(), Tally()
-        """Frames taken here and those the engine has begun: each counted by one thread alone."""
+        """Whether the stage accepts frames."""
+        self._received, self._started = Tally(), Tally()
+        """Frames received, counted on the event loop, and frames started, counted on the engine thread."""
         self._closed = False
         self._on_failure = on_failure
 
-    # ---- beginning and end
+    # ---- start and end
 
     async def open(
-        self, make_engine: Callable[[], StageEngine], request: pb.ConnectRequest, worker_id: str
+        self,
+        make_engine: Callable[[], StageEngine],
+        request: pb.ConnectRequest,
+        worker_id: str,
+        trust: NodeTrust | None = None,
     ) -> float:
-        """Open the hop, make the engine on its thread. Returns the hop's round trip in seconds, 0 without one.
+        """Open the link, make the engine on its thread, and return the seconds of one hop (0 without a link).
 
-        Raises StaleEpochError when the plan ends meanwhile, and what opening the hop raises.
+        Raises StaleEpochError when the plan ends during the call, and the errors of opening the link.
         """
         seconds = 0.0
         if request.next_address:
-            self.link = self._link(request, worker_id)
+            self.link = self._make_link(request, worker_id, trust)
             seconds = await self.link.open()
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
-            raise StaleEpochError(f"plan {self.place.epoch} ended while it was being connected")
+            raise StaleEpochError(f"plan {self.place.epoch} ended while its stages were connecting")
         self.bound = True
         return seconds
 
-    def _link(self, request: pb.ConnectRequest, worker_id: str) -> Link:
+    def _make_link(
+        self, request: pb.ConnectRequest, worker_id: str, trust: NodeTrust | None
+    ) -> Link:
+        if (trust is None) != (request.next_node == ""):
+            raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
         place = self.place
         return Link(
             request.next_address,
@@ -140,15 +162,17 @@ class Binding:
             on_failure=lambda error: self._fail(
                 pb.FAULT_KIND_LINK, str(error), request.next_worker_id
             ),
+            trust=trust,
+            node=request.next_node,
         )
 
     def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
-        """On the engine thread."""
+        """Make the engine. Runs on the engine thread."""
         if not self._closed:
             self.engine = make_engine()
 
     def close(self) -> None:
-        """The plan has ended: what is still on its way for it is dropped, what its sequences hold is freed."""
+        """End the plan: drop its frames and free the memory of its sequences."""
         self._closed = True
         self.bound = False
         self.thread.submit(self._drop_engine)
@@ -157,12 +181,12 @@ class Binding:
         self.results.put_nowait(StaleEpochError("this plan has ended"))
 
     def _drop_engine(self) -> None:
-        """On the engine thread."""
+        """Free the engine. Runs on the engine thread."""
         self.engine = None
         mx.clear_cache()
 
     def _fail(self, kind: pb.FaultKind.ValueType, message: str, peer: str = "") -> None:
-        """The plan cannot go on here. The coordinator hears of it by pulse and by the end of the results."""
+        """Record the failure of this stage. The worker status and the end of the results report it."""
         if self._closed:
             return
         log.error("stage failed", extra={"error": message, "epoch": self.place.epoch})
@@ -172,74 +196,90 @@ class Binding:
 
     # ---- frames
 
-    def check(self, stream: StreamBinding) -> None:
-        """Raise AccessError or ProtocolError for a data stream that is not this plan's, or another stage's."""
+    def check_stream(self, stream: StreamBinding) -> None:
+        """Raise AccessError or ProtocolError unless the data stream belongs to this stage of this plan."""
         if not secrets.compare_digest(stream.token, self.place.token):
-            raise AccessError("the plan token is not this plan's")
+            raise AccessError("the plan token belongs to another plan")
         if stream.stage != self.place.stage:
-            raise ProtocolError(f"stream for stage {stream.stage}, this is {self.place.stage}")
+            raise ProtocolError(f"the stream is for stage {stream.stage}, not {self.place.stage}")
 
-    def take(self, data: bytes) -> None:
-        """Queue a frame for the engine. Raises ProtocolError when too many are, or too much."""
-        frames = self._came.frames - self._begun.frames
-        nbytes = self._came.nbytes - self._begun.nbytes
+    def check_sender(self, sender: NodeIdentity) -> None:
+        """Raise AccessError unless the plan lets `sender` send the frames of this stage.
+
+        The coordinator sends the frames of stage 0; the node of the previous stage sends those of every other stage.
+        """
+        if self.place.stage == 0:
+            allowed = sender.role is Role.COORDINATOR
+        else:
+            allowed = sender.role is Role.WORKER and sender.node == self.place.previous_node
+        if not allowed:
+            raise AccessError("the plan names another sender for the frames of this stage")
+
+    def enqueue_frame(self, data: bytes) -> None:
+        """Queue a frame for the engine. Raises ProtocolError when the queue is full."""
+        frames = self._received.frames - self._started.frames
+        nbytes = self._received.nbytes - self._started.nbytes
         if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
             raise ProtocolError(
-                f"{frames} frames of {nbytes} bytes are queued already, and {len(data)} bytes come"
+                f"a frame of {len(data)} bytes exceeds the queue, which holds {frames} frames of {nbytes} bytes"
             )
-        self._came.count(data)
+        self._received.count_frame(data)
         self.traffic.bytes_in += len(data)
         self.traffic.messages_in += 1
-        self.thread.submit(partial(self._process, data))
+        stamps = self._stamps.add_frame(self.place.stage, StageStep)
+        self.thread.submit(partial(self._process, data, stamps))
 
-    def _process(self, data: bytes) -> None:
-        """On the engine thread."""
-        self._begun.count(data)
+    def _process(self, data: bytes, stamps: FrameStamps) -> None:
+        """Process one frame. Runs on the engine thread."""
+        stamps.mark(StageStep.STARTED)
+        self._started.count_frame(data)
         engine = self.engine
         if engine is None or self._closed:
             return
         try:
-            out = self._run(engine, decode(data))
+            out = self._run(engine, decode(data), stamps)
             encoded = encode(out)
+            stamps.mark(StageStep.ENCODED)
         except ClusterError as error:
             self.engine = None
             self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
         except Exception as error:
             self._engine_failed(error)
         else:
-            self.thread.post(self._pass_on, encoded, out)
+            self.thread.post(self._forward, Result(encoded, stamps))
             self._cache_trimmer.record_frame(out)
 
     def _engine_failed(self, error: Exception) -> None:
-        """On the engine thread: a bug, or no memory. What the engine was at is half done."""
+        """Drop the engine after a bug or a lack of memory left it in an undefined state. Runs on the engine thread."""
         log.error("engine failed", exc_info=error)
         self.engine = None
         message = f"{type(error).__name__}: {error}"
         self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
 
-    def _run(self, engine: StageEngine, frame: Frame) -> Frame:
+    def _run(self, engine: StageEngine, frame: Frame, stamps: FrameStamps) -> Frame:
+        stamps.mark(StageStep.DECODED)
+        stamps.name_frame(frame.epoch, frame.number, frame.rows)
         started = time.monotonic()
         self.thread.expect(self.allowance.seconds(frame))
-        out = engine.process(frame)
+        out = engine.process(frame, stamps)
         self.allowance.observe(frame, time.monotonic() - started)
         return out
 
-    def _pass_on(self, data: bytes, frame: Frame) -> None:
+    def _forward(self, result: Result) -> None:
         if self._closed:
             return
-        self.traffic.bytes_out += len(data)
+        result.stamps.mark(StageStep.FORWARDED)
+        self.traffic.bytes_out += len(result.data)
         self.traffic.messages_out += 1
-        self.traffic.rows += frame.rows
-        self.traffic.skipped += sum(segment.cancelled for segment in frame.segments)
         if self.place.last:
-            self.results.put_nowait(data)
+            self.results.put_nowait(result)
         elif self.link is not None:
-            self.link.send(data)
+            self.link.send(result.data, partial(result.stamps.mark, StageStep.WRITTEN))
 
     # ---- signals
 
-    def signal(self, signal: Signal) -> None:
-        """Apply a rollback or a cancellation before anything that is queued."""
+    def apply_signal(self, signal: Signal) -> None:
+        """Apply a rollback or a cancellation before all queued frames."""
         match signal.body:
             case Rollback(seq_id, window, accepted_length, _):
                 work = partial(self._rollback, signal.epoch, seq_id, window, accepted_length)
@@ -248,17 +288,17 @@ class Binding:
                 self.thread.submit_urgent(partial(self._cancel, signal.epoch, seq_id))
 
     def _rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
-        """On the engine thread."""
+        """Roll back. Runs on the engine thread."""
         if self.engine is not None:
             try:
                 self.engine.rollback(epoch, seq_id, window, accepted_length)
-            except ClusterError as error:  # a signal may be wrong; only a header may fail a plan
+            except ClusterError as error:  # only a frame header may fail a plan
                 log.warning("signal ignored", extra={"error": str(error)})
             except Exception as error:
                 self._engine_failed(error)
 
     def _cancel(self, epoch: int, seq_id: int) -> None:
-        """On the engine thread."""
+        """Cancel a sequence. Runs on the engine thread."""
         if self.engine is not None:
             self.engine.cancel(epoch, seq_id)
 

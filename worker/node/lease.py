@@ -1,4 +1,4 @@
-"""Which coordinator a worker serves, and for how long without a word from it."""
+"""The lease: which coordinator a worker serves, and until when."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from proto import cluster_pb2 as pb
 from proto.errors import BusyError
 
 FIRST_LEASE = 10.0
-"""Seconds a claim lasts whose coordinator has not said how long."""
+"""Seconds of a lease whose coordinator has not set a duration."""
 
 
 @dataclass
 class Lease:
-    """The coordinator this worker serves, until `expires` (monotonic seconds) unless it speaks again."""
+    """The coordinator that this worker serves until `expires` (monotonic seconds)."""
 
     id: str
     name: str
     seconds: float = FIRST_LEASE
     expires: float = 0.0
     streams: int = 0
-    """Signals streams open. With the last of them the claim ends; an older one that ends late ends nothing."""
+    """Number of open Signals streams. The lease ends with the last of them."""
 
     @property
     def lapsed(self) -> bool:
+        """Whether the lease has expired."""
         return time.monotonic() > self.expires
 
     def renew(self) -> None:
+        """Extend the lease by its duration from now."""
         self.expires = time.monotonic() + self.seconds
 
 
 def renewed_lease(
     held: Lease | None, worker: str, coordinator: pb.Coordinator, lease_ms: int
 ) -> Lease:
-    """The claim of `worker` after `coordinator` spoke: a new one, or the one `held`, renewed. A lease of 0: none said.
+    """Return the renewed lease `held`, or a new lease of `worker` to `coordinator`.
 
-    Raises BusyError, naming the holder, when it is another's.
+    `lease_ms` 0 keeps the duration. Raises BusyError, which names the holder, if another coordinator has the lease.
     """
     if held is not None and held.id != coordinator.id:
         raise BusyError(f"worker {worker} serves coordinator {held.name or held.id}")

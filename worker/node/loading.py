@@ -1,4 +1,4 @@
-"""A stage read from this machine's files, within the worker's memory and with a deadline for every part."""
+"""The loading of a stage from files, within the worker's memory limit and with a deadline for every part."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 PART_SECONDS = 10.0
 SLOWEST_DISK = 50e6
-"""Bytes a second of a slow network disk: with PART_SECONDS for one part of a load; longer without progress is stuck."""
+"""Bytes per second of a slow network disk. It extends PART_SECONDS, the deadline of one part, by the part's size."""
 
 
 def part_seconds(largest: int) -> float:
-    """What one part of a load may take, the largest of which has so many bytes."""
+    """Return the seconds that one part may take when the largest part has `largest` bytes."""
     return PART_SECONDS + largest / SLOWEST_DISK
 
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """A stage in memory: what it is, and the bytes of its weights as the files have them."""
+    """A stage in memory. `weight_bytes` is the size of its weights in the files."""
 
     key: StageKey
     stage: Stage
@@ -46,11 +46,10 @@ def read_stage(
     expect: Callable[[float], None],
     on_progress: OnProgress,
 ) -> LoadedStage:
-    """Read the weights of `key`. Runs on the engine thread, whose watchdog `expect(seconds)` tells what the next part
-    may take. `on_progress(done, total)` counts bytes.
+    """Return the stage `key` with its weights. Runs on the engine thread.
 
-    Raises MemoryLimitError before anything is read when the weights are more than the worker may hold, and
-    CheckpointError for a checkpoint that is not here or not whole.
+    `expect(seconds)` sets the deadline of the thread's watchdog for the next part. Raises MemoryLimitError before
+    reading anything if the weights exceed the memory limit, and CheckpointError for a missing or incomplete checkpoint.
     """
     expect(PART_SECONDS)
     release_weights()
@@ -60,8 +59,8 @@ def read_stage(
     weight_bytes = sum(sizes[part] for part in parts)
     if weight_bytes > identity.memory_limit:
         raise MemoryLimitError(
-            f"worker {identity.name}: layers {key.span} weigh {weight_bytes:,} bytes, its memory limit "
-            f"is {identity.memory_limit:,}"
+            f"worker {identity.name}: layers {key.span} take {weight_bytes:,} bytes, which exceeds its memory limit of "
+            f"{identity.memory_limit:,}"
         )
     seconds = part_seconds(max(sizes[part] for part in parts))
 
@@ -80,7 +79,7 @@ def read_stage(
     )
     if key.last and key.mtp and modules.head is None and checkpoint.mtp.announced:
         log.warning(
-            "no MTP: config.json announces a head that the checkpoint does not have whole",
+            "no MTP: config.json announces a head, but tensors of it are missing",
             extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
         )
     wire_weights(wanted=identity.wired)

@@ -1,4 +1,4 @@
-"""Which checkpoint on this machine is the one the coordinator means."""
+"""The checkpoints on this machine, and the one with the fingerprint that the coordinator requests."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from worker.fetch.span_copy import SpanCopy
 
 
 class LocalModels:
-    """Checkpoints this worker can read, with their fingerprints computed once. Runs off the event loop."""
+    """The checkpoints that this worker can read, with cached fingerprints. Methods do not run on the event loop."""
 
     def __init__(self, own: Path | None) -> None:
         self.own = own
         self._known: dict[Path, tuple[Checkpoint, str]] = {}
 
     def check_own(self, layers: Span | None) -> None:
-        """Raise CheckpointError for a --model that cannot be served, SpanError for --layers that it does not have."""
+        """Raise CheckpointError for an unusable --model, and SpanError for --layers that it does not have."""
         if self.own is not None:
             checkpoint, _ = self.open(self.own)
             if layers is not None:
                 layers.check_within(checkpoint.config.num_layers)
 
     def find(self, wanted: pb.ModelRef) -> Checkpoint:
-        """The first checkpoint here whose content has the wanted fingerprint, or the parts of it that were fetched.
+        """Return the first checkpoint with the fingerprint of `wanted`, or its fetched parts.
 
-        Looks at the worker's own --model, the path the coordinator uses, the repo in the local cache, and what Provide
-        brought. Raises CheckpointError when none is the same, naming what was found instead.
+        The candidates are the worker's own --model, the path that the coordinator uses, the repo in the local cache,
+        and the copy that Provide made. Raises CheckpointError that names the other checkpoints if none matches.
         """
         try:
             return self.find_whole(wanted)
@@ -42,7 +42,7 @@ class LocalModels:
             return copy.checkpoint()
 
     def find_whole(self, wanted: pb.ModelRef) -> Checkpoint:
-        """As `find`, but of whole checkpoints only."""
+        """Return the first whole checkpoint with the fingerprint of `wanted`. Raises CheckpointError like `find`."""
         others: list[str] = []
         for path in self._candidates(wanted):
             try:
@@ -53,22 +53,23 @@ class LocalModels:
             if fingerprint == wanted.fingerprint:
                 return checkpoint
             others.append(f"{path.name} has other content (fingerprint {fingerprint[:12]})")
-        found = "; ".join(others) or "there is none"
+        found = "; ".join(others) or "it has none"
         raise CheckpointError(
             f"no checkpoint here is {wanted.name} (fingerprint {wanted.fingerprint[:12]}): {found}. "
-            "Start mtp-worker with --model and the same checkpoint as the coordinator's, or mtp-coord serve with "
+            "Start mtp-worker with --model and the coordinator's checkpoint, or mtp-coord serve with "
             "--share-weights",
             public=f"a worker lacks the checkpoint {wanted.name}",
         )
 
     def fingerprint_of(self, wanted: pb.ModelRef) -> str:
-        """Of the wanted model if it is whole here; else empty."""
+        """Return the fingerprint of the wanted model if this machine has all of it, else an empty string."""
         try:
             return self.open(self.find_whole(wanted).path)[1]
         except CheckpointError:
             return ""
 
     def open(self, path: Path) -> tuple[Checkpoint, str]:
+        """Return the checkpoint in `path` and its fingerprint, from the cache if possible."""
         if path not in self._known:
             checkpoint = Checkpoint.open(path)
             self._known[path] = (checkpoint, checkpoint.fingerprint())

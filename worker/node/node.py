@@ -1,7 +1,6 @@
-"""One worker process: who holds it, which stage it has loaded, which plan that is bound into.
+"""The state of one worker process: its lease, its loaded stage and its binding into a plan.
 
-Plain asyncio, no gRPC messages but the ones it is handed: `service` turns calls into these methods. The stage itself
-lives on the engine thread; here are only the facts about it.
+`service` turns gRPC calls into these methods. The stage itself lives on the engine thread.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-
-import mlx.core as mx
 
 from proto import cluster_pb2 as pb
 from proto.control import Signal
@@ -31,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerNode:
-    """Made on the event loop it runs on."""
+    """The worker, made on the event loop that runs its methods."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -42,38 +39,38 @@ class WorkerNode:
         self.loaded: LoadedStage | None = None
         self.budget: Budget | None = None
         self.binding: Binding | None = None
-        """In force, or being connected."""
+        """The binding that serves or is connecting."""
         self._loading: object | None = None
-        """Stands for the load under way; any other is wanted no more."""
+        """A marker of the current load. An older load that finds another marker ends."""
         self.draining = asyncio.Event()
-        self.news = asyncio.Event()
-        """Something the coordinator should hear of at once, not by the next pulse."""
+        self.state_changed = asyncio.Event()
+        """Set when the coordinator must get the worker status at once."""
 
-    # ---- claim
+    # ---- lease
 
-    def hold(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Lease:
-        """Claim this worker for a coordinator, or renew its claim.
+    def renew_lease(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Lease:
+        """Lease this worker to a coordinator, or renew its lease.
 
-        Raises BusyError, naming the holder, while another one's claim has not lapsed.
+        Raises BusyError, which names the holder, while another coordinator has the lease.
         """
         self.release_lapsed()
         self.lease = renewed_lease(self.lease, self.identity.name, coordinator, lease_ms)
         return self.lease
 
     def release_lapsed(self) -> None:
-        """Drop a claim that was not renewed in time, and all its sequences."""
+        """End a lease that was not renewed in time, and drop its sequences."""
         if self.lease is not None and self.lease.lapsed:
-            log.warning("claim lapsed", extra={"coordinator": self.lease.name})
+            log.warning("lease expired", extra={"coordinator": self.lease.name})
             self.release()
 
     def release(self) -> None:
-        """Forget the coordinator and its sequences; weights stay for the next one."""
+        """End the lease and drop its sequences. The weights stay loaded for the next coordinator."""
         self.lease = None
-        self.epoch = 0  # the next coordinator counts from its own beginning
+        self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
 
     def _end_plan(self) -> None:
-        """What is here of a plan: its load, or its binding."""
+        """End the current load or binding."""
         self._loading = None
         if self.binding is not None:
             self.binding.close()
@@ -84,39 +81,34 @@ class WorkerNode:
     # ---- load and connect
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Whatever plan there was has ended. Raises StaleEpochError for an epoch that has."""
+        """End the current plan and start epoch `epoch`. Raises StaleEpochError for an older epoch."""
         self._check_epoch(epoch)
         self.epoch = epoch
         self._end_plan()
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
-            raise StaleEpochError(f"epoch {epoch} is over, this worker is in {self.epoch}")
+            raise StaleEpochError(f"epoch {epoch} has ended. This worker is in epoch {self.epoch}")
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
-        """Become a stage. `on_progress(done, total)` is called on the event loop.
+        """Load a stage and return what was loaded. `on_progress` is called on the event loop.
 
-        Raises what the claim, the checkpoint, the span or the memory make impossible; an earlier stage is gone then.
+        Raises BusyError, StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then
+        be unloaded.
         """
-        self.hold(request.coordinator, request.lease_ms)
+        self.renew_lease(request.coordinator, request.lease_ms)
         self._enter_epoch(request.epoch)
         key = StageKey.of(request)
         limits = request.limits
         self.budget = Budget(limits.max_sequences, limits.kv_tokens, limits.prefix_bytes)
         loaded = self.loaded
-        reused = loaded is not None and loaded.key == key
-        if loaded is None or not reused:
+        if loaded is None or loaded.key != key:
             loaded = await self._load_weights(key, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
-        return pb.LoadResult(
-            reused=reused,
-            weight_bytes=loaded.weight_bytes,
-            memory_used=mx.get_active_memory(),
-            has_mtp=loaded.stage.modules.head is not None,
-        )
+        return pb.LoadResult(has_mtp=loaded.stage.modules.head is not None)
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
-        """A worker that drains says so whatever it still does."""
+        """Set the state, unless the worker drains: then the state stays DRAINING."""
         if not self.draining.is_set():
             self.state = state
 
@@ -124,18 +116,18 @@ class WorkerNode:
         self, key: StageKey, model: pb.ModelRef, on_progress: OnProgress
     ) -> LoadedStage:
         self._become(pb.WORKER_STATE_LOADING)
-        self.loaded = None  # its memory is needed for the other
+        self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
         thread = self.machinery.thread
 
         def check() -> None:
             if self._loading is not loading:
-                raise StaleEpochError("the plan ended while its stage was being loaded")
+                raise StaleEpochError("the plan ended while its stage was loading")
 
         with byte_bar(f"loading layers {key.span}", log) as show:
 
             def report(done: int, total: int) -> None:
-                check()  # the next load waits for the thread, and its coordinator for a sign of it
+                check()  # ends this load when a newer one waits for the thread
                 show(done, total)
                 thread.post(on_progress, done, total)
 
@@ -154,20 +146,29 @@ class WorkerNode:
         return loaded
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
-        """Bind the stage into a plan and open the hop to the next.
+        """Bind the stage into a plan and open the link to the next stage.
 
-        Raises NotReadyError without a stage, StaleEpochError when the plan ends meanwhile, and what opening raises.
+        Raises NotReadyError without a loaded stage, StaleEpochError when the plan ends during the call, and the
+        errors of opening the link.
         """
-        self.hold(request.coordinator)
+        self.renew_lease(request.coordinator)
         self._check_epoch(request.epoch)
         if self.loaded is None:
             raise NotReadyError(f"worker {self.identity.name} has no stage loaded")
         self._enter_epoch(request.epoch)
-        place = Place(request.epoch, request.stage, request.num_stages, request.plan_token)
+        place = Place(
+            request.epoch,
+            request.stage,
+            request.num_stages,
+            request.plan_token,
+            request.previous_node,
+        )
         binding = self.binding = Binding(place, self.machinery, self._failed)
         make_engine = partial(_new_engine, self.loaded, place, self.budget)
         try:
-            link_seconds = await binding.open(make_engine, request, self.identity.id)
+            link_seconds = await binding.open(
+                make_engine, request, self.identity.id, self.identity.trust
+            )
         except BaseException:
             if self.binding is binding:
                 self._end_plan()
@@ -178,49 +179,53 @@ class WorkerNode:
 
     def _failed(self) -> None:
         self._become(pb.WORKER_STATE_FAILED)
-        self.news.set()
+        self.state_changed.set()
 
     def unload(self, request: pb.UnloadRequest) -> None:
-        """Forget everything. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
+        """Drop the stage and the lease. Raises BusyError for another coordinator, StaleEpochError for an older plan."""
         if self.lease is not None:
-            self.hold(request.coordinator)
+            self.renew_lease(request.coordinator)
         self._check_epoch(request.epoch)
         self.release()
         self.loaded = None
         self.machinery.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
 
-    # ---- what comes for the plan in force
+    # ---- frames and signals of the current plan
 
     def binding_of(self, stream: StreamBinding) -> Binding:
-        """Where a data stream's frames go. Raises StaleEpochError unless it belongs to the plan in force here, and
-        AccessError or ProtocolError for one that claims so wrongly."""
+        """Return the binding that a data stream belongs to.
+
+        Raises StaleEpochError for a stream of another plan, AccessError for a wrong token, and ProtocolError for
+        another stage.
+        """
         binding = self.binding
         if binding is None or not binding.bound or stream.epoch != binding.place.epoch:
             raise StaleEpochError(f"no plan of epoch {stream.epoch} is bound here")
-        binding.check(stream)
+        binding.check_stream(stream)
         return binding
 
-    def signal(self, signal: Signal) -> None:
-        """Hand a rollback or a cancellation to the plan it is about; one that has ended needs none."""
+    def apply_signal(self, signal: Signal) -> None:
+        """Apply a rollback or a cancellation to its plan. A signal of another plan is ignored."""
         if self.binding is not None and signal.epoch == self.binding.place.epoch:
-            self.binding.signal(signal)
+            self.binding.apply_signal(signal)
 
-    # ---- leaving
+    # ---- end
 
     def drain(self) -> None:
-        """Ask the coordinator, by pulse, to plan without this worker."""
+        """Ask the coordinator, by the worker status, to plan without this worker."""
         self.draining.set()
-        self.news.set()
+        self.state_changed.set()
         self.state = pb.WORKER_STATE_DRAINING
 
     async def close(self) -> None:
+        """End the plan and the engine thread."""
         self.release()
         await self.machinery.thread.close()
 
 
 def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> StageEngine:
-    """On the engine thread."""
+    """Return the engine of a plan. Runs on the engine thread."""
     stage, key = loaded.stage, loaded.key
     verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
     return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)

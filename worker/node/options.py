@@ -1,10 +1,10 @@
-"""What the command line of a worker decides, checked before anything starts."""
+"""The options of a worker from its command line, and the port that it remembers between runs."""
 
 from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ class WorkerOptions:
     mdns: bool
     state_dir: Path | None
     wired: bool = True
+    insecure: bool = False
+    join: str | None = field(default=None, repr=False)  # a secret
     awake: bool = True
 
 
 def remembered_port(state_dir: Path | None, name: str, host: str) -> int:
-    """The port this worker had when it last ran with the same state directory; 0 when there is none, or it is taken
-    on `host`.
+    """Return the port of this worker's last run with the same state directory, or 0 if it is unknown or in use.
 
-    A restarted worker that returns to its address is found there by a coordinator without mDNS.
+    A coordinator without mDNS finds a restarted worker at the same address.
     """
     if state_dir is None:
         return 0
@@ -43,7 +44,7 @@ def remembered_port(state_dir: Path | None, name: str, host: str) -> int:
         port = int(_known_ports(state_dir)[name])
         if not 0 < port < 2**16:
             return 0
-        # As the server will: what is left of connections of a worker that was killed does not hold the port.
+        # Like the server, this ignores connections that a killed worker left behind.
         with socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         ):
@@ -53,7 +54,7 @@ def remembered_port(state_dir: Path | None, name: str, host: str) -> int:
 
 
 def remember_port(state_dir: Path | None, name: str, port: int) -> None:
-    """Write the port down for `remembered_port`. Raises UsageError when the directory cannot be written."""
+    """Store the port for `remembered_port`. Raises UsageError when the directory is not writable."""
     if state_dir is None:
         return
     part = state_dir / f"{_STATE_FILE}.part"
@@ -66,7 +67,7 @@ def remember_port(state_dir: Path | None, name: str, port: int) -> None:
 
 
 def _known_ports(state_dir: Path) -> dict[str, Any]:
-    """What the file says, by worker; nothing where it is not there, or damaged: it is only a convenience."""
+    """Return the stored ports by worker name. A missing or damaged file has none."""
     try:
         known = json.loads((state_dir / _STATE_FILE).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A worker process from start to end: listen, announce, serve, drain, leave."""
+"""The life of a worker process: listen, announce, serve, drain, end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import asyncio
 import logging
 import signal
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import grpc.aio
 
+from proto.address import join_address
 from proto.announcement import Announcement
 from proto.errors import UsageError
+from proto.rpc.channels import add_port
 from proto.terminal.keep_awake import keep_awake
+from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth
 from worker.engine.memory import set_limits
 from worker.node.announce import announced
+from worker.node.cluster_trust import worker_trust
 from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
 from worker.node.node import WorkerNode
@@ -25,18 +30,21 @@ from worker.node.service import STOP_SECONDS, make_server
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 20.0
-"""Longest wait for the coordinator to plan without this worker; then it leaves all the same."""
+"""Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
 
 
 async def run(options: WorkerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then hand over and leave.
+    """Serve until SIGTERM or SIGINT, then drain and end.
 
-    Raises UsageError when the port cannot be had, or the worker's own model not be served.
+    Raises UsageError for an unavailable port, a missing membership in a cluster, or an unusable --model.
     """
     models = LocalModels(options.model)
     models.check_own(options.layers)
+    trust = await worker_trust(
+        options.host, options.name, options.join, options.state_dir, insecure=options.insecure
+    )
     identity = Identity(
-        options.name, options.layers, options.memory_limit, models, wired=options.wired
+        options.name, options.layers, options.memory_limit, models, wired=options.wired, trust=trust
     )
     node = WorkerNode(identity)
     await node.machinery.thread.call(partial(set_limits, options.memory_limit))
@@ -49,7 +57,7 @@ async def run(options: WorkerOptions) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
-        port = _bind(server, options)
+        port = _bind(server, options, trust)
         await server.start()
         stack.push_async_callback(server.stop, STOP_SECONDS)
         remember_port(options.state_dir, options.name, port)
@@ -70,26 +78,30 @@ async def run(options: WorkerOptions) -> None:
 def _announcement(identity: Identity, port: int) -> Announcement:
     own = identity.models.own
     fingerprint = identity.models.open(own)[1] if own else ""
-    return Announcement(identity.id, identity.name, port, identity.pinned, fingerprint)
+    announcement = Announcement(identity.id, identity.name, port, identity.pinned, fingerprint)
+    if identity.trust is None:
+        return announcement
+    me = identity.trust.identity
+    return replace(announcement, cluster=me.cluster, node=me.node)
 
 
-def _bind(server: grpc.aio.Server, options: WorkerOptions) -> int:
+def _bind(server: grpc.aio.Server, options: WorkerOptions, trust: NodeTrust | None) -> int:
     port = options.port or remembered_port(options.state_dir, options.name, options.host)
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = join_address(options.host, port)
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return add_port(server, address, trust)
     except RuntimeError as error:
         raise UsageError(
-            f"--listen {host}:{port}: the address cannot be had; is another worker running there? "
-            "Use --listen with another port, or port 0 for any"
+            f"--listen {address}: the address is unavailable; another worker may use it. Choose another port, "
+            "or 0 for any free one"
         ) from error
 
 
 async def _drain(node: WorkerNode) -> None:
-    """Wait until no coordinator holds this worker, so that no stream is cut."""
+    """Wait until the lease of this worker ends, so that no stream is interrupted."""
     if node.lease is None:
         return
-    log.info("draining: waiting for the coordinator to plan without this worker")
+    log.info("draining: waiting until the coordinator plans without this worker")
     node.drain()
     try:
         async with asyncio.timeout(DRAIN_SECONDS):
@@ -97,4 +109,4 @@ async def _drain(node: WorkerNode) -> None:
                 await asyncio.sleep(0.05)
                 node.release_lapsed()
     except TimeoutError:
-        log.warning("leaving undrained", extra={"seconds": DRAIN_SECONDS})
+        log.warning("ending before the drain completed", extra={"seconds": DRAIN_SECONDS})

@@ -1,4 +1,4 @@
-"""The worker's gRPC face: protobuf calls and raw frame streams, turned into calls on the node."""
+"""The gRPC service of a worker: protobuf calls and raw frame streams become calls on the node."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-import mlx.core as mx
 
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Hello, check_version, from_message
 from proto.errors import AccessError, ClusterError, NotReadyError, ProtocolError
 from proto.frame import VERSION
+from proto.frame_stamps import StageStep
+from proto.rpc.channels import peer_of
 from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
-from proto.rpc.link import Link
 from proto.rpc.status_codes import to_status
 from worker.engine import hardware
-from worker.engine.stage_engine import StageEngine
 from worker.fetch.provide import provide
-from worker.model.loader import DTYPES
+from worker.node.access import AccessInterceptor
+from worker.node.binding import Binding, Result
 from worker.node.lease import Lease
-from worker.node.loading import LoadedStage
+from worker.node.link_test import LinkTestService
 from worker.node.node import WorkerNode
 
 log = logging.getLogger(__name__)
@@ -36,16 +35,17 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 STOP_SECONDS = 1.0
-"""How long open calls may take to end when the server stops."""
+"""Seconds. Maximum time that open calls may take to end when the server stops."""
 
 
 class WorkerService(pb_grpc.WorkerServicer):
-    """Control calls. Every ClusterError becomes its gRPC status."""
+    """The control calls. Every ClusterError becomes its gRPC status."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
+        """See proto/cluster.proto, as for every call of this class."""
         return await _answer(context, self._describe(request))
 
     async def _describe(self, request: pb.DescribeRequest) -> pb.WorkerInfo:
@@ -54,15 +54,12 @@ class WorkerService(pb_grpc.WorkerServicer):
         node.release_lapsed()
         info = pb.WorkerInfo(
             protocol_version=VERSION,
-            package_version=version("mtp-cluster"),
             worker_id=identity.id,
             name=identity.name,
-            hardware=hardware.describe(
-                identity.memory_limit, list(DTYPES), identity.bytes_per_second
-            ),
+            hardware=hardware.describe(identity.memory_limit, identity.bytes_per_second),
             model=identity.models.own.name if identity.models.own else "",
             state=node.state,
-            uptime_ms=int((time.monotonic() - identity.started) * 1000),
+            node_id=identity.trust.identity.node if identity.trust else "",
         )
         if identity.pinned is not None:
             info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
@@ -72,13 +69,12 @@ class WorkerService(pb_grpc.WorkerServicer):
             )
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
-        if node.loaded is not None:
-            info.loaded.CopyFrom(_loaded(node.loaded, node.epoch))
         return info
 
     async def Load(
         self, request: pb.LoadRequest, context: Context
     ) -> AsyncIterator[pb.LoadProgress]:
+        """Yield the progress, then the result."""
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
@@ -98,37 +94,70 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def Provide(
         self, requests: AsyncIterator[pb.Weights], context: Context
     ) -> AsyncIterator[pb.WeightsReply]:
+        """Yield the requests for missing tensors and the progress."""
         try:
-            async with contextlib.aclosing(provide(requests, self.node.hold)) as replies:
+            async with contextlib.aclosing(provide(requests, self.node.renew_lease)) as replies:
                 async for reply in replies:
                     yield reply
         except ClusterError as error:
             await _abort(context, error)
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
+        """Bind the stage into a plan."""
         return await _answer(context, self.node.connect(request))
 
     async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
+        """Drop the stage and the lease."""
+
         async def unload() -> pb.UnloadReply:
             self.node.unload(request)
-            return pb.UnloadReply(memory_used=mx.get_active_memory())
+            return pb.UnloadReply()
 
         return await _answer(context, unload())
 
+    async def UpdateTrust(self, request: pb.TrustUpdate, context: Context) -> pb.TrustReply:
+        """Install the cluster's authorities, removed nodes and, if given, a new certificate."""
+
+        async def update() -> pb.TrustReply:
+            trust = self.node.identity.trust
+            if trust is None:
+                raise AccessError("this worker belongs to no cluster")
+            removed = frozenset(request.removed_nodes)
+            trust.install(request.authorities, removed, request.certificate)
+            return pb.TrustReply(signing_request=trust.due_request())
+
+        return await _answer(context, update())
+
     async def ReportState(self, request: pb.StateReportRequest, context: Context) -> pb.StateReport:
+        """Return the sequences and prefix entries that the engine holds."""
         return await _answer(context, self._report_state())
 
-    async def _report_state(self) -> pb.StateReport:
-        node, thread = self.node, self.node.machinery.thread
-        engine, link = _engine_and_link(node)
-        reply = pb.StateReport(
-            epoch=node.epoch,
-            memory_used=mx.get_active_memory(),
-            queued_in=thread.queued,
-            queued_out=link.queued if link else 0,
+    async def ReportTrace(self, request: pb.TraceRequest, context: Context) -> pb.TraceReport:
+        """Return the clock of the process and the stamps of its newest frames."""
+        return await _answer(context, self._report_trace(request))
+
+    async def _report_trace(self, request: pb.TraceRequest) -> pb.TraceReport:
+        stamps = self.node.machinery.stamps.since(request.since_ns) if request.with_frames else []
+        return pb.TraceReport(
+            now_ns=time.monotonic_ns(),
+            frames=[
+                pb.FrameTimes(
+                    epoch=one.epoch,
+                    number=one.number,
+                    stage=one.stage,
+                    rows=one.rows,
+                    times_ns=one.times,
+                )
+                for one in stamps
+            ],
         )
+
+    async def _report_state(self) -> pb.StateReport:
+        node = self.node
+        engine = node.binding.engine if node.binding is not None else None
+        reply = pb.StateReport(epoch=node.epoch)
         if engine is not None:
-            held = await thread.call(engine.report_state)
+            held = await node.machinery.thread.call(engine.report_state)
             reply.sequences.extend(
                 pb.SequenceReport(
                     seq_id=s.seq_id,
@@ -148,27 +177,25 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def Signals(
         self, requests: AsyncIterator[pb.Signal], context: Context
     ) -> AsyncIterator[pb.WorkerStatus]:
+        """Apply the signals of one coordinator and yield the worker status while it keeps the lease."""
         try:
             first = from_message(await anext(requests))
             if not isinstance(first.body, Hello):
-                raise ProtocolError("the first signal is a hello")
+                raise ProtocolError("the first signal is not a hello")
             hello = first.body
             holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
-            lease = self.node.hold(holder)
+            lease = self.node.renew_lease(holder)
         except ClusterError as error:
             await _abort(context, error)
             return
         except StopAsyncIteration:
             return
         lease.streams += 1
-        heard = Heard()
-        reader = asyncio.create_task(self._read_signals(requests, lease, heard))
+        reader = asyncio.create_task(self._read_signals(requests, lease))
         try:
-            number = 0
             while not reader.done():
-                number += 1
-                yield self._worker_status(number, heard.heartbeat)
-                await self._until_news(reader, hello.status_interval_ms / 1000)
+                yield self._worker_status()
+                await self._wait_for_change(reader, hello.status_interval_ms / 1000)
                 self._check_lease(lease)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await reader
@@ -177,59 +204,46 @@ class WorkerService(pb_grpc.WorkerServicer):
         finally:
             reader.cancel()
             lease.streams -= 1
-            # The coordinator is gone, or left us: nobody waits for what we hold of its requests.
+            # The coordinator has gone, so its requests need no state any more.
             if self.node.lease is lease and not lease.streams:
                 self.node.release()
 
-    async def _until_news(self, reader: asyncio.Task[None], seconds: float) -> None:
-        """Wait for the next pulse's time, for something to tell at once, or for the end of the stream."""
-        news = asyncio.create_task(self.node.news.wait())
+    async def _wait_for_change(self, reader: asyncio.Task[None], seconds: float) -> None:
+        """Wait `seconds`, or until an urgent change of state, or until the stream ends."""
+        change = asyncio.create_task(self.node.state_changed.wait())
         try:
-            await asyncio.wait({reader, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also where the call ends in between: the wait would outlive it
-            news.cancel()
-        self.node.news.clear()
+            await asyncio.wait(
+                {reader, change}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:  # the task must not outlive the call
+            change.cancel()
+        self.node.state_changed.clear()
 
     def _check_lease(self, lease: Lease) -> None:
-        """End a stream whose coordinator has not been heard for its lease: it may live, but not with us."""
+        """Raise NotReadyError when the lease of a stream has ended, although its coordinator may be alive."""
         self.node.release_lapsed()
         if self.node.lease is not lease:
             raise NotReadyError(f"worker {self.node.identity.name} no longer serves {lease.name}")
 
-    async def _read_signals(
-        self, requests: AsyncIterator[pb.Signal], lease: Lease, heard: Heard
-    ) -> None:
+    async def _read_signals(self, requests: AsyncIterator[pb.Signal], lease: Lease) -> None:
         async for message in requests:
             signal = from_message(message)
             self._check_lease(lease)
             lease.renew()
-            if message.WhichOneof("body") == "heartbeat":
-                heard.heartbeat = message.heartbeat.number
-            else:
-                self.node.signal(signal)
+            self.node.apply_signal(signal)
 
-    def _worker_status(self, number: int, heartbeat: int) -> pb.WorkerStatus:
+    def _worker_status(self) -> pb.WorkerStatus:
         node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
         binding = node.binding
-        engine, link = _engine_and_link(node)
+        engine, link = (binding.engine, binding.link) if binding is not None else (None, None)
         worker_status = pb.WorkerStatus(
-            number=number,
-            worker_id=node.identity.id,
             state=node.state,
             epoch=binding.place.epoch if binding and binding.bound else 0,
-            heartbeat=heartbeat,
             frames_done=engine.frames_done if engine else 0,
-            queued_in=thread.queued,
-            queued_out=link.queued if link else 0,
             engine_stall_ms=int(thread.stall * 1000),
             link_stall_ms=int(link.stall * 1000) if link else 0,
             busy_us=thread.busy_us,
-            memory_used=mx.get_active_memory(),
-            memory_peak=mx.get_peak_memory(),
-            sequences=len(engine.sequences) if engine else 0,
-            prefix_entries=len(engine.prefixes) if engine else 0,
-            rows_done=traffic.rows,
-            segments_skipped=traffic.skipped,
+            memory_used=hardware.memory_used(),
             bytes_in=traffic.bytes_in,
             bytes_out=traffic.bytes_out,
             messages_in=traffic.messages_in,
@@ -240,12 +254,6 @@ class WorkerService(pb_grpc.WorkerServicer):
         return worker_status
 
 
-class Heard:
-    """The newest heartbeat a Signals stream brought."""
-
-    heartbeat = 0
-
-
 class DataPlane:
     """The two raw byte streams."""
 
@@ -253,6 +261,7 @@ class DataPlane:
         self.node = node
 
     def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler to register with a server."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -264,63 +273,55 @@ class DataPlane:
     async def frames(
         self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
-        """Frames from the stage before, or from the coordinator."""
+        """Receive frames from the previous stage or, at stage 0, from the coordinator."""
         try:
-            binding = self.node.binding_of(_stream_binding(context))
+            binding = self._binding_of(context)
+            if self.node.identity.trust is not None:
+                binding.check_sender(peer_of(context))
             await context.send_initial_metadata(())
             async for data in requests:
-                binding.take(data)
+                binding.enqueue_frame(data)
         except ClusterError as error:
             await _abort(context, error)
         return
-        yield b""  # never: the stream goes one way, and a generator is what gRPC wants
+        yield b""  # unreachable. It makes this function the generator that gRPC needs
 
     async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Frames that have been through the last stage, for the coordinator."""
+        """Yield to the coordinator the frames that the last stage has processed."""
         try:
-            binding = self.node.binding_of(_stream_binding(context))
+            binding = self._binding_of(context)
             if not binding.place.last:
-                raise AccessError(f"stage {binding.place.stage} is not the last: it has no results")
+                raise AccessError(
+                    f"stage {binding.place.stage} is not the last stage and has no results"
+                )
             await context.send_initial_metadata(())
-            while isinstance(item := await binding.results.get(), bytes):
-                yield item
+            while isinstance(item := await binding.results.get(), Result):
+                yield item.data
+                item.stamps.mark(StageStep.WRITTEN)
             raise item
         except ClusterError as error:
             await _abort(context, error)
 
+    def _binding_of(self, context: Context) -> Binding:
+        stream = StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
+        return self.node.binding_of(stream)
+
 
 def make_server(node: WorkerNode) -> grpc.aio.Server:
-    """A server with both planes; the caller adds a port."""
+    """Return a server with both planes. A worker with trust checks every call. The caller adds a port."""
+    interceptors = []
+    if (trust := node.identity.trust) is not None:
+        interceptor = AccessInterceptor(trust)
+        trust.on_removed = interceptor.end_calls_of
+        interceptors.append(interceptor)
     server = grpc.aio.server(
-        options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)), maximum_concurrent_rpcs=64
+        options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)),
+        maximum_concurrent_rpcs=64,
+        interceptors=interceptors,
     )
     pb_grpc.add_WorkerServicer_to_server(WorkerService(node), server)
-    server.add_generic_rpc_handlers((DataPlane(node).handler(),))
+    server.add_generic_rpc_handlers((DataPlane(node).handler(), LinkTestService(trust).handler()))
     return server
-
-
-def _engine_and_link(node: WorkerNode) -> tuple[StageEngine | None, Link | None]:
-    binding = node.binding
-    return (binding.engine, binding.link) if binding is not None else (None, None)
-
-
-def _loaded(loaded: LoadedStage, epoch: int) -> pb.LoadedStage:
-    key = loaded.key
-    return pb.LoadedStage(
-        epoch=epoch,
-        span=pb.Span(start=key.span.start, end=key.span.end),
-        first=key.first,
-        last=key.last,
-        fingerprint=key.fingerprint,
-        dtype=key.dtype,
-        kv_bits=key.kv_bits,
-        mtp=key.mtp,
-        weight_bytes=loaded.weight_bytes,
-    )
-
-
-def _stream_binding(context: Context) -> StreamBinding:
-    return StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
 
 
 async def _answer(context: Context, work: Awaitable[T]) -> T:
@@ -328,7 +329,7 @@ async def _answer(context: Context, work: Awaitable[T]) -> T:
         return await work
     except ClusterError as error:
         await _abort(context, error)
-        raise  # abort raises; this tells the type checker
+        raise  # unreachable, because abort raises. The type checker needs it
 
 
 async def _abort(context: Context, error: ClusterError) -> None:

@@ -1,12 +1,12 @@
-"""What makes two loaded stages the same: if nothing here differs, weights need not be read again."""
+"""The key of a loaded stage. Weights need no second load when the key does not change."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from proto import cluster_pb2 as pb
-from proto.errors import UsageError
 from proto.dtype import DTYPE_BYTES
+from proto.errors import UsageError
 from proto.span import Span
 
 KV_BITS = (0, 4, 8)
@@ -14,7 +14,7 @@ KV_BITS = (0, 4, 8)
 
 @dataclass(frozen=True)
 class StageKey:
-    """A stage as Load asks for it, apart from the epoch and the budgets."""
+    """The stage of a Load request, without the epoch and the budgets."""
 
     fingerprint: str
     span: Span
@@ -26,7 +26,7 @@ class StageKey:
 
     @classmethod
     def of(cls, request: pb.LoadRequest) -> StageKey:
-        """Raises SpanError or UsageError for values no stage can have."""
+        """Return the key of a request. Raises SpanError or UsageError for invalid values."""
         if request.kv_bits not in KV_BITS:
             raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
         if request.dtype and request.dtype not in DTYPE_BYTES:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from proto.frame import Frame
+from proto.frame_stamps import FrameStamps
 from tests.support.processes.task_count import answer_for_tasks
 from worker import cli
 from worker.engine.stage_engine import StageEngine
@@ -42,7 +43,7 @@ def main() -> None:
     answer_for_tasks()
     process = StageEngine.process
 
-    def faulty_process(self: StageEngine, frame: Frame) -> Frame:
+    def faulty_process(self: StageEngine, frame: Frame, stamps: FrameStamps) -> Frame:
         """Process `frame` with the current fault."""
         wait_while("stuck")
         match fault():
@@ -50,7 +51,7 @@ def main() -> None:
                 time.sleep(float(seconds))
             case ["raise"]:
                 raise RuntimeError("a test wants this engine to fail")
-        return process(self, frame)
+        return process(self, frame, stamps)
 
     def faulty_load(*args: Any, **options: Any) -> Any:
         """Load a stage with the current fault."""

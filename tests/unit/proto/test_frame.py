@@ -143,6 +143,7 @@ def test_tensor_is_an_aligned_view_of_the_message(frame: Frame) -> None:
 # ---- frames that must not be sent
 
 
+ONE_ROW = Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),))
 INVALID: dict[str, Callable[[], object]] = {
     "negative epoch": lambda: Frame(-1, 0),
     "number of 64 bits": lambda: Frame(0, 2**63),
@@ -182,7 +183,6 @@ INVALID: dict[str, Callable[[], object]] = {
     "tensor of two rows": lambda: ONE_ROW.with_tensor("float32", (2, 1), bytes(8)),
     "negative hidden size": lambda: Frame(0, 0).with_tensor("float32", (0, -1), b""),
 }
-ONE_ROW = Frame(0, 0, segments=(Segment(0, 0, 0, (1,)),))
 
 
 @pytest.mark.parametrize("name", INVALID)

@@ -26,21 +26,21 @@ async def bound() -> Binding:
 async def test_frames_are_counted(bound: Binding) -> None:
     """So many may wait and no more; signals, which are work for the same thread, are none of them."""
     for _ in range(2 * MAX_QUEUED_FRAMES):
-        bound.signal(Signal(1, Cancel(0)))
+        bound.apply_signal(Signal(1, Cancel(0)))
     for _ in range(MAX_QUEUED_FRAMES):
-        bound.take(b"frame")
+        bound.enqueue_frame(b"frame")
     with pytest.raises(ProtocolError, match=f"{MAX_QUEUED_FRAMES} frames"):
-        bound.take(b"frame")
+        bound.enqueue_frame(b"frame")
 
 
 async def test_bytes_are_counted(bound: Binding) -> None:
     """A few large frames are as much as many small ones; what the engine has begun waits no more."""
     with patch.object(binding, "MAX_QUEUED_BYTES", 100):
-        bound.take(b"x" * 60)
+        bound.enqueue_frame(b"x" * 60)
         with pytest.raises(ProtocolError, match="60 bytes"):
-            bound.take(b"x" * 60)
+            bound.enqueue_frame(b"x" * 60)
         bound._process(b"x" * 60)  # the engine has it
-        bound.take(b"x" * 60)
+        bound.enqueue_frame(b"x" * 60)
 
 
 async def test_a_signal_that_breaks_the_engine() -> None:
@@ -51,7 +51,7 @@ async def test_a_signal_that_breaks_the_engine() -> None:
     bound = Binding(Place(1, 0, 1, b"token"), machinery, failed.set)
     bound.engine = MagicMock()
     bound.engine.rollback.side_effect = MemoryError("none left")
-    bound.signal(Signal(1, Rollback(0, 0, 0, 1)))
+    bound.apply_signal(Signal(1, Rollback(0, 0, 0, 1)))
     async with asyncio.timeout(20):
         await failed.wait()
         assert await machinery.thread.call(lambda: "well") == "well"

@@ -61,12 +61,12 @@ class Coordinator:
         self.change: Change = lambda message: message
         self.progress: list[tuple[int, int]] = []
 
-    def give(self, span: Span, stop: threading.Event | None = None) -> int:
+    def fill_span(self, span: Span, stop: threading.Event | None = None) -> int:
         offer = self.offer(span)
         coming: deque[pb.Weights] = deque()
 
         async def answer(wanted: pb.WantedTensors) -> list[pb.Weights]:
-            return [self.change(m) async for m in self.provider.answer(offer, wanted)]
+            return [self.change(m) async for m in self.provider.answer_request(offer, wanted)]
 
         def tell(reply: pb.WeightsReply) -> None:
             if reply.HasField("wanted"):
@@ -148,9 +148,9 @@ def test_a_quarter_of_the_layers_is_what_comes(
     """From the coordinator: the stage's bytes to the byte, and a stage that is equal to the bit."""
     checkpoint = Checkpoint.open(checkpoints(**options))
     coordinator = Coordinator(checkpoint, share=True)
-    assert coordinator.give(span) == span_bytes(checkpoint, span)
+    assert coordinator.fill_span(span) == span_bytes(checkpoint, span)
     assert_loads(coordinator, span)
-    assert coordinator.give(span) == 0
+    assert coordinator.fill_span(span) == 0
 
 
 @pytest.mark.parametrize("span", QUARTERS, ids=str)
@@ -164,7 +164,7 @@ def test_from_a_hub_no_more_than_the_span_is_read(
     coordinator = Coordinator(
         Checkpoint.open(source), share=False, repo=REPO, revision=hub.repos[REPO].commit
     )
-    received = coordinator.give(span)
+    received = coordinator.fill_span(span)
     size = span_bytes(coordinator.provider.checkpoint, span)
     assert received == size
     assert size <= sum(hub.sent.values()) <= 1.1 * size
@@ -175,15 +175,15 @@ def test_another_span_fetches_only_what_is_new(checkpoints: Checkpoints) -> None
     """After a new plan: the layers it had stay, the others come."""
     checkpoint = Checkpoint.open(checkpoints())
     coordinator = Coordinator(checkpoint, share=True)
-    coordinator.give(Span(2, 4))
-    assert coordinator.give(Span(3, 6)) == span_bytes(checkpoint, Span(4, 6))
+    coordinator.fill_span(Span(2, 4))
+    assert coordinator.fill_span(Span(3, 6)) == span_bytes(checkpoint, Span(4, 6))
     assert_loads(coordinator, Span(2, 6))
 
 
 def test_a_copy_is_never_taken_for_a_checkpoint(checkpoints: Checkpoints) -> None:
     """It has no config.json; asked whether it is whole, a worker says no; only a Load finds it."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.give(Span(0, 8))
+    coordinator.fill_span(Span(0, 8))
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         Checkpoint.open(copies_dir() / coordinator.fingerprint)
     models, ref = LocalModels(None), coordinator.provider.ref
@@ -198,7 +198,7 @@ def test_a_copy_is_never_taken_for_a_checkpoint(checkpoints: Checkpoints) -> Non
 def test_a_part_that_is_missing_is_told_by_the_loader(checkpoints: Checkpoints) -> None:
     """A Load of layers that were not fetched names the tensor; it does not run on random weights."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.give(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
     with pytest.raises(CheckpointError, match=r"tensors \S+\.layers\.4\..* are missing"):
@@ -229,14 +229,14 @@ def test_broken_off_anywhere_it_goes_on(
     while True:
         coordinator.patience = draw.randrange(1, 120)
         try:
-            coordinator.give(Span(4, 8))
+            coordinator.fill_span(Span(4, 8))
             break
         except BrokenOffError:
             breaks += 1
     assert breaks > 2
     assert_loads(coordinator, Span(4, 8))
     coordinator.patience = 10**9
-    assert coordinator.give(Span(4, 8)) == 0
+    assert coordinator.fill_span(Span(4, 8)) == 0
 
 
 def test_a_break_costs_what_was_under_way(
@@ -250,7 +250,7 @@ def test_a_break_costs_what_was_under_way(
     coordinator = Coordinator(checkpoint, share=False, repo=REPO, revision=hub.repos[REPO].commit)
     coordinator.patience = 20
     with pytest.raises(BrokenOffError):
-        coordinator.give(Span(0, 4))
+        coordinator.fill_span(Span(0, 4))
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
     parts = {file.name for file in (copy.path / "parts").iterdir()}
@@ -259,7 +259,7 @@ def test_a_break_costs_what_was_under_way(
     arrived = coordinator.progress[-1][0]
     assert arrived > sum(checkpoint.part_bytes()[part] for part in whole), "no part was begun"
     coordinator.patience = 10**9
-    assert coordinator.give(Span(0, 4)) == span_bytes(checkpoint, Span(0, 4)) - arrived
+    assert coordinator.fill_span(Span(0, 4)) == span_bytes(checkpoint, Span(0, 4)) - arrived
     # At most the rest of one request was under way when it broke off.
     assert hub.weights_sent < 1.1 * span_bytes(checkpoint, Span(0, 4)) + 300_000
     assert_loads(coordinator, Span(0, 4))
@@ -273,11 +273,11 @@ def test_progress_counts_to_the_end(
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.patience = 30
     with pytest.raises(BrokenOffError):
-        coordinator.give(Span(0, 4))
+        coordinator.fill_span(Span(0, 4))
     reached = coordinator.progress[-1][0]
     coordinator.patience = 10**9
     coordinator.progress.clear()
-    coordinator.give(Span(0, 4))
+    coordinator.fill_span(Span(0, 4))
     done = [d for d, _ in coordinator.progress]
     assert done == sorted(done)
     assert {d <= total for d, total in coordinator.progress} == {True}
@@ -296,13 +296,13 @@ def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
     """One error that names the tensor; no part gets its name, and the next call makes it good."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.change = flip_last
-    with pytest.raises(CheckpointError, match=r"tensor model\..* was damaged on its way"):
-        coordinator.give(Span(2, 4))
+    with pytest.raises(CheckpointError, match=r"tensor model\..* was damaged in transfer"):
+        coordinator.fill_span(Span(2, 4))
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
     assert list((copy.path / "parts").glob("*.safetensors")) == []
     coordinator.change = lambda message: message
-    coordinator.give(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     assert_loads(coordinator, Span(2, 4))
 
 
@@ -316,10 +316,10 @@ def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> 
     first = coordinator.offer(Span(2, 4)).tensors[0]
     hub.faults.flip[first.file] = first.start + 3
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"is not the coordinator.*--share-weights"):
-            coordinator.give(Span(2, 4))
+        with pytest.raises(CheckpointError, match=r"differs from the coordinator.*--share-weights"):
+            coordinator.fill_span(Span(2, 4))
     hub.faults.flip.clear()
-    coordinator.give(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     assert_loads(coordinator, Span(2, 4))
 
 
@@ -328,7 +328,7 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.patience = 9
     with pytest.raises(BrokenOffError):
-        coordinator.give(Span(2, 4))
+        coordinator.fill_span(Span(2, 4))
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
     (part,) = (copy.path / "parts").glob("*.part")
@@ -336,19 +336,22 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     content[-100] ^= 255
     part.write_bytes(content)
     coordinator.patience = 10**9
-    with pytest.raises(CheckpointError, match="its SHA-256 is another"):
-        coordinator.give(Span(2, 4))
-    coordinator.give(Span(2, 4))
+    with pytest.raises(CheckpointError, match="its SHA-256 differs"):
+        coordinator.fill_span(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     assert_loads(coordinator, Span(2, 4))
 
 
 def test_a_damaged_part_is_fetched_again(checkpoints: Checkpoints) -> None:
     """A file that bears a part's name and is too short, as a disk's repair leaves it: no dead end."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.give(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     file = copies_dir() / coordinator.fingerprint / "parts" / "layers.3.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert coordinator.give(Span(2, 4)) == coordinator.provider.checkpoint.part_bytes()["layers.3"]
+    assert (
+        coordinator.fill_span(Span(2, 4))
+        == coordinator.provider.checkpoint.part_bytes()["layers.3"]
+    )
     assert_loads(coordinator, Span(2, 4))
 
 
@@ -359,12 +362,12 @@ def test_a_full_disk(
     coordinator = Coordinator(Checkpoint.open(checkpoints(tie=False)), share=True)
     with small_disk(tmp_path / "disk", "1m") as disk:
         monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(disk))
-        with pytest.raises(CheckpointError, match="are to be fetched, and the disk has"):
-            coordinator.give(Span(0, 8))
+        with pytest.raises(CheckpointError, match="the disk has"):
+            coordinator.fill_span(Span(0, 8))
         with monkeypatch.context() as patched:
             patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
             with pytest.raises(CheckpointError, match="the disk is full"):
-                coordinator.give(Span(0, 8))
+                coordinator.fill_span(Span(0, 8))
         copy = SpanCopy.find(coordinator.fingerprint)
         assert copy is not None
         whole = copy.checkpoint()
@@ -408,10 +411,10 @@ def test_a_hub_that_gives_nothing(
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     with pytest.raises(CheckpointError, match=message):
-        coordinator.give(Span(2, 4))
+        coordinator.fill_span(Span(2, 4))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert coordinator.give(Span(2, 4)) > 0
+    assert coordinator.fill_span(Span(2, 4)) > 0
 
 
 def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) -> None:
@@ -420,7 +423,7 @@ def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) 
     received: list[int] = []
 
     def work() -> None:
-        received.append(Coordinator(checkpoint, share=True).give(Span(0, 8)))
+        received.append(Coordinator(checkpoint, share=True).fill_span(Span(0, 8)))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -436,7 +439,7 @@ def test_a_part_that_another_finishes_this_moment(
 ) -> None:
     """Between the look for it and the lock: it is not fetched again, and nothing of a second try stays behind."""
     checkpoint = Checkpoint.open(checkpoints())
-    assert Coordinator(checkpoint, share=True).give(Span(0, 8)) > 0
+    assert Coordinator(checkpoint, share=True).fill_span(Span(0, 8)) > 0
     looks: Counter[Path] = Counter()
     is_finished = ShardWriter.is_finished
 
@@ -447,7 +450,7 @@ def test_a_part_that_another_finishes_this_moment(
 
     monkeypatch.setattr(ShardWriter, "is_finished", late)
     monkeypatch.setattr(Path, "exists", lambda path, **_: True)  # as it still was
-    assert Coordinator(checkpoint, share=True).give(Span(0, 8)) == 0
+    assert Coordinator(checkpoint, share=True).fill_span(Span(0, 8)) == 0
     assert looks
     assert not [file for path in looks for file in path.parent.glob("*.part")]
 
@@ -457,7 +460,7 @@ def test_it_stops_when_nobody_waits(checkpoints: Checkpoints) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
-        Coordinator(Checkpoint.open(checkpoints()), share=True).give(Span(0, 8), stop)
+        Coordinator(Checkpoint.open(checkpoints()), share=True).fill_span(Span(0, 8), stop)
 
 
 # ---- what makes no sense
@@ -501,17 +504,17 @@ def test_messages_that_make_no_sense(checkpoints: Checkpoints, message: pb.Weigh
     """A coordinator of another mind ends the call."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.change = lambda _: message
-    with pytest.raises(ProtocolError, match="something else than the next bytes"):
-        coordinator.give(Span(2, 4))
+    with pytest.raises(ProtocolError, match="another message instead of the next bytes"):
+        coordinator.fill_span(Span(2, 4))
 
 
 def test_a_damaged_copy_says_what_to_delete(checkpoints: Checkpoints) -> None:
     """Its description is broken: the directory is named."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.give(Span(2, 4))
+    coordinator.fill_span(Span(2, 4))
     about = copies_dir() / coordinator.fingerprint / "copy.json"
     about.write_text(json.dumps({"config": 3})[:-3])
-    with pytest.raises(CheckpointError, match=f"{about.parent}.*delete it"):
+    with pytest.raises(CheckpointError, match=f"{about.parent}.*Delete it"):
         SpanCopy.find(coordinator.fingerprint)
 
 
@@ -522,8 +525,8 @@ def test_a_worker_that_wants_what_was_not_offered(checkpoints: Checkpoints) -> N
     wanted = pb.WantedTensors(tensors=[pb.WantedTensor(number=10_000)])
 
     async def ask() -> None:
-        async for _ in coordinator.provider.answer(offer, wanted):
+        async for _ in coordinator.provider.answer_request(offer, wanted):
             pass
 
-    with pytest.raises(ClusterError, match="was not offered"):
+    with pytest.raises(ClusterError, match="the offer does not have"):
         asyncio.run(ask())

@@ -1,4 +1,4 @@
-"""What a worker's calls leave behind."""
+"""The tasks of a worker's calls end with the calls."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from worker.node.service import WorkerService
 
 
 async def count_of_tasks() -> int:
-    """How many there are once all that could run has: a busy machine's clock says nothing about that."""
+    """Return the number of tasks after every ready task has run. It does not depend on the clock."""
     for _ in range(100):
         await asyncio.sleep(0)
     return len(asyncio.all_tasks())
 
 
-async def test_a_signals_call_that_ends_takes_its_wait_along() -> None:
-    """A call is ended amid its wait for news whenever a connection breaks: no task of it is left."""
-    node: Any = SimpleNamespace(news=asyncio.Event())
+async def test_a_signals_call_leaves_no_task() -> None:
+    """A call that ends during its wait for a change leaves no task."""
+    node: Any = SimpleNamespace(state_changed=asyncio.Event())
     service = WorkerService(node)
     reader = asyncio.create_task(asyncio.sleep(60))
-    call = asyncio.create_task(service._until_news(reader, 60.0))
-    assert await count_of_tasks() == 4, "the test, the reader, the call, its wait for news"
+    call = asyncio.create_task(service._wait_for_change(reader, 60.0))
+    assert await count_of_tasks() == 4, "the test, the reader, the call, its wait for a change"
     for task in (call, reader):
         task.cancel()
     await asyncio.gather(call, reader, return_exceptions=True)

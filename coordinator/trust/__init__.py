@@ -1,0 +1,1 @@
+"""The coordinator's part of the trust: the certificate authority, the registry of nodes and tokens, and joining."""

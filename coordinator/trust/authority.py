@@ -1,0 +1,258 @@
+"""The certificate authority of a cluster, in the coordinator's state directory."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from proto.errors import AccessError, UsageError
+from proto.trust.certificates import (
+    fingerprint,
+    from_pem,
+    is_valid_at,
+    key_from_pem,
+    key_to_pem,
+    new_key,
+    to_pem,
+    utc_now,
+)
+from proto.trust.identity import NodeIdentity, new_id
+from proto.trust.state_dir import locked, read_json, read_text, write_private
+
+CERTIFICATE_LIFE = timedelta(days=30)
+"""Life of a node's certificate. A node renews it after 20 days, so a node may be off for ten days or more."""
+
+AUTHORITY_LIFE = timedelta(days=3650)
+CLOCK_SKEW = timedelta(minutes=10)
+"""Certificates are valid from this long before they are made, for nodes with a slow clock."""
+
+_SCRYPT = {"length": 32, "n": 2**15, "r": 8, "p": 1}
+_SALT_BYTES, _NONCE_BYTES = 16, 12
+
+
+@dataclass
+class Authority:
+    """The key and the certificates of the authority. Methods that change it also save it.
+
+    `certificates` are the accepted authorities, the current one first. `crosses` are certificates of the current key
+    that the earlier authorities issued: nodes that know only an earlier authority accept certificates through them.
+    """
+
+    directory: Path
+    cluster: str
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+    certificates: tuple[x509.Certificate, ...]
+    crosses: tuple[x509.Certificate, ...] = ()
+
+    @classmethod
+    def open(cls, state: Path, *, create: bool = False) -> Authority | None:
+        """Return the authority in the state directory, or None. With `create`, make one if there is none.
+
+        Raises UsageError for damaged files.
+        """
+        directory = state / "authority"
+        if not create and not directory.exists():
+            return None
+        with locked(directory):
+            found = _load(directory)
+            if found is None and create:
+                key, cluster = new_key(), new_id()
+                found = cls(directory, cluster, key, (_self_signed(key, cluster),))
+                found._save()
+            return found
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The SHA-256 of the current certificate, which join tokens name."""
+        return fingerprint(self.certificates[0])
+
+    @property
+    def bundle(self) -> str:
+        """The accepted authorities in PEM."""
+        return to_pem(*self.certificates)
+
+    def issue(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        identity: NodeIdentity,
+        hosts: tuple[str, ...] = (),
+        life: timedelta = CERTIFICATE_LIFE,
+    ) -> str:
+        """Return a certificate chain in PEM for `key`. `hosts` are additional names, for the HTTP server."""
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
+        names += [x509.DNSName(name) for name in identity.host_names]
+        names += [_host_name(host) for host in hosts]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        subject = _name(f"mtp-cluster {identity.role} {identity.node}")
+        leaf = (
+            _builder(subject, self.certificates[0].subject, key, life)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(ca=False), critical=True)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(_issuer_key(self.key.public_key()), critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+        return to_pem(leaf, *self.crosses)
+
+    def rotate(self) -> None:
+        """Make a new key. The earlier authorities stay accepted until the certificates they issued have expired."""
+        with locked(self.directory):
+            old_key, key = self.key, new_key()
+            new = _self_signed(key, self.cluster)
+            cross = _authority_certificate(
+                new.subject, self.certificates[0].subject, key, old_key, CERTIFICATE_LIFE
+            )
+            self.key = key
+            self.certificates = (new, *self.certificates[:1])
+            self.crosses = (cross,)
+            self._save()
+
+    def drop_expired(self) -> bool:
+        """Stop accepting the earlier authority once its cross certificate has expired. Return whether it did."""
+        if not self.crosses or is_valid_at(self.crosses[0], utc_now()):
+            return False
+        with locked(self.directory):
+            self.certificates, self.crosses = self.certificates[:1], ()
+            self._save()
+        return True
+
+    def to_export(self, passphrase: str, registry: dict[str, object]) -> bytes:
+        """Return the authority and `registry`, encrypted by a passphrase."""
+        content = json.dumps(
+            {
+                "cluster": self.cluster,
+                "key": key_to_pem(self.key),
+                "certificates": self.bundle,
+                "crosses": to_pem(*self.crosses),
+                "registry": registry,
+            }
+        )
+        salt, nonce = secrets.token_bytes(_SALT_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        cipher = AESGCM(Scrypt(salt=salt, **_SCRYPT).derive(passphrase.encode()))
+        return salt + nonce + cipher.encrypt(nonce, content.encode(), None)
+
+    def _save(self) -> None:
+        write_private(self.directory / "authority.key", key_to_pem(self.key))
+        write_private(self.directory / "crosses.pem", to_pem(*self.crosses))
+        write_private(self.directory / "authorities.pem", self.bundle)
+        write_private(self.directory / "cluster.json", json.dumps({"cluster": self.cluster}))
+
+
+def import_authority(state: Path, data: bytes, passphrase: str) -> dict[str, object]:
+    """Write an exported authority into an empty state directory, and return the exported registry.
+
+    Raises UsageError for a wrong passphrase, damaged data, or a directory that already has an authority.
+    """
+    salt, rest = data[:_SALT_BYTES], data[_SALT_BYTES:]
+    try:
+        cipher = AESGCM(Scrypt(salt=salt, **_SCRYPT).derive(passphrase.encode()))
+        content = json.loads(cipher.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], None))
+    except (InvalidTag, ValueError) as error:
+        raise UsageError("the passphrase is wrong or the file is damaged") from error
+    directory = state / "authority"
+    with locked(directory):
+        if _load(directory) is not None:
+            raise UsageError(f"{directory}: already has an authority. Name an empty --state-dir")
+        crosses = from_pem(content["crosses"]) if content["crosses"] else []
+        authority = Authority(
+            directory,
+            content["cluster"],
+            key_from_pem(content["key"]),
+            tuple(from_pem(content["certificates"])),
+            tuple(crosses),
+        )
+        authority._save()
+    registry: dict[str, object] = content["registry"]
+    return registry
+
+
+def _load(directory: Path) -> Authority | None:
+    key, bundle = read_text(directory / "authority.key"), read_text(directory / "authorities.pem")
+    cluster = read_json(directory / "cluster.json").get("cluster")
+    if key is None or bundle is None or not isinstance(cluster, str):
+        return None
+    crosses = read_text(directory / "crosses.pem")
+    try:
+        chain = tuple(from_pem(crosses)) if crosses else ()
+        return Authority(directory, cluster, key_from_pem(key), tuple(from_pem(bundle)), chain)
+    except AccessError as error:
+        raise UsageError(f"{directory}: {error}. Restore the directory from a backup") from error
+
+
+def _self_signed(key: ec.EllipticCurvePrivateKey, cluster: str) -> x509.Certificate:
+    subject = _name(f"mtp-cluster {cluster} authority {new_id()}")
+    return _authority_certificate(subject, subject, key, key, AUTHORITY_LIFE)
+
+
+def _authority_certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    life: timedelta,
+) -> x509.Certificate:
+    builder = _builder(subject, issuer, key.public_key(), life)
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(_key_usage(ca=True), critical=True)
+        .add_extension(_issuer_key(issuer_key.public_key()), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, life: timedelta
+) -> x509.CertificateBuilder:
+    now = utc_now()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + life)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _issuer_key(key: ec.EllipticCurvePublicKey) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)
+
+
+def _key_usage(*, ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -1,0 +1,1 @@
+"""The trust that both programs share: identities, certificates, join tokens and the state directory."""

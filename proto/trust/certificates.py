@@ -1,0 +1,129 @@
+"""P-256 keys and X.509 certificates as PEM text: requests, checks and fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from proto.errors import AccessError, UsageError
+from proto.trust.identity import NodeIdentity
+
+MAX_PEM_BYTES = 16 * 1024
+"""Bounds every PEM text from a peer. A chain of three certificates takes 2.5 KB."""
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """Return a new private key."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    """Return `key` as unencrypted PKCS#8."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()
+
+
+def key_from_pem(pem: str) -> ec.EllipticCurvePrivateKey:
+    """Invert `key_to_pem`. Raises UsageError for any other key."""
+    try:
+        key = serialization.load_pem_private_key(pem.encode(), password=None)
+    except (ValueError, TypeError) as error:
+        raise UsageError("the state directory holds a damaged private key") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UsageError("the state directory holds a private key of another type")
+    return key
+
+
+def to_pem(*certificates: x509.Certificate) -> str:
+    """Return certificates as PEM text."""
+    return "".join(c.public_bytes(serialization.Encoding.PEM).decode() for c in certificates)
+
+
+def from_pem(pem: str) -> list[x509.Certificate]:
+    """Return the certificates in `pem`. Raises AccessError when there is none or one is malformed."""
+    if len(pem) > MAX_PEM_BYTES:
+        raise AccessError("a certificate exceeds the size limit")
+    try:
+        return x509.load_pem_x509_certificates(pem.encode())
+    except ValueError as error:
+        raise AccessError("a certificate is malformed") from error
+
+
+def signing_request(key: ec.EllipticCurvePrivateKey) -> str:
+    """Return a PEM request for a certificate of `key`. The authority chooses the identity in it."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "mtp-cluster node")])
+    request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def requested_key(pem: str) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a signing request whose signature proves that the sender has the private key.
+
+    Raises AccessError for a malformed request and for a key that is not P-256.
+    """
+    try:
+        request = x509.load_pem_x509_csr(pem[:MAX_PEM_BYTES].encode())
+        valid = request.is_signature_valid
+        key = request.public_key()
+    except Exception as error:  # the library raises many kinds for hostile input
+        raise AccessError("the certificate request is malformed") from error
+    if not valid or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
+        raise AccessError("the certificate request has no valid P-256 signature")
+    return key
+
+
+def identity_of(certificate: x509.Certificate) -> NodeIdentity:
+    """Return the identity in a node's certificate. Raises AccessError when it has none."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError) as error:
+        raise AccessError("the peer's certificate names no node of a cluster") from error
+    if len(uris) != 1:
+        raise AccessError("the peer's certificate names no node of a cluster")
+    return NodeIdentity.parse(uris[0])
+
+
+def fingerprint(certificate: x509.Certificate) -> bytes:
+    """Return the SHA-256 of the certificate's DER encoding."""
+    return certificate.fingerprint(hashes.SHA256())
+
+
+def check_issued_by(
+    certificate: x509.Certificate, authorities: Sequence[x509.Certificate], now: datetime
+) -> None:
+    """Raise AccessError unless one of `authorities` issued `certificate` and both are valid at `now`."""
+    for authority in authorities:
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        if is_valid_at(certificate, now) and is_valid_at(authority, now):
+            return
+        raise AccessError("the certificate has expired or is not valid yet")
+    raise AccessError("another authority issued the certificate")
+
+
+def is_valid_at(certificate: x509.Certificate, now: datetime) -> bool:
+    """Return whether `now` is in the validity period of `certificate`."""
+    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+
+
+def renewal_time(certificate: x509.Certificate) -> datetime:
+    """Return the time at which two thirds of the certificate's life have passed."""
+    start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return start + (end - start) * 2 / 3
+
+
+def utc_now() -> datetime:
+    """Return the current time in UTC."""
+    return datetime.now(UTC)

@@ -1,0 +1,140 @@
+"""The trust of one running node: its key and certificate, the authorities it accepts, and the removed nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from proto.errors import AccessError, UsageError
+from proto.trust.certificates import (
+    check_issued_by,
+    fingerprint,
+    from_pem,
+    identity_of,
+    is_valid_at,
+    key_from_pem,
+    key_to_pem,
+    renewal_time,
+    signing_request,
+    utc_now,
+)
+from proto.trust.identity import NodeIdentity, is_id
+from proto.trust.state_dir import read_json, read_text, write_private
+
+MAX_REMOVED = 10_000
+"""Bounds the removed nodes that a node keeps: many times the machines that a cluster loses."""
+
+
+@dataclass
+class NodeTrust:
+    """The credentials of a node. Connections made after `install` use the installed ones.
+
+    `certificate` is a chain in PEM: the node's certificate, then certificates that lead to an older authority.
+    `authorities` is PEM too. `directory` keeps the credentials between runs; None keeps them in memory only.
+    """
+
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+    certificate: str
+    authorities: str
+    removed: frozenset[str] = frozenset()
+    directory: Path | None = None
+    on_removed: Callable[[frozenset[str]], None] = field(default=lambda removed: None, repr=False)
+    """Called with the removed nodes whenever they change."""
+
+    def __post_init__(self) -> None:
+        self.identity = _checked_identity(self.key, self.certificate, self.authorities)
+
+    @classmethod
+    def load(cls, directory: Path) -> NodeTrust | None:
+        """Return the credentials in `directory`, or None when the node has not joined a cluster.
+
+        Raises UsageError for damaged files and for an expired certificate.
+        """
+        key, certificate = read_text(directory / "node.key"), read_text(directory / "node.pem")
+        authorities = read_text(directory / "authorities.pem")
+        if key is None or certificate is None or authorities is None:
+            return None
+        removed = frozenset(read_json(directory / "removed.json").get("nodes", ()))
+        try:
+            return cls(key_from_pem(key), certificate, authorities, removed, directory)
+        except AccessError as error:
+            raise UsageError(
+                f"{directory}: the credentials of this machine are unusable: {error}. "
+                "Join again with a new token: mtp-worker --join"
+            ) from error
+
+    def save(self) -> None:
+        """Write the credentials to `directory`, if the node has one."""
+        if self.directory is None:
+            return
+        write_private(self.directory / "node.key", key_to_pem(self.key))
+        write_private(self.directory / "node.pem", self.certificate)
+        write_private(self.directory / "authorities.pem", self.authorities)
+        write_private(self.directory / "removed.json", json.dumps({"nodes": sorted(self.removed)}))
+
+    @property
+    def key_pem(self) -> str:
+        """The private key in PEM, for TLS libraries."""
+        return key_to_pem(self.key)
+
+    def install(self, authorities: str, removed: frozenset[str], certificate: str = "") -> None:
+        """Replace the authorities and removed nodes and, if given, the certificate; save them.
+
+        Raises AccessError for values that do not fit together. The node then keeps what it had.
+        """
+        if len(removed) > MAX_REMOVED or not all(map(is_id, removed)):
+            raise AccessError("the list of removed nodes is malformed")
+        chain = certificate or self.certificate
+        identity = _checked_identity(self.key, chain, authorities)
+        if identity != self.identity:
+            raise AccessError("the new certificate is of another node")
+        before = self.removed
+        changed = (authorities, removed, chain) != (
+            self.authorities, self.removed, self.certificate
+        )  # fmt: skip
+        self.authorities, self.removed, self.certificate = authorities, removed, chain
+        if changed:
+            self.save()
+        if removed != before:
+            self.on_removed(removed)
+
+    def due_request(self) -> str:
+        """Return a request for a new certificate, or nothing while the present one needs no renewal.
+
+        It needs renewal after two thirds of its life, and when the newest authority did not issue it.
+        """
+        own, newest = from_pem(self.certificate)[0], from_pem(self.authorities)[0]
+        current = own.issuer == newest.subject
+        return "" if current and utc_now() < renewal_time(own) else signing_request(self.key)
+
+    def check_peer(self, peer: NodeIdentity) -> None:
+        """Raise AccessError for a node of another cluster and for a removed node."""
+        if peer.cluster != self.identity.cluster:
+            raise AccessError("the peer belongs to another cluster")
+        if peer.node in self.removed:
+            raise AccessError("the peer was removed from the cluster")
+
+    @property
+    def authority_fingerprints(self) -> tuple[bytes, ...]:
+        """The fingerprints of the accepted authorities."""
+        return tuple(fingerprint(authority) for authority in from_pem(self.authorities))
+
+
+def _checked_identity(
+    key: ec.EllipticCurvePrivateKey, certificate: str, authorities: str
+) -> NodeIdentity:
+    """Return the identity in the chain `certificate`. Raises AccessError unless the three belong together."""
+    chain, trusted = from_pem(certificate), from_pem(authorities)
+    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if chain[0].public_key().public_bytes(*form) != key.public_key().public_bytes(*form):
+        raise AccessError("the certificate is of another key")
+    now = utc_now()
+    check_issued_by(chain[0], [*trusted, *chain[1:]], now)
+    if not any(is_valid_at(authority, now) for authority in trusted):
+        raise AccessError("the cluster's authority has expired")
+    return identity_of(chain[0])
