@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from coordinator.api import health
+from coordinator.api import health, trace
 from coordinator.api.anthropic import messages
 from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.api.ollama import answers as ollama_answers
@@ -16,7 +16,7 @@ from coordinator.api.ollama import models as ollama_models
 from coordinator.api.ollama.errors import ollama_error
 from coordinator.api.openai_chat import chat, completions, models
 from coordinator.api.request.body import require_key
-from coordinator.api.request.context import Api, ApiOptions
+from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
@@ -44,17 +44,20 @@ def create_app(
     options: ApiOptions | None = None,
     replan: Callable[[], None] | None = None,
     frames: FrameHistory | None = None,
+    collect_trace: CollectTrace | None = None,
 ) -> FastAPI:
     """Return an ASGI app that serves one model. The caller starts and stops the parts.
 
     `replan` requests a new plan from the cluster; it is None without a cluster. `frames` is what the page's timeline
-    shows.
+    shows. `collect_trace` returns the answer of `/trace`.
     """
     options = options or ApiOptions()
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     metrics = Metrics(status)
-    app.state.api = Api(generator, tokenizer, model, status, options, metrics, replan)
+    app.state.api = Api(
+        generator, tokenizer, model, status, options, metrics, replan, collect_trace
+    )
     app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock, frames)
     routers = (
         chat.router,
@@ -65,6 +68,7 @@ def create_app(
         ollama_models.router,
         health.router,
         event_stream.router,
+        trace.router,
     )
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])

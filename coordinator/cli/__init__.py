@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
     "status": "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     "replan": "Look for a better plan over all workers, including those that joined since, and show the result.",
+    "trace": "Write the path of every frame of the last seconds through all processes to a file.",
     "plan": "Show who would hold what, and how fast, without loading.",
     "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
     "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",

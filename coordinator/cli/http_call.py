@@ -61,7 +61,16 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key.split()[0]}"} if api_key and api_key.strip() else {}
 
 
-def call(method: str, url: str, path: str, api_key: str | None, expected: int = 200) -> bytes:
+def call(
+    method: str,
+    url: str,
+    path: str,
+    api_key: str | None,
+    expected: int = 200,
+    *,
+    deadline: float = REPLY_SECONDS,
+    max_bytes: int = MAX_REPLY_BYTES,
+) -> bytes:
     """Send `method path` to the server at `url` and return the body of the answer.
 
     `url` is a result of `server_url`. Raises NotReadyError without an answer, AccessError if the key is refused, and
@@ -71,11 +80,11 @@ def call(method: str, url: str, path: str, api_key: str | None, expected: int = 
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", **authorization(api_key)}
     sent = {name: value.encode() for name, value in headers.items()}
-    connection = kind(parts.hostname or "", parts.port, timeout=REPLY_SECONDS)
+    connection = kind(parts.hostname or "", parts.port, timeout=deadline)
     try:
         connection.request(method, f"{parts.path}{path}", headers=sent)
         response = connection.getresponse()
-        body = response.read(MAX_REPLY_BYTES)
+        body = response.read(max_bytes)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise NotReadyError(
             f"no coordinator answers at {url} ({_reason(error)}). Start mtp-coord serve, or give its --url"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from starlette.requests import Request
 
@@ -13,7 +13,11 @@ from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
+from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
+
+CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
+"""A function that returns the answer of `/trace` for the last seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,13 @@ class Api:
     options: ApiOptions
     metrics: Metrics
     replan: Callable[[], None] | None = None
+    collect_trace: CollectTrace | None = None
     hints: HintLog = field(default_factory=HintLog)
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """The compiler of output formats."""
+        return GrammarCompiler(self.tokenizer)
 
 
 def api_of(request: Request) -> Api:
