@@ -20,7 +20,7 @@ PROGRAM = "mtp-coord"
 
 COMMANDS: dict[str, str] = {
     "demo": "Run a whole cluster on this machine with the built-in model, and stream an answer from it.",
-    "generate": "Generate text from one prompt, in this process.",
+    "generate": "Generate text from one prompt, in this process or on a running cluster.",
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
     "status": "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     "replan": "Look for a better plan over all workers, including those that joined since, and show the result.",
@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "plan": "Show who would hold what, and how fast, without loading.",
     "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
     "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",
+    "doctor": "Check this machine, its kernels and its workers, and print advice.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
 """Every command and its line on the help page, in the order a newcomer meets them."""

@@ -48,11 +48,15 @@ from coordinator.workers.this_machine import on_this_machine
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
+from proto.rpc.grpc_text import printable
 
 log = logging.getLogger(__name__)
 
 LINK_SECONDS = 1e-4
 """Seconds a hop takes, for the planner: a gRPC stream on a local network was measured at this figure."""
+
+MAX_FAULT = 300
+"""Characters of a worker's fault message in logs and errors."""
 
 CLOSE_SECONDS = 5.0
 """Seconds. Bound on unloading all workers when the coordinator ends."""
@@ -289,7 +293,8 @@ class ClusterManager:
             return
         if worker_status.HasField("fault"):
             fault = worker_status.fault
-            self._fail_pipeline(pipeline, fault.message, self._suspect_of(address, fault))
+            message = printable(fault.message, MAX_FAULT)
+            self._fail_pipeline(pipeline, message, self._suspect_of(address, fault))
         else:
             pipeline.record_worker_status(address, worker_status)
 

@@ -28,9 +28,11 @@ from coordinator.workers.client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerCli
 from coordinator.workers.connection import connect_worker
 from coordinator.workers.describe import node_of
 from coordinator.workers.discovery import Candidate, Discovery
+from coordinator.workers.report_check import MAX_ID, MAX_NAME, report_problem, shown_name
 from proto import cluster_pb2 as pb
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
+from proto.rpc.grpc_text import printable
 
 log = logging.getLogger(__name__)
 
@@ -169,12 +171,13 @@ class Membership:
         if any(member.worker_id == info.worker_id for member in members):
             await client.close()  # watched at another of its addresses
             return
-        member = _member(address, info)
-        reason = self._refusal_reason(info)
-        if reason:
+        name = shown_name(info, address)
+        reason = report_problem(info, self.model.checkpoint.config.num_layers)
+        if reason := reason or self._refusal_reason(info):
             await client.close()
-            self._refuse_worker(member, reason)
+            self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)
             return
+        member = _member(address, name, info)
         self.clients[address] = client
         self._joining[address] = member
         client.watch(
@@ -186,10 +189,13 @@ class Membership:
     def _refusal_reason(self, info: pb.WorkerInfo) -> str:
         """Return why a worker cannot serve this coordinator, or an empty string."""
         if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
-            return f"serves coordinator {info.leased_to.name}"
+            return f"serves coordinator {printable(info.leased_to.name, MAX_NAME)}"
         if info.model and info.fingerprint != self.model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
-            return f"has another checkpoint ({info.model}, fingerprint {theirs})"
+            return (
+                f"has another checkpoint ({printable(info.model, MAX_NAME)}, fingerprint {printable(theirs, 12)}). "
+                f"Start it with --model {self.model.ref.name}, or without --model"
+            )
         if not info.fingerprint and not self.model.provider.can_provide:
             return "has no copy of the model. Start it with --model, or serve with --share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
@@ -248,15 +254,15 @@ class Membership:
         self._apply_event(WorkerLost(address, str(error)))
 
 
-def _member(address: str, info: pb.WorkerInfo) -> Member:
+def _member(address: str, name: str, info: pb.WorkerInfo) -> Member:
     node = node_of(info)
     return Member(
         address,
         info.worker_id,
-        info.name,
+        name,
         node.memory_limit,
         speed=node.speed,
-        chip=info.hardware.chip,
+        chip=printable(info.hardware.chip, MAX_NAME),
         pinned=node.pinned,
         has_files=bool(info.fingerprint),
     )

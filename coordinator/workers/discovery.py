@@ -73,6 +73,7 @@ class Discovery:
         self._known: dict[str, Candidate] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._browser: asyncio.Task[None] | None = None
+        self._warned_full = False
 
     async def __aenter__(self) -> Self:
         for address in self._static:
@@ -109,7 +110,7 @@ class Discovery:
                     while True:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
-            except (OSError, ZeroconfError) as error:
+            except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
                 if not warned:
                     log.warning(
                         "mDNS is unavailable. Name workers with --worker HOST:PORT",
@@ -151,6 +152,12 @@ class Discovery:
     def _add_candidate(self, candidate: Candidate) -> None:
         if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
             self._known[candidate.id] = candidate
+        elif not self._warned_full:
+            self._warned_full = True
+            log.warning(
+                "too many mDNS records: new ones are ignored. Name workers with --worker HOST:PORT",
+                extra={"limit": MAX_CANDIDATES},
+            )
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from proto import errors
 from proto.errors import CapacityError, ClusterError, RequestError
-from proto.rpc.grpc_text import plain_text
+from proto.rpc.grpc_text import plain_text, printable
 from proto.rpc.local_network import with_advice
 
 _CLASS, _PUBLIC, _PARAM, _RETRY = "mtp-error", "mtp-public-bin", "mtp-param-bin", "mtp-retry-after"
@@ -62,7 +62,7 @@ def from_status(
     found = dict(metadata or ())
     text = details or f"call ended with {code}"
     if _CLASS in found:
-        return _ours(found, text, peer)
+        return _ours(found, printable(text, _MAX_TEXT), peer)
     text = with_advice(plain_text(text))
     kind, template = _FROM_GRPC.get(code, (ClusterError, "{peer}: {text}"))
     error = kind(template.format(peer=peer, text=text))

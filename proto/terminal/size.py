@@ -7,7 +7,6 @@ import re
 from proto.errors import UsageError
 
 _UNITS = {
-    "": 1,
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
@@ -15,13 +14,17 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `64GB` (powers of 1,000, as on macOS), `64GiB` (of 1,024) or plain bytes.
+    """Return the bytes of `64GB` (powers of 1,000, as on macOS), `64GiB` (of 1,024) or `512B`.
 
-    Raises UsageError for any other text, and for a size of zero.
+    Raises UsageError for a number without a unit, for any other text, and for a size of zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    if match is None or match[2].upper() not in _UNITS or len(match[1]) > 20:
+    if match is None or (match[2] and match[2].upper() not in _UNITS) or len(match[1]) > 20:
         raise UsageError(f"invalid size {text!r:.60}. Write it as in 64GB, 512MiB or 1.5TB")
+    if not match[2]:
+        raise UsageError(
+            f"the size {text!r:.60} has no unit. Write {match[1]}GB, or {match[1]}B for bytes"
+        )
     size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size == 0:
         raise UsageError(f"invalid size {text!r:.60}. Give a size above zero")

@@ -14,6 +14,7 @@ import grpc.aio
 from proto.address import join_address
 from proto.announcement import Announcement
 from proto.errors import UsageError
+from proto.rpc.bind import bind_listener
 from proto.rpc.channels import add_port
 from proto.terminal.keep_awake import keep_awake
 from proto.trust.node_trust import NodeTrust
@@ -88,6 +89,8 @@ def _announcement(identity: Identity, port: int) -> Announcement:
 def _bind(server: grpc.aio.Server, options: WorkerOptions, trust: NodeTrust | None) -> int:
     port = options.port or remembered_port(options.state_dir, options.name, options.host)
     address = join_address(options.host, port)
+    # gRPC would log lines of its own for an address that it cannot use.
+    bind_listener(f"--listen {address}", options.host, port).close()
     try:
         return add_port(server, address, trust)
     except RuntimeError as error:
