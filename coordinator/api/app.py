@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from coordinator.api import health, trace
+from coordinator.api import frame_trace, health
 from coordinator.api.anthropic import messages
 from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.api.ollama import answers as ollama_answers
@@ -68,7 +68,7 @@ def create_app(
         ollama_models.router,
         health.router,
         event_stream.router,
-        trace.router,
+        frame_trace.router,
     )
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])

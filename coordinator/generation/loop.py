@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
+from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
 from coordinator.generation.frame_kind import record_frame
 from coordinator.generation.frame_log import log_frame
 from coordinator.generation.frame_outcome import FrameOutcome
@@ -22,7 +23,6 @@ from coordinator.generation.sequence import Sequence
 from coordinator.generation.snapshot import LoopSnapshot, RequestSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
 from coordinator.status.frame_history import FrameHistory
-from coordinator.trace.process_trace import COORDINATOR, ProcessTrace
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps

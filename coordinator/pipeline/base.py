@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from coordinator.frame_trace.process_trace import ProcessTrace
 from coordinator.planning.capacity import Capacity
-from coordinator.trace.process_trace import ProcessTrace
 from proto import cluster_pb2 as pb
 from proto.control import Rollback
 from proto.errors import ClusterError

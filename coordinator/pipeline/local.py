@@ -16,11 +16,11 @@ from functools import partial
 
 import mlx.core as mx
 
+from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, whole_model_capacity
 from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
-from coordinator.trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb

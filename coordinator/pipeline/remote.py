@@ -12,9 +12,9 @@ from functools import partial
 import grpc
 import grpc.aio
 
+from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from coordinator.pipeline.stall_detector import StallDetector
 from coordinator.planning.capacity import Capacity
-from coordinator.trace.process_trace import COORDINATOR, ProcessTrace, process_trace
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.control import Cancel, Rollback, Signal

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.frame_trace.chrome_trace import chrome_trace
+from coordinator.frame_trace.step_times import step_table
 from coordinator.generation.loop import GenerationLoop
-from coordinator.trace.chrome_trace import chrome_trace
-from coordinator.trace.step_times import step_table
 
 
 async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:

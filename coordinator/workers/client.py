@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from coordinator.trace.process_trace import FrameTimes, ProcessTrace, RoundTrip, align_clocks
+from coordinator.frame_trace.process_trace import FrameTimes, ProcessTrace, RoundTrip, align_clocks
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Heartbeat, Hello, Signal, check_version, to_message

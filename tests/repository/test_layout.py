@@ -74,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.server": {
-        "coordinator.trace",
+        "coordinator.frame_trace",
         "coordinator.api",
         "coordinator.api.request",
         "coordinator.cluster",
@@ -148,7 +148,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.status",
-        "coordinator.trace",
+        "coordinator.frame_trace",
         "mtp.depth",
     }
     | WIRE,
@@ -163,7 +163,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.pipeline": {
         "coordinator.planning",
         "coordinator.status",
-        "coordinator.trace",
+        "coordinator.frame_trace",
         "coordinator.workers",
         "mtp.checkpoint.format",
         "mtp.head",
@@ -175,7 +175,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator.workers": {
         "coordinator.planning",
-        "coordinator.trace",
+        "coordinator.frame_trace",
         "mtp.checkpoint.format",
         "proto.rpc",
         "proto.trust",
@@ -185,7 +185,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.trust": {"proto.trust"} | WIRE,
     "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
-    "coordinator.trace": WIRE,
+    "coordinator.frame_trace": WIRE,
     "coordinator.web": {"coordinator.status"} | WIRE,
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from coordinator.frame_trace.process_trace import ProcessTrace
 from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import GenerationRequest, TokenChunk
@@ -25,6 +26,7 @@ from proto import cluster_pb2 as pb
 from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame, decode, encode
+from proto.frame_stamps import StampRing
 from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
 
 T = TypeVar("T")
@@ -104,6 +106,7 @@ class SimulatedPipeline:
     epoch: int = 0
     capacity: Capacity = ROOM
     suspect: str | None = None
+    stamps: StampRing = field(default_factory=StampRing)
 
     def __post_init__(self) -> None:
         self.stages = self.timing.stages
@@ -146,6 +149,10 @@ class SimulatedPipeline:
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Do nothing: stages that sleep have nothing to skip."""
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return no traces: the times are virtual."""
+        return []
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.trace.process_trace import COORDINATOR, FrameTimes, ProcessTrace
-from coordinator.trace.step_times import PHASES, hops
+from coordinator.frame_trace.process_trace import COORDINATOR, FrameTimes, ProcessTrace
+from coordinator.frame_trace.step_times import PHASES, hops
 
 Event = dict[str, Any]
 

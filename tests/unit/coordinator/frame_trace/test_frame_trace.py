@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from coordinator.trace.chrome_trace import chrome_trace
-from coordinator.trace.process_trace import (
+from coordinator.frame_trace.chrome_trace import chrome_trace
+from coordinator.frame_trace.process_trace import (
     COORDINATOR,
     ClockOffset,
     FrameTimes,
@@ -17,7 +17,7 @@ from coordinator.trace.process_trace import (
     align_clocks,
     process_trace,
 )
-from coordinator.trace.step_times import hops, step_table
+from coordinator.frame_trace.step_times import hops, step_table
 from proto import frame_stamps
 from proto.frame_stamps import CoordinatorStep, StageStep, StampRing
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median, quantiles
 
-from coordinator.trace.process_trace import COORDINATOR, ProcessTrace
+from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
 from proto.frame_stamps import CoordinatorStep, StageStep
 
 

@@ -1,0 +1,1 @@
+"""Unit tests of `coordinator/frame_trace`."""
