@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -33,3 +36,29 @@ def test_a_chain_of_stages_agrees_with_transformers(
             chain.send(script.chunk(1), ops=script.due())
             rows.append(chain.logits[0])
         assert relative_error(np.array(mx.concatenate(rows)), theirs) <= 1e-4
+
+
+def test_rope_fields_at_their_old_place_give_transformers_logits(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """A linear `rope_scaling` of an older exporter changes the logits exactly as it does in transformers."""
+    path = tmp_path / "old"
+    shutil.copytree(checkpoints(), path)
+    config = json.loads((path / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]
+    config["text_config"] |= {
+        "rope_theta": 20000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(LENGTH)
+    theirs = transformers_logits(path, [tokens])[0]
+    chain = Chain(path)
+    script = Script(0, tokens)
+    rows = []
+    for _ in range(LENGTH):
+        chain.send(script.chunk(1), ops=script.due())
+        rows.append(chain.logits[0])
+    ours = np.array(mx.concatenate(rows))
+    assert relative_error(ours, theirs) <= 1e-4
+    assert relative_error(transformers_logits(checkpoints(), [tokens])[0], theirs) > 1e-3

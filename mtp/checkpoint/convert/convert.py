@@ -127,6 +127,8 @@ def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
         config.pop(key, None)
     text = config.get("text_config", config)
     text["mtp_num_hidden_layers"] = int(source.mtp.complete)
+    # mlx-lm does not read the places that older exporters used.
+    text["rope_parameters"] = source.config.text_config["rope_parameters"]
     if weights.quantization is not None:
         config["quantization"] = config["quantization_config"] = weights.quantization
     return config

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.header import Header, TensorInfo, read_header
 from mtp.checkpoint.format.names import (
+    ADAPTER_FILES,
     Layout,
     Source,
     fused_name,
     is_head,
+    is_ignored,
     join_names,
     local_name,
     module_path,
@@ -28,6 +31,8 @@ from mtp.checkpoint.format.names import (
 )
 from proto.errors import CheckpointError
 from proto.span import Span
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 """The file that maps each tensor of a sharded checkpoint to its file."""
@@ -55,7 +60,7 @@ class Checkpoint:
     """An opened checkpoint: its config, its tensors by stored name, and its plans by part.
 
     A plan maps each parameter's name to its Source. `unknown` are the stored names that belong to no part of this
-    model; the names of the vision part are not included.
+    model; the names of the vision part are not included. `ignored` are stored names that do not change results.
     """
 
     path: Path
@@ -64,6 +69,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo] = field(repr=False)
     plans: dict[str, dict[str, Source]] = field(repr=False)
     unknown: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -73,7 +79,11 @@ class Checkpoint:
         """
         config = ModelConfig.load(path)
         headers = _read_headers(path)
-        return cls.assemble(path, config, detect_layout(path, headers), merge_headers(headers))
+        layout = detect_layout(path, headers)
+        checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
+        if checkpoint.ignored:
+            _warn_of_ignored(path, checkpoint.ignored)
+        return checkpoint
 
     @classmethod
     def assemble(
@@ -86,8 +96,11 @@ class Checkpoint:
         pairs: dict[str, list[tuple[str, str]]] = {
             part: [] for part in part_names(config.num_layers)
         }
-        unknown = []
+        unknown, ignored = [], []
         for name in sorted(tensors):
+            if is_ignored(name):
+                ignored.append(name)
+                continue
             local = local_name(name)
             if local is None:
                 continue
@@ -100,7 +113,7 @@ class Checkpoint:
             part: plan_part(part, stored, layout, config.num_experts)
             for part, stored in pairs.items()
         }
-        return cls(path, config, layout, tensors, plans, tuple(unknown))
+        return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
 
     @cached_property
     def mtp(self) -> MtpStatus:
@@ -199,13 +212,24 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+@cache
+def _warn_of_ignored(path: Path, names: tuple[str, ...]) -> None:
+    """Log the ignored tensors of a checkpoint, once per process."""
+    log.warning(
+        "tensors without effect are ignored",
+        extra={"path": str(path), "tensors": join_names(names)},
+    )
+
+
 def _read_headers(path: Path) -> dict[Path, Header]:
     """Read the headers of the files in the index, or of all safetensors files when there is no index.
 
     If these files have no `mtp.*` tensors, the tensors may come from a file outside the index: a head that was added
     to a finished checkpoint without an update of the index.
     """
-    found = sorted(path.glob("*.safetensors"))
+    found = sorted(
+        file for file in path.glob("*.safetensors") if not ADAPTER_FILES.fullmatch(file.name)
+    )
     index = path / INDEX
     if not index.exists():
         if not found:

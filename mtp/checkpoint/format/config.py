@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.format.json_file import read_json_object
+from mtp.checkpoint.format.rope import with_rope_parameters
 from proto.errors import CheckpointError
 
 LayerKind = Literal["gdn", "attention"]
@@ -25,7 +26,8 @@ _LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention
 class ModelConfig:
     """The fields of config.json that decide a stage's modules, memory and stop tokens.
 
-    `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level.
+    `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
+    always has `rope_parameters`.
     `quantization` is the raw dict of mlx-lm's own quantization, None when there is none.
     """
 
@@ -72,7 +74,8 @@ class ModelConfig:
 
         Raises CheckpointError for another architecture, or a missing or unsupported field.
         """
-        return _Reader(file, config, _text(file, config)).read(eos_token_ids)
+        text = with_rope_parameters(_text(file, config))
+        return _Reader(file, config, text).read(eos_token_ids)
 
     def text_args(self) -> TextModelArgs:
         """Return mlx-lm's arguments for the same model, built from a copy, since mlx-lm modifies its input."""

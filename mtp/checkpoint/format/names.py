@@ -17,7 +17,16 @@ from proto.errors import CheckpointError
 Layout = Literal["raw", "mlx"]
 Transform = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
 
-_VISION = ("vision_tower.", "visual.", "model.visual.", "model.vision_tower.")
+_VISION = (
+    "vision_tower.",
+    "visual.",
+    "model.visual.",
+    "model.vision_tower.",
+    "language_model.vision_tower.",
+    "language_model.visual.",
+)
+"""Prefixes of the vision part. Some converters put it below `language_model.`."""
+
 _PREFIXES = (
     "model.language_model.",  # raw
     "language_model.model.",  # mlx
@@ -31,6 +40,15 @@ _SHIFTED_NORM = re.compile(
     r"\.weight"
 )
 """Endings of the RMSNorms whose raw weight is an offset from 1. `linear_attn.norm` is not one of them."""
+
+_IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(k_scale|v_scale|kv_scale))")
+"""Extra tensors that do not change results.
+
+The model computes `inv_freq` from its config. The scales of K/V matter only to an engine that stores K/V as FP8.
+"""
+
+ADAPTER_FILES = re.compile(r"adapter_model\.safetensors|(\d+_)?adapters\.safetensors")
+"""Files of fine-tuning adapters, as peft and mlx-lm name them. They are no part of the model."""
 
 _EXPERT = re.compile(r"(.*\bmlp)\.experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
 _SWITCH = re.compile(r"\bswitch_mlp\.(gate|up|down)_proj\.weight$")
@@ -58,6 +76,11 @@ def local_name(stored: str) -> str | None:
         if stored.startswith(prefix):
             return stored.removeprefix(prefix)
     return stored
+
+
+def is_ignored(stored: str) -> bool:
+    """Return whether a stored tensor can be left out without changing results."""
+    return _IGNORED.fullmatch(stored) is not None
 
 
 def is_head(stored: str) -> bool:

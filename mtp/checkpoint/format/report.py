@@ -43,6 +43,7 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
             "missing": list(checkpoint.mtp.missing),
         },
         "unknown_tensors": list(checkpoint.unknown),
+        "ignored_tensors": list(checkpoint.ignored),
         "missing_tensors": list(missing_from_backbone(checkpoint)),
         "nodes": _nodes(checkpoint, spans),
     }
