@@ -13,7 +13,6 @@ from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
-from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
 
 CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
@@ -58,10 +57,6 @@ class Api:
     collect_trace: CollectTrace | None = None
     hints: HintLog = field(default_factory=HintLog)
 
-    @cached_property
-    def compiler(self) -> GrammarCompiler:
-        """The compiler of output formats."""
-        return GrammarCompiler(self.tokenizer)
 
 
 def api_of(request: Request) -> Api:

@@ -10,6 +10,7 @@ import pytest
 
 from proto.control import Cancel, Rollback, Signal
 from proto.errors import ProtocolError
+from proto.frame_stamps import FrameStamps, StageStep
 from worker.engine.deadline import DeadlineEstimate
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
@@ -39,7 +40,7 @@ async def test_bytes_are_counted(bound: Binding) -> None:
         bound.enqueue_frame(b"x" * 60)
         with pytest.raises(ProtocolError, match="60 bytes"):
             bound.enqueue_frame(b"x" * 60)
-        bound._process(b"x" * 60)  # the engine has it
+        bound._process(b"x" * 60, FrameStamps(0, StageStep))  # the engine has it
         bound.enqueue_frame(b"x" * 60)
 
 
