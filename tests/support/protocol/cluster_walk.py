@@ -58,7 +58,8 @@ def planner_for(fewest: int, error: Callable[[str], ClusterError] = MemoryLimitE
         if len(members) < fewest:
             raise error(f"{len(members)} workers are too few")
         stages = [SimpleNamespace(node=member.address) for member in members]
-        return cast(Plan, SimpleNamespace(epoch=epoch, stages=stages))
+        slowest = 1 / len(members)
+        return cast(Plan, SimpleNamespace(epoch=epoch, stages=stages, slowest_seconds=slowest))
 
     return plan
 
@@ -114,6 +115,7 @@ def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
     """Yield the events that can happen next, with their delays. Delays lie on both sides of every limit."""
     for seconds in (0.6, 3.0, 31.0, 61.0):
         yield TimePassed(), seconds
+    yield TimePassed(open_requests=1), 3.0
     for address in addresses:
         yield from _news_of(address, view)
     if view.phase in (Phase.STARTING, Phase.SERVING):
@@ -175,5 +177,5 @@ def _key(view: View) -> object:
         for _, m in sorted(view.members.items())
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at))
-    flags = (view.recovering, view.replan, bool(view.alone_problem))
-    return view.phase, view.serving, times, flags, members
+    flags = (view.recovering, view.replan, bool(view.alone_problem), bool(view.open_requests))
+    return view.phase, view.serving, times, flags, view.considered, view.postponed, members

@@ -1,8 +1,12 @@
-"""Whatever happens to a small cluster, in whatever order: who is planned with, when plans change, how long it waits."""
+"""Decisions about a small cluster for every order of events: its plans, their changes and the waits."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,9 +15,11 @@ from coordinator.cluster.decide import (
     GiveUp,
     KeepPlan,
     Planner,
+    PostponePlan,
     StartAlone,
     StartPlan,
     decide,
+    describe_wait,
 )
 from coordinator.cluster.events import (
     GatheringRestarted,
@@ -26,17 +32,20 @@ from coordinator.cluster.events import (
     WorkerLeft,
     WorkerLost,
 )
-from coordinator.cluster.member import MemberState
+from coordinator.cluster.member import Member, MemberState
 from coordinator.cluster.view import Phase, Settings, View
+from coordinator.planning.pinned_layers import LayerGapError
+from coordinator.planning.plan import Plan
 from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
 PATIENT = Settings(nodes=2, wait=5.0, recovery_wait=30.0)
+AUTO = replace(PATIENT, auto_replan=True)
 REMOTE = replace(PATIENT, why_not_alone="it serves nothing alone here")
 
 
 def serving(*addresses: str, planner: Planner, settings: Settings = PATIENT) -> View:
-    """A cluster that serves over these workers."""
+    """Return a cluster that serves over these workers."""
     view = View(replace(settings, nodes=len(addresses)))
     for address in addresses:
         view = happen(view, WorkerJoined(worker(address)), planner).view
@@ -46,7 +55,7 @@ def serving(*addresses: str, planner: Planner, settings: Settings = PATIENT) -> 
 
 
 def check(step: Step) -> None:
-    """What holds of every step."""
+    """Check what holds for every step."""
     before, view = step.before, step.view
     limit = view.settings.recovery_wait if view.recovering else view.settings.wait
     for action in step.actions:
@@ -81,12 +90,12 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
         case GiveUp(reason):
             assert before.waited + step.after >= limit
             assert reason
-        case KeepPlan():
+        case KeepPlan() | PostponePlan():
             assert before.serving == view.serving
 
 
 def _check_change(step: Step) -> None:
-    """A plan that serves or starts goes on, unless something was wrong with it or someone wants another."""
+    """A plan that serves or starts ends only for a failure, a request, or workers that joined."""
     before, event = step.before, step.event
     if before.phase not in (Phase.STARTING, Phase.SERVING) or step.view.epoch == before.epoch:
         return
@@ -96,7 +105,8 @@ def _check_change(step: Step) -> None:
     leaving = any(
         step.view.members[a].state is MemberState.DRAINING for a in before.serving if a not in gone
     )
-    assert failed or gone or wanted or leaving, "a plan that works was ended"
+    joined = before.settings.auto_replan and set(step.view.serving) > set(before.serving)
+    assert failed or gone or wanted or leaving or joined, "a working plan was ended"
 
 
 def _stays(before: View, view: View, address: str) -> bool:
@@ -107,7 +117,7 @@ def _stays(before: View, view: View, address: str) -> bool:
 
 
 def _check_holds(step: Step) -> None:
-    """Losses grow by one at a time and holds are bounded; nobody is released before time."""
+    """The failure count changes by one at a time. Back-offs are bounded and never shortened."""
     for address, member in step.view.members.items():
         assert member.backoff_until <= step.view.now + 300.0
         before = step.before.members.get(address)
@@ -117,28 +127,28 @@ def _check_holds(step: Step) -> None:
 
 
 def _check_done(step: Step) -> None:
-    """Nothing is put off that can be done now: nobody waits for a plan that can be had, nobody is kept from leaving."""
+    """No possible action is delayed: a plan starts when it can, and a draining worker may leave."""
     view, settings = step.view, step.view.settings
     alone = not (settings.why_not_alone or view.alone_problem)
     if view.phase is Phase.GATHERING:
         enough = settings.nodes is not None and len(view.usable()) >= settings.nodes
         over = view.waited >= settings.wait
         if (view.recovering or enough or over) and view.now >= view.retry_at:
-            assert not step.plannable, "a plan could be had"
+            assert not step.plannable, "a plan was possible"
         assert not (alone and over), "this process could serve"
     if view.phase is Phase.SERVING:
-        assert not view.replan, "who asked for a plan was not answered"
+        assert not view.replan, "a replan was not answered"
         states = {view.members[address].state for address in view.serving}
         if MemberState.DRAINING in states:
-            assert not (step.plannable or alone), "a worker that wants to leave could"
+            assert not (step.plannable or alone), "a draining worker was kept"
     if view.phase is Phase.ENDED and step.before.phase is not Phase.ENDED:
-        assert isinstance(step.actions[-1], GiveUp), "it ended, and nobody was told why"
+        assert isinstance(step.actions[-1], GiveUp), "it ended without a reason"
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, replace(PATIENT, nodes=None)])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, replace(PATIENT, nodes=None)])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events(settings: Settings, fewest: int) -> None:
-    """From the first worker on: where one worker is enough and where both are needed, with and without this machine."""
+    """Every order of events from the start, where one worker is enough and where both are needed."""
     planner = planner_for(fewest)
     steps, views = walk(View(settings), planner, "ab", 3, check)
     deeper, more = walk(View(settings), planner, "a", 5, check)
@@ -146,10 +156,10 @@ def test_every_order_of_events(settings: Settings, fewest: int) -> None:
     assert steps + deeper > 2_500
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events_while_serving(settings: Settings, fewest: int) -> None:
-    """From a cluster that serves."""
+    """Every order of events from a cluster that serves."""
     planner = planner_for(fewest)
     start = serving("a", "b", planner=planner, settings=settings)
     steps, views = walk(start, planner, "ab", 3, check)
@@ -162,7 +172,7 @@ def test_every_order_of_events_while_serving(settings: Settings, fewest: int) ->
 @pytest.mark.parametrize("settings", [PATIENT, REMOTE])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> None:
-    """Five events from either beginning."""
+    """Every order of five events from both starts."""
     planner = planner_for(fewest)
     start = serving("a", "b", planner=planner, settings=settings)
     print("{:,} steps from {:,} views".format(*walk(start, planner, "ab", 5, check)))
@@ -172,8 +182,8 @@ def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> Non
 # ---- single decisions
 
 
-def test_the_first_plan_waits_for_all_that_were_named() -> None:
-    """Two are wanted: one does not start it before the wait is over, the second does at once."""
+def test_the_first_plan_waits_for_all_named_workers() -> None:
+    """With one of two workers the plan waits. The second worker starts it at once."""
     planner = planner_for(1)
     one = happen(View(PATIENT), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
@@ -184,8 +194,8 @@ def test_the_first_plan_waits_for_all_that_were_named() -> None:
     assert late.view.serving == ("a",)
 
 
-def test_whoever_is_found_by_chance_waits_for_others() -> None:
-    """Nobody said how many there are: the first to be heard does not get all layers at once."""
+def test_a_discovered_worker_waits_for_others() -> None:
+    """Without a number of workers, the first one found does not get all layers at once."""
     planner = planner_for(1)
     one = happen(View(Settings(nodes=None, wait=5.0)), WorkerJoined(worker("a")), planner)
     assert one.actions == ()
@@ -193,7 +203,7 @@ def test_whoever_is_found_by_chance_waits_for_others() -> None:
 
 
 def test_a_lost_worker_is_planned_around_at_once() -> None:
-    """No wait where those that are left can serve."""
+    """A plan over the remaining workers starts without a wait."""
     planner = planner_for(1)
     view = serving("a", "b", planner=planner)
     after = happen(view, WorkerLost("b", "silent for 3 s"), planner)
@@ -201,8 +211,8 @@ def test_a_lost_worker_is_planned_around_at_once() -> None:
     assert after.view.epoch == view.epoch + 1
 
 
-def test_a_worker_without_which_nothing_goes_is_waited_for() -> None:
-    """Both are needed: the plan waits for the one that is lost, and uses it as soon as it is back."""
+def test_a_worker_that_is_needed_is_waited_for() -> None:
+    """If both workers are needed, the plan waits for the lost one and uses it when it returns."""
     planner = planner_for(2)
     view = happen(serving("a", "b", planner=planner), WorkerLost("b", "silent"), planner).view
     assert (view.phase, view.recovering) == (Phase.GATHERING, True)
@@ -212,7 +222,7 @@ def test_a_worker_without_which_nothing_goes_is_waited_for() -> None:
 
 
 def test_this_machine_serves_when_workers_do_not_come_back() -> None:
-    """After the shorter wait, if it may and can; where it cannot, the longer wait goes on and ends."""
+    """This process serves after the shorter wait if it can. Otherwise the longer wait continues and ends."""
     planner = planner_for(1)
     view = happen(serving("a", planner=planner), WorkerLost("a", "silent"), planner).view
     alone = happen(view, TimePassed(), planner, after=5.0)
@@ -229,8 +239,8 @@ def test_this_machine_serves_when_workers_do_not_come_back() -> None:
     assert again.waited == 0.0
 
 
-def test_pins_that_do_not_fit_are_told_and_not_served_around() -> None:
-    """At the start. Later, with clients waiting, this machine is better than nothing."""
+def test_pinned_layers_that_do_not_fit_are_an_error() -> None:
+    """At the start they are an error. During a recovery this process serves instead."""
     planner = planner_for(2, SpanError)
     view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
     (end,) = happen(view, TimePassed(), planner, after=5.0).actions
@@ -241,8 +251,8 @@ def test_pins_that_do_not_fit_are_told_and_not_served_around() -> None:
     assert isinstance(action, StartAlone)
 
 
-def test_plans_that_cannot_start_do_not_try_for_ever() -> None:
-    """Each try fails and nobody is to blame: tries are spaced, and waiting for them counts."""
+def test_plans_that_cannot_start_are_tried_for_a_bounded_time() -> None:
+    """Failed starts without a suspect are spaced, and their waits count."""
     planner = planner_for(1)
     view = happen(
         serving("a", planner=planner, settings=REMOTE), PlanFailed(1, "a hop broke"), planner
@@ -259,7 +269,7 @@ def test_plans_that_cannot_start_do_not_try_for_ever() -> None:
 
 
 def test_time_spent_loading_is_not_time_spent_waiting() -> None:
-    """A load of minutes that ends in a loss leaves as much patience as there was."""
+    """A load of minutes that ends in a loss does not shorten the wait."""
     planner = planner_for(2)
     view = happen(serving("a", "b", planner=planner), PlanFailed(1, "a hop broke"), planner).view
     assert view.phase is Phase.STARTING
@@ -269,7 +279,7 @@ def test_time_spent_loading_is_not_time_spent_waiting() -> None:
 
 
 def test_a_worker_that_leaves_is_planned_around() -> None:
-    """Its plan serves until the next one starts; where nobody else can, it serves until it is gone."""
+    """The old plan serves until the next one starts, or until the draining worker is gone."""
     planner = planner_for(1)
     assert happen(
         serving("a", "b", planner=planner), WorkerDraining("b"), planner
@@ -280,8 +290,8 @@ def test_a_worker_that_leaves_is_planned_around() -> None:
     assert happen(view, WorkerJoined(worker("c")), both).view.serving == ("a", "c")
 
 
-def test_a_worker_that_joins_is_used_when_asked_for() -> None:
-    """It changes nothing by coming; a replan uses it; a replan that finds nothing better keeps the plan."""
+def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
+    """A join changes nothing. A replan uses the worker, or keeps the plan if nothing is better."""
     planner = planner_for(1)
     view = serving("a", planner=planner)
     same = happen(view, ReplanRequested(), planner)
@@ -292,8 +302,8 @@ def test_a_worker_that_joins_is_used_when_asked_for() -> None:
     assert happen(joined.view, ReplanRequested(), planner).view.serving == ("a", "b")
 
 
-def test_a_replan_asked_for_while_a_plan_starts_follows_it() -> None:
-    """The worker that joined since is used, and the one asking need not ask again."""
+def test_a_replan_requested_while_a_plan_starts_follows_it() -> None:
+    """The worker that joined since is used without a second request."""
     planner = planner_for(1)
     view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
     view = happen(view, WorkerJoined(worker("b")), planner).view
@@ -303,15 +313,122 @@ def test_a_replan_asked_for_while_a_plan_starts_follows_it() -> None:
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
-    """Said goodbye: not shown as lost, not waited for."""
+    """A worker that left on its own is neither shown as lost nor waited for."""
     planner = planner_for(1)
     view = happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view
     assert set(happen(view, WorkerLeft("b"), planner).view.members) == {"a"}
 
 
 def test_nothing_is_decided_while_a_plan_starts() -> None:
-    """A load is not interrupted by a worker that comes, or by time."""
+    """Neither a join nor time interrupts a load."""
     planner = planner_for(1)
     view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
     assert view.phase is Phase.STARTING
     assert decide(replace(view, now=view.now + 1e4), planner) is None
+
+
+# ---- required workers
+
+
+def test_required_workers_are_waited_for_without_a_limit() -> None:
+    """With --nodes the first plan waits for the last worker, and this process does not serve alone."""
+    planner = planner_for(1)
+    settings = Settings(nodes=2, nodes_required=True, wait=5.0, first_wait=math.inf)
+    view = happen(View(settings), WorkerJoined(worker("a")), planner).view
+    late = happen(view, TimePassed(), planner, after=3600.0)
+    assert (late.actions, late.view.phase) == ((), Phase.GATHERING)
+    assert happen(late.view, WorkerJoined(worker("b")), planner).view.serving == ("a", "b")
+
+
+def test_too_few_required_workers_are_an_error_after_the_wait() -> None:
+    """The reason counts the workers and names the flags."""
+    planner = planner_for(1)
+    settings = Settings(nodes=2, nodes_required=True, wait=20.0, first_wait=20.0)
+    view = happen(View(settings), WorkerJoined(worker("a")), planner).view
+    (end,) = happen(view, TimePassed(), planner, after=20.0).actions
+    assert isinstance(end, GiveUp)
+    assert "1 of 2 workers are ready" in end.reason
+    assert "--alone-ok" in end.reason
+
+
+def test_after_a_failure_fewer_than_the_required_workers_serve() -> None:
+    """The number of workers is required for the first plan only."""
+    planner = planner_for(1)
+    settings = replace(PATIENT, nodes_required=True, first_wait=math.inf)
+    view = happen(
+        serving("a", "b", planner=planner, settings=settings), WorkerLost("b", "x"), planner
+    ).view
+    assert view.serving == ("a",)
+    view = happen(view, WorkerLost("a", "x"), planner).view
+    assert [type(a) for a in happen(view, TimePassed(), planner, after=5.0).actions] == [StartAlone]
+
+
+def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
+    """A worker that can fill the gap may still join, so the start is not an error before `first_wait`."""
+    planner = planner_for(2, LayerGapError)
+    settings = Settings(nodes=1, wait=5.0, first_wait=math.inf)
+    view = happen(View(settings), WorkerJoined(worker("a")), planner).view
+    late = happen(view, TimePassed(), planner, after=60.0)
+    assert (late.actions, late.view.phase) == ((), Phase.GATHERING)
+    assert "too few" in describe_wait(late.view, planner)
+    assert happen(late.view, WorkerJoined(worker("b")), planner).view.serving == ("a", "b")
+    bounded = replace(view, settings=replace(settings, first_wait=10.0))
+    assert isinstance(happen(bounded, TimePassed(), planner, after=10.0).actions[-1], GiveUp)
+
+
+# ---- automatic replan
+
+
+def joined(settings: Settings, planner: Planner, **member: Any) -> View:
+    """Return a cluster that serves over `a` and that `b` has joined since."""
+    view = serving("a", planner=planner, settings=settings)
+    view = happen(view, TimePassed(), planner, after=60.0).view
+    return happen(view, WorkerJoined(replace(worker("b"), **member)), planner).view
+
+
+def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
+    """It is used two seconds after its join, so that several workers cause one change."""
+    planner = planner_for(1)
+    view = joined(AUTO, planner)
+    early = happen(view, TimePassed(), planner, after=1.9)
+    assert early.actions == ()
+    (action,) = happen(early.view, TimePassed(), planner, after=0.1).actions
+    assert isinstance(action, StartPlan)
+    assert action.reason == "name-b joined"
+
+
+def slow(members: Sequence[Member], epoch: int) -> Plan:
+    """Return a plan whose slowest stage is equal for any number of members."""
+    plan = planner_for(1)(members, epoch)
+    return cast(Plan, SimpleNamespace(**{**vars(plan), "slowest_seconds": 1.0}))
+
+
+def test_open_answers_are_paused_only_for_a_large_gain() -> None:
+    """Otherwise the change is postponed once, and follows when no answer is open."""
+    fast = planner_for(1)
+    (action,) = happen(joined(AUTO, fast), TimePassed(1), fast, after=2.0).actions
+    assert isinstance(action, StartPlan)
+    step = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0)
+    assert step.actions == (PostponePlan(("name-b",)),)
+    busy = happen(step.view, TimePassed(1), slow, after=60.0)
+    assert busy.actions == ()
+    assert happen(busy.view, TimePassed(), slow).view.serving == ("a", "b")
+
+
+def test_a_plan_that_is_not_better_is_considered_once() -> None:
+    """The plan stays, with one line in the log, until the set of workers changes."""
+
+    def first_only(members: Sequence[Member], epoch: int) -> Plan:
+        return planner_for(1)(members[:1], epoch)
+
+    step = happen(joined(AUTO, first_only), TimePassed(), first_only, after=2.0)
+    assert [type(a) for a in step.actions] == [KeepPlan]
+    assert happen(step.view, TimePassed(), first_only, after=60.0).actions == ()
+
+
+def test_a_worker_without_files_waits_for_a_replan() -> None:
+    """Fetching a model takes minutes, in which no plan would serve."""
+    planner = planner_for(1)
+    view = joined(AUTO, planner, has_files=False)
+    assert happen(view, TimePassed(), planner, after=60.0).actions == ()
+    assert happen(view, ReplanRequested(), planner).view.serving == ("a", "b")
