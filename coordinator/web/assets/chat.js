@@ -82,7 +82,7 @@ export class ChatView {
   }
 
   draw(message, last) {
-    if (message.role === "user") return h("article", { class: "message user" }, h("h4", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content));
+    if (message.role === "user") return h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content));
     const parts = new AnswerElement(message);
     if (last && !this.running) parts.addActions(() => this.regenerate());
     return parts.element;
@@ -198,7 +198,7 @@ class AnswerElement {
     this.calls = h("div", { class: "calls" });
     this.figures = h("p", { class: "answer-figures" });
     this.actions = h("span", { class: "actions" });
-    this.element = h("article", { class: `message assistant${streaming ? " streaming" : ""}` }, h("h4", { class: "hidden" }, "Answer"),
+    this.element = h("article", { class: `message assistant${streaming ? " streaming" : ""}` }, h("h3", { class: "hidden" }, "Answer"),
       this.reasoning, this.text, this.calls, h("div", { class: "answer-foot" }, this.figures, this.actions));
     this.message = message;
     this.update(message, null);

@@ -68,14 +68,15 @@ export class ClusterView {
   drawFigures(status) {
     const { history } = this.live;
     const to = history.at(-1)?.[0] ?? 0;
-    const range = { from: to - SPARK_SECONDS, to };
+    const age = to - (history[0]?.[0] ?? to);
+    const range = { from: to - Math.min(SPARK_SECONDS, Math.max(SPARK_SECONDS / 4, age)), to };
     const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
     const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
       figure("Tokens per second", rate(status.tokens_per_second), "last 10 s", sparkline(recent("tokensPerSecond"), range)),
       figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), status.mtp === "off" ? "MTP is off" : `MTP ${status.mtp}`, sparkline(recent("acceptance"), { ...range, max: 1 })),
       figure("Time to first token", seconds(latest(history, "first50")), `95 % under ${seconds(latest(history, "first95"))}`),
-      figure("Requests", count(status.running), `${limit(status.running_limit)}${plural(status.waiting, "request")} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
+      figure("Requests", count(status.running), `${limit(status.running_limit)}${count(status.waiting)} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
       figure("K/V memory", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens`, meter(kv))));
   }
 

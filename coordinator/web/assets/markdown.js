@@ -46,12 +46,19 @@ function splitBlocks(source) {
     const inList = block.length && ITEM.test(block[0]);
     if (inList && block.at(-1) === "" && !ITEM.test(line) && !/^\s/.test(line)) flush();
     if (HEADING.test(line) || (RULE.test(line) && !inList)) { flush(); blocks.push([line]); continue; }
+    if (inList && startsOtherList(block[0], line)) flush();
     const starts = ITEM.test(line) || line.startsWith(">");
-    if (block.length && !inList && starts && !block[0].startsWith(">") ) flush();
+    if (block.length && !inList && starts && !block[0].startsWith(">")) flush();
     block.push(line);
   }
   flush();
   return blocks.map((lines) => { while (lines.length > 1 && !lines.at(-1).trim() && !FENCE.test(lines[0])) lines.pop(); return lines; });
+}
+
+// A bullet after numbers, or a number after bullets, at the same depth.
+function startsOtherList(first, line) {
+  const [a, b] = [ITEM.exec(first), ITEM.exec(line)];
+  return a && b && b[1].length <= a[1].length + 1 && /\d/.test(a[2]) !== /\d/.test(b[2]);
 }
 
 function renderBlock(lines) {

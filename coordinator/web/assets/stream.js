@@ -4,6 +4,7 @@ import { authorization } from "./key.js";
 
 const RETRY_MS = [500, 1000, 2000, 4000, 8000];
 const SILENCE_MS = 25000; // the server sends a comment every ten seconds
+const HIDDEN_MS = 5000; // a hidden page lets its connection go: browsers allow six to a host
 const HISTORY = 600;
 const EVENTS = 100;
 const FRAMES = 6000;
@@ -22,7 +23,9 @@ export class LiveState extends EventTarget {
 
   // Runs for as long as the page is open.
   async run(askForKey) {
+    document.addEventListener("visibilitychange", () => this.onVisibility());
     for (;;) {
+      await this.visible();
       let refused = false;
       try {
         refused = (await this.read()) === 401;
@@ -34,6 +37,7 @@ export class LiveState extends EventTarget {
         await askForKey();
         continue;
       }
+      if (this.released) continue;
       this.setConnection("reconnecting");
       const wait = RETRY_MS[Math.min(this.attempts, RETRY_MS.length - 1)];
       this.attempts += 1;
@@ -41,8 +45,23 @@ export class LiveState extends EventTarget {
     }
   }
 
+  onVisibility() {
+    clearTimeout(this.hiding);
+    if (document.hidden) {
+      this.hiding = setTimeout(() => { this.released = true; this.abort?.abort(); }, HIDDEN_MS);
+      return;
+    }
+    this.released = false;
+    this.show?.();
+    this.wake?.(); // a page that comes back does not wait for the next attempt
+  }
+
+  visible() {
+    return this.released ? new Promise((resolve) => { this.show = resolve; }) : undefined;
+  }
+
   async read() {
-    const abort = new AbortController();
+    const abort = (this.abort = new AbortController());
     let timer = setTimeout(() => abort.abort(), SILENCE_MS);
     try {
       const response = await fetch("/v1/events", { headers: authorization(), signal: abort.signal, cache: "no-store" });

@@ -196,7 +196,7 @@ export class TimelineView {
 
   paintAxis(draw, width, height, colours, x) {
     const { start, end } = this.shown;
-    const step = niceStep((end - start) / 8);
+    const step = niceStep((end - start) / Math.max(2, width / 110));
     draw.textBaseline = "top";
     draw.lineWidth = 1;
     for (let at = Math.ceil(start / step) * step; at < end; at += step) {

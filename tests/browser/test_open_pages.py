@@ -1,0 +1,95 @@
+"""The page with an API key, with many open pages, and after an hour. The app runs in this process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import httpx
+from playwright.sync_api import Browser, expect
+
+from coordinator.api.request.context import ApiOptions
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving
+from tests.support.browser.chromium import WatchedPage
+
+KEY = "secret-key"
+TABS = 50
+HOUR_OF_DELTAS = 4 * 3600
+MOST_GROWTH = 6_000_000
+"""Bytes. Bound on the growth of the page's heap over an hour. Its lists hold about 3 MB when they are full."""
+
+
+def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
+    """A wrong key is refused. A right one stays in this tab, or in this browser on request."""
+    with serving(ApiClient(options=ApiOptions(api_keys=(KEY,))).app) as url:
+        watched = WatchedPage.open(browser, url)
+        page = watched.page
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key-input", "wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-error")).to_have_text("The coordinator refused this key.")
+        page.fill("#key-input", KEY)
+        page.click("#key-form button[type=submit]")
+        page.wait_for_selector(".machine")
+        assert page.evaluate("[localStorage.length, sessionStorage.length]")[1] == 1
+        page.reload()
+        page.wait_for_selector(".machine")
+        assert [error for error in watched.errors if "401" not in error] == []
+        watched.close()
+
+
+def test_fifty_pages_get_the_same_state() -> None:
+    """Fifty open streams each have their snapshot, and a change reaches all of them."""
+    client = ApiClient()
+    with serving(client.app) as url, ExitStack() as stack:
+        limits = httpx.Limits(max_connections=TABS)
+        http = stack.enter_context(httpx.Client(limits=limits, timeout=60))
+        streams = [stack.enter_context(http.stream("GET", f"{url}/v1/events")) for _ in range(TABS)]
+        lines = [stream.iter_lines() for stream in streams]
+        assert {next(line) for line in lines} == {"event: snapshot"}
+        assert client.app.state.live_feed.subscribers == TABS
+        client.status.ready = False
+        for line in lines:
+            assert any(text == "event: delta" for text in line)
+
+
+def test_an_hour_of_messages_leaves_the_page_small(browser: Browser) -> None:
+    """Lists are bounded, and the heap does not grow with time."""
+    with serving(ApiClient().app) as url:
+        watched = WatchedPage.open(browser, url)
+        watched.page.wait_for_selector(".machine")
+        session = watched.page.context.new_cdp_session(watched.page)
+
+        def heap() -> int:
+            """Return the bytes of the page's heap after a collection."""
+            session.send("HeapProfiler.collectGarbage")
+            return int(session.send("Runtime.getHeapUsage")["usedSize"])
+
+        before = heap()
+        sizes = watched.page.evaluate(
+            """async (count) => {
+                const { LiveState } = await import("/assets/stream.js");
+                const { ClusterView } = await import("/assets/cluster.js");
+                const state = new LiveState();
+                const view = new ClusterView(document.createElement("section"), state);
+                const send = (name, data) => state.handle(`event: ${name}\\ndata: ${JSON.stringify(data)}`);
+                const status = await (await fetch("/status")).json();
+                status.activity = status.suggestion = "";
+                send("snapshot", { time: 1, status, events: [], history: [], frames: [] });
+                for (let i = 0; i < count; i += 1) {
+                    const frames = [0, 1, 2].map((k) => [3 * i + k, "w", 3, 1, i / 4, 20, 1, 9, 11, 8]);
+                    const history = i % 4 ? [] : [[i / 4, 40, 0.8, 1, 0, 0.1, 0.2, 0.02, 0.03]];
+                    const events = i % 40 ? [] : [{ at: i, kind: "join", text: `w${i} joined`, seconds: null }];
+                    send("delta", { status: { running: i % 3 }, frames, history, events });
+                    view.record();
+                    if (i % 40 === 0) view.update();
+                }
+                window.kept = state;
+                return [state.frames.length, state.history.length, state.events.length];
+            }""",
+            HOUR_OF_DELTAS,
+        )
+        assert sizes == [6000, 600, 100]
+        assert heap() - before < MOST_GROWTH
+        assert watched.errors == []
+        watched.close()

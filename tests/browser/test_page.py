@@ -1,0 +1,284 @@
+"""The page over two real workers of the built-in model: every view, a kill and a join while it is open."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import axe_playwright_python
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.browser.chromium import PATIENCE_MS, WatchedPage
+from tests.support.processes.processes import (
+    Cluster,
+    as_worker,
+    ending,
+    launch_worker,
+    running_cluster,
+)
+
+VIEWS = ("cluster", "chat", "timeline", "speed", "connect")
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
+PHONE = {"width": 390, "height": 844}
+FIRST_PAINT_MS = 1000
+"""Milliseconds. Upper bound of the first paint on loopback, for the best of PAINTS attempts on a shared machine."""
+
+PAINTS = 5
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Run two workers and a coordinator with the built-in model."""
+    with running_cluster(tmp_path_factory.mktemp("page"), "builtin", 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, cluster: Cluster) -> Iterator[WatchedPage]:
+    """Open the page that stays open during all tests of this file. At the end its console has no error."""
+    watched = WatchedPage.open(browser, cluster.url, viewport={"width": 1280, "height": 860})
+    yield watched
+    errors = watched.errors
+    watched.close()
+    assert errors == []
+
+
+def test_the_first_paint_takes_less_than_a_second(browser: Browser, cluster: Cluster) -> None:
+    """The page shows something before the first data arrive."""
+    best = float("inf")
+    for _ in range(PAINTS):
+        watched = WatchedPage.open(browser, cluster.url)
+        watched.page.wait_for_selector(".figure")
+        paints = watched.page.evaluate(
+            "performance.getEntriesByType('paint').map(e => e.startTime)"
+        )
+        best = min(best, *paints)
+        watched.close()
+        if best < FIRST_PAINT_MS:
+            break
+    assert best < FIRST_PAINT_MS
+
+
+def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Cluster) -> None:
+    """Machines in pipeline order with their layers, GDN and attention told apart, and the head on the last."""
+    page = opened.page
+    page.wait_for_selector(".machine")
+    names = page.locator(".machine b").first.inner_text(), page.locator(".machine").nth(1)
+    assert names[0] in {worker.name for worker in cluster.workers}
+    assert "to the coordinator" in names[1].inner_text()
+    assert page.locator(".strip .layer").count() == 8 + 1
+    assert page.locator(".strip .layer.g").count() == 6
+    assert page.locator(".strip .layer.a").count() == 2
+    assert page.locator(".strip .span:last-child .layer.head").count() == 1
+    assert "weights" in page.locator(".mem-legend").first.inner_text()
+    assert "2 stages" in page.locator("#view-cluster .card-head").first.inner_text()
+
+
+def test_an_answer_comes_with_its_figures(opened: WatchedPage) -> None:
+    """Time to the first token, tokens a second, drafts kept and the seed; then the figures of the cluster."""
+    opened.ask("Write a function that adds two numbers.")
+    page = opened.page
+    figures = page.locator(".answer-figures").last.inner_text()
+    for part in ("first token", "tokens/s", "drafts kept", "seed"):
+        assert part in figures
+    assert page.locator(".message.assistant .markdown").last.inner_text()
+    opened.show("cluster")
+    expect(page.locator(".figure .value").first).not_to_have_text("0.0")
+
+
+def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
+    """Regenerating with a seed changes nothing, and parameters stay after a reload."""
+    page = opened.page
+    opened.show("chat")
+    page.click(".parameters summary")
+    page.fill("input[name=seed]", "7")
+    page.fill("input[name=max_tokens]", "40")
+    opened.ask("Explain what a list is.")
+    first = page.locator(".message.assistant").last.locator(".markdown").all_inner_texts()
+    page.click("text=Regenerate")
+    page.wait_for_selector(".message.streaming", state="attached")
+    page.wait_for_selector(".message.streaming", state="detached")
+    assert page.locator(".message.assistant").last.locator(".markdown").all_inner_texts() == first
+    page.reload()
+    page.wait_for_selector(".message.assistant")
+    assert page.locator(".message.user").last.inner_text().endswith("Explain what a list is.")
+    assert page.locator(".parameters summary").inner_text() == "Parameters: seed 7, max tokens 40"
+
+
+def test_an_answer_can_be_stopped(opened: WatchedPage) -> None:
+    """Stop cancels the request on the cluster and keeps what has arrived."""
+    page = opened.page
+    opened.show("chat")
+    page.click(".parameters summary")
+    page.fill("input[name=max_tokens]", "2000")
+    page.fill("#chat-input", "def numbers():")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming .markdown > *", state="attached")
+    page.click(".composer button[type=submit]")
+    page.wait_for_selector("text=Stopped.")
+    page.fill("input[name=max_tokens]", "40")
+    page.fill("input[name=seed]", "")
+    page.click(".parameters summary")
+
+
+HOSTILE = """<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>
+
+[link](javascript:window.hurt=1) [good](https://example.org/a) **bold `code`** <b>no</b>
+
+- one
+  - two
+1. three
+
+| a | b |
+| --- | --- |
+| 1 | <i>2</i> |
+
+```python
+print("<script>")
+```"""
+
+
+def test_model_text_cannot_become_html(opened: WatchedPage) -> None:
+    """Markup of the model is text. Links lead to web addresses only."""
+    found: dict[str, Any] = opened.page.evaluate(
+        """async (text) => {
+            const { renderMarkdown } = await import("/assets/markdown.js");
+            const root = document.createElement("div");
+            document.body.append(root);
+            for (let end = 1; end <= text.length; end += 7) renderMarkdown(root, text.slice(0, end));
+            renderMarkdown(root, text);
+            const tags = [...new Set([...root.querySelectorAll("*")].map((e) => e.tagName.toLowerCase()))];
+            const links = [...root.querySelectorAll("a")].map((a) => a.href);
+            const code = root.querySelector("pre code").textContent;
+            const shown = root.textContent;
+            root.remove();
+            return { tags, links, code, shown, hurt: window.hurt ?? null };
+        }""",
+        HOSTILE,
+    )
+    assert found["hurt"] is None
+    assert not {"script", "img", "b", "i"} & set(found["tags"])
+    assert {"strong", "code", "ul", "ol", "table", "pre"} <= set(found["tags"])
+    assert found["links"] == ["https://example.org/a"]
+    assert found["code"] == 'print("<script>")'
+    assert "<script>window.hurt=1</script>" in found["shown"]
+
+
+def test_the_timeline_shows_pauses_and_exports_frames(opened: WatchedPage) -> None:
+    """Frames of the last answer are there, as a trace that Perfetto reads too."""
+    page = opened.page
+    opened.ask("Write a loop over a dictionary.")
+    opened.show("timeline")
+    page.focus("canvas.timeline")
+    page.keyboard.press("Space")
+    page.wait_for_selector("text=Resume")
+    for _ in range(3):
+        page.keyboard.press("-")
+    label = page.locator("canvas.timeline").get_attribute("aria-label") or ""
+    assert not label.startswith("Timeline: 0 frames")
+    assert page.locator(".shares li").count() == 2
+    with page.expect_download() as download:
+        page.click("text=Export")
+    trace = json.loads(Path(download.value.path()).read_text())
+    blocks = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["tid"] for event in blocks} == {1, 2}
+    assert {"prompt", "window"} & {event["name"] for event in blocks}
+    assert all(event["dur"] > 0 and event["ts"] > 1e15 for event in blocks)
+    page.click("text=Resume")
+
+
+def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
+    """Acceptance by position, and charts with the last values."""
+    opened.show("speed")
+    page = opened.page
+    page.wait_for_selector("table th:has-text('Draft 1')")
+    assert page.locator(".chart").count() == 5
+    assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
+
+
+def test_tabs_work_from_the_keyboard(opened: WatchedPage) -> None:
+    """Arrows change the view, and only one tab is in the order of the Tab key."""
+    page = opened.page
+    page.focus("#tab-speed")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-connect"
+    assert page.locator("#view-connect").is_visible()
+    page.keyboard.press("Home")
+    assert page.evaluate("document.activeElement.id") == "tab-cluster"
+    assert page.locator("[role=tab][tabindex='-1']").count() == len(VIEWS) - 1
+    assert page.evaluate("location.hash") == "#cluster"
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_every_view_is_accessible(opened: WatchedPage, look: str) -> None:
+    """axe finds no violation: contrast, names, roles, order. Nothing is wider than a phone."""
+    page = opened.page
+    page.emulate_media(color_scheme="dark" if look == "dark" else "light")
+    page.set_viewport_size(PHONE if look == "phone" else {"width": 1280, "height": 860})
+    page.evaluate(AXE)
+    for view in VIEWS:
+        opened.show(view)
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        assert [describe_violation(one) for one in found["violations"]] == [], view
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size({"width": 1280, "height": 860})
+
+
+def describe_violation(violation: dict[str, Any]) -> str:
+    """Return one line about a finding of axe."""
+    return f"{violation['id']}: {[node['html'][:120] for node in violation['nodes']][:3]}"
+
+
+def events_of(page: Page) -> list[str]:
+    """Return the texts of the events, the newest first."""
+    return page.locator(".events li span:first-of-type").all_inner_texts()
+
+
+def test_a_kill_and_a_join_show_while_the_page_is_open(
+    opened: WatchedPage, cluster: Cluster, tmp_path: Path
+) -> None:
+    """The answer goes on after a kill, the recovery is an event, and a new worker is used on request."""
+    page = opened.page
+    opened.show("chat")
+    page.click(".parameters summary")
+    page.fill("input[name=max_tokens]", "300")
+    page.fill("#chat-input", "Write a class with three methods and explain each of them.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming .markdown > *", state="attached")
+    victim = cluster.workers[0]
+    victim.kill()
+    page.wait_for_selector(".message.streaming", state="detached")
+    assert "tokens/s" in page.locator(".answer-figures").last.inner_text()
+    opened.show("cluster")
+    page.wait_for_selector("text=Recovered from the loss of")
+    assert any("was lost" in text for text in events_of(page))
+    assert page.locator(".machine").count() == 1
+    assert page.locator(".other .dot[data-health=lost]").count() == 1
+    with ExitStack() as stack:
+        arguments = ("--model", "builtin", "--listen", victim.address)
+        process = launch_worker(tmp_path, "w9", *arguments)
+        stack.enter_context(ending(process))
+        as_worker(process)
+        page.wait_for_selector(".other:has-text('w9')")
+        page.click("text=Use idle workers")
+        expect(page.locator(".machine")).to_have_count(2, timeout=PATIENCE_MS)
+        assert any("w9 joined" in text for text in events_of(page))
+        page.wait_for_selector("#now:has-text('Ready')")
+
+
+def test_a_stopped_coordinator_shows_and_ends_quickly(
+    opened: WatchedPage, cluster: Cluster
+) -> None:
+    """An open page does not delay the end of the coordinator, and says that nobody answers."""
+    began = time.monotonic()
+    cluster.coordinator.stop()
+    assert time.monotonic() - began < 8
+    opened.page.wait_for_selector("#now:has-text('does not answer')")
+    # The browser itself reports the refused connections.
+    opened.errors[:] = [error for error in opened.errors if "ERR_" not in error]

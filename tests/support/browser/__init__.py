@@ -1,0 +1,1 @@
+"""A browser for tests and for the pictures of the documentation."""

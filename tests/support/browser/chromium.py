@@ -1,0 +1,71 @@
+"""Debian's Chromium, driven by Playwright. Playwright's own browsers are not downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+PATIENCE_MS = 60_000
+"""Milliseconds. Longest wait for an element, on a machine that runs other tests too."""
+
+
+def find_chromium() -> str | None:
+    """Return the path of an installed Chromium, or None."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    """Run one headless browser. Call it only if `find_chromium` found one."""
+    path = find_chromium()
+    assert path is not None, "Chromium is not installed"
+    with sync_playwright() as playwright:
+        # The sandbox needs privileges that a container lacks, and this browser opens only pages of these tests.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass
+class WatchedPage:
+    """A page, and the errors that its console has shown."""
+
+    page: Page
+    errors: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, browser: Browser, url: str, **context: object) -> WatchedPage:
+        """Open `url` in a context of its own; `context` has Playwright's options such as `color_scheme`."""
+        page = browser.new_context(**context).new_page()  # type: ignore[arg-type]
+        page.set_default_timeout(PATIENCE_MS)
+        watched = cls(page)
+        page.on("console", watched._record_message)
+        page.on("pageerror", lambda error: watched.errors.append(str(error)))
+        page.goto(url)
+        return watched
+
+    def _record_message(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def show(self, view: str) -> None:
+        """Choose a view by its tab."""
+        self.page.click(f"#tab-{view}")
+
+    def ask(self, text: str) -> None:
+        """Send `text` in the chat and wait for the end of the answer."""
+        self.show("chat")
+        self.page.fill("#chat-input", text)
+        self.page.keyboard.press("Enter")
+        self.page.wait_for_selector(".message.streaming", state="attached")
+        self.page.wait_for_selector(".message.streaming", state="detached")
+
+    def close(self) -> None:
+        """Close the page with its context."""
+        self.page.context.close()
