@@ -119,11 +119,11 @@ class Counting(WeightProvider):
 
     sent = 0
 
-    async def answer(
+    async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
     ) -> AsyncIterator[pb.Weights]:
         """Count and send the reply."""
-        async for message in super().answer(offer, wanted):
+        async for message in super().answer_request(offer, wanted):
             self.sent += len(message.piece)
             yield message
 
@@ -136,7 +136,7 @@ async def give(provider: WeightProvider, request: pb.LoadRequest) -> None:
     await server.start()
     client = WorkerClient(f"127.0.0.1:{port}", ME)
     try:
-        await provider.give(client, request, lambda done, total: None)
+        await provider.provide_weights(client, request, lambda done, total: None)
     finally:
         await client.close()
         await server.stop(1.0)

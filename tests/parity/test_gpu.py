@@ -59,9 +59,15 @@ def chain_logits(path: Path, cuts: tuple[int, ...], widths: tuple[int, ...]) -> 
 
 def largest_error(found: list[mx.array], expected: list[mx.array]) -> float:
     """Return the largest difference over the largest expected value."""
-    differences = [mx.abs(a - b).max().item() for a, b in zip(found, expected, strict=True)]
-    largest = max(mx.abs(b).max().item() for b in expected)
-    return max(float(d) for d in differences) / float(largest)
+    return max(_largest(a - b) for a, b in zip(found, expected, strict=True)) / max(
+        map(_largest, expected)
+    )
+
+
+def _largest(x: mx.array) -> float:
+    value = mx.abs(x).max().item()
+    assert isinstance(value, float)
+    return value
 
 
 KINDS: dict[str, dict[str, Any]] = {

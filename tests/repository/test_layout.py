@@ -60,6 +60,7 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator": set(),
     "coordinator.cli": {
+        "coordinator.doctor",
         "coordinator.generation",
         "coordinator.local_engine",
         "coordinator.planning",
@@ -71,6 +72,18 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.depth",
+    }
+    | TERMINAL,
+    "coordinator.doctor": {
+        "coordinator.generation",
+        "coordinator.local_engine",
+        "coordinator.text",
+        "coordinator.workers",
+        "mtp.checkpoint.format",
+        "mtp.depth",
+        "proto.rpc",
+        "proto.trust",
+        "worker.engine",
     }
     | TERMINAL,
     "coordinator.server": {
@@ -190,7 +203,7 @@ ARROWS: dict[str, set[str]] = {
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 
-COMPOSITION_ROOTS = {"coordinator.pipeline.local"}
+COMPOSITION_ROOTS = {"coordinator.doctor.this_machine", "coordinator.pipeline.local"}
 """The modules of `coordinator` that import `worker`, because they run stages in the coordinator's process."""
 
 WIRES = {"aiohttp", "fastapi", "grpc", "http", "httpx", "huggingface_hub", "requests", "socket"}
@@ -212,6 +225,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api.openai_chat": {"fastapi", "starlette"},
     "coordinator.api.request": {"fastapi", "starlette"},
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},
+    "coordinator.doctor": {"grpc"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.server": {"socket"},
     "coordinator.web": {"fastapi", "starlette"},

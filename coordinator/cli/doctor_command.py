@@ -1,0 +1,98 @@
+"""`mtp-coord doctor`: checks of this machine and of the workers it reaches, with advice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
+from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
+from coordinator.doctor.finding import Finding, Verdict
+from coordinator.workers.connection import ConnectionPolicy
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.resolve import resolve_model
+
+SIGNS = {
+    Verdict.OK: "[green]✓[/]",
+    Verdict.WARN: "[yellow]![/]",
+    Verdict.FAIL: "[red]✗[/]",
+    Verdict.SKIP: "[dim]-[/]",
+}
+
+
+def doctor(
+    argument: ModelArgument = None,
+    option: ModelOption = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A worker to check besides those mDNS finds; repeatable."
+        ),
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Check only the workers named by --worker.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Connect to workers without encryption.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
+    ] = False,
+) -> None:
+    """Check this machine, its kernels and its workers, and print advice.
+
+    Takes about 30 seconds with the built-in model. With another MODEL the kernels are checked at that model's widths,
+    and the answers come from it, which loads its weights. Exits with status 1 if a check fails.
+    """
+    logging.getLogger().setLevel(logging.ERROR)
+    checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
+    policy = ConnectionPolicy(insecure=insecure)
+    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
+    console = Console(emoji=False, stderr=as_json, quiet=as_json)
+    findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())
+    counts = Counter(finding.verdict for finding in findings)
+    if as_json:
+        typer.echo(json.dumps(json_report(findings), indent=2))
+    else:
+        console.print(
+            f"{counts[Verdict.OK]} fine, {counts[Verdict.WARN]} to look at, {counts[Verdict.FAIL]} failed"
+        )
+    if counts[Verdict.FAIL]:
+        raise typer.Exit(1)
+
+
+def show(console: Console, finding: Finding) -> None:
+    """Print a finding as one line, with its advice below."""
+    sign, check = SIGNS[finding.verdict], escape(finding.check)
+    console.print(f"{sign} [bold]{check}[/]: {escape(finding.figure)}", soft_wrap=True)
+    if finding.advice:
+        console.print(f"    {escape(finding.advice)}", soft_wrap=True)
+
+
+def json_report(findings: list[Finding]) -> dict[str, Any]:
+    """Return the report as plain JSON values, without paths of this user."""
+    home = str(Path.home())
+
+    def clean(value: Any) -> Any:
+        """Return `value` with `~` for the home directory."""
+        if isinstance(value, str):
+            return value.replace(home, "~")
+        if isinstance(value, dict):
+            return {clean(str(key)): clean(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(entry) for entry in value]
+        return value
+
+    return {"checks": [clean(asdict(finding)) for finding in findings]}

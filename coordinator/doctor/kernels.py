@@ -1,0 +1,157 @@
+"""Kernels at the model's own widths: whether a row is the same alone and in a window, and the cost of a window."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from coordinator.doctor.finding import Finding, Verdict
+from mtp.checkpoint.format.config import ModelConfig
+
+WINDOW = 8
+"""Rows of the widest window that is tried."""
+
+LARGEST_MATRIX = 32 * 10**6
+"""Elements. Larger matrices, above all lm_head, are tried with fewer outputs, which does not change the kernel."""
+
+COPIES = 4
+"""Matrices that one timing reads, so that a cache does not hold them."""
+
+Rows = Callable[[mx.array], mx.array]
+"""A product of `[rows, inputs]` that treats each row alone."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of the model: its inputs, its outputs and how its weight is quantized."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bits: int | None = None
+    group: int = 64
+    mode: str = "affine"
+
+    def rows(self, dtype: mx.Dtype) -> Rows:
+        """Return the product with a random weight of this shape."""
+        weight = (mx.random.normal((self.outputs, self.inputs)) / self.inputs**0.5).astype(dtype)
+        if self.bits is None:
+            mx.eval(weight)
+            return lambda x: x @ weight.T
+        packed, scales, *biases = mx.quantize(
+            weight, group_size=self.group, bits=self.bits, mode=self.mode
+        )
+        mx.eval(packed, scales, *biases)
+        return lambda x: mx.quantized_matmul(
+            x,
+            packed,
+            scales,
+            biases[0] if biases else None,
+            transpose=True,
+            group_size=self.group,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+
+def products(config: ModelConfig) -> list[Product]:
+    """Return the products of one layer and of lm_head."""
+    text, hidden = config.text_config, config.hidden_size
+    heads = int(text["num_attention_heads"])
+    middle = int(text.get("intermediate_size") or text.get("moe_intermediate_size") or 2 * hidden)
+    settings = config.quantization or {}
+    bits = settings.get("bits")
+    group, mode = int(settings.get("group_size", 64)), str(settings.get("mode", "affine"))
+    shapes = {
+        "attention": (hidden, heads * config.head_dim),
+        "GDN": (hidden, config.gdn_conv_dim),
+        "MLP up": (hidden, middle),
+        "MLP down": (middle, hidden),
+        "lm_head": (hidden, min(config.vocab_size, max(group, LARGEST_MATRIX // hidden))),
+    }
+    return [
+        Product(name, inputs, outputs, bits, group, mode)
+        for name, (inputs, outputs) in shapes.items()
+        if bits is None or inputs % group == 0
+    ]
+
+
+def equal_rows(product: Rows, x: mx.array) -> int:
+    """Return the widest window, up to the rows of `x`, in which every row equals the row computed alone.
+
+    A window counts only if all narrower ones are equal too.
+    """
+    alone = [product(x[i : i + 1]) for i in range(x.shape[0])]
+    mx.eval(alone)
+    for width in range(2, x.shape[0] + 1):
+        window = product(x[:width])
+        pairs = [mx.array_equal(window[i : i + 1], alone[i]) for i in range(width)]
+        if not all(bool(pair.item()) for pair in pairs):
+            return width - 1
+    return int(x.shape[0])
+
+
+def equal_attention(config: ModelConfig, dtype: mx.Dtype, keys: int) -> int:
+    """Return the widest window in which each query of attention over `keys` keys equals the query alone."""
+    heads, dim = int(config.text_config["num_attention_heads"]), config.head_dim
+    shape = (1, config.num_kv_heads, keys, dim)
+    k, v = (mx.random.normal(shape).astype(dtype) for _ in range(2))
+    q = mx.random.normal((1, heads, WINDOW, dim)).astype(dtype)
+    attend = mx.fast.scaled_dot_product_attention
+    for width in range(2, WINDOW + 1):
+        start = keys - width
+        window = attend(q[:, :, :width], k, v, scale=dim**-0.5, mask="causal")
+        for i in range(width):
+            end = start + i + 1
+            own = slice(i, i + 1)
+            alone = attend(q[:, :, own], k[:, :, :end], v[:, :, :end], scale=dim**-0.5)
+            if not bool(mx.array_equal(alone, window[:, :, own]).item()):
+                return width - 1
+    return WINDOW
+
+
+def check_exactness(config: ModelConfig, dtype: mx.Dtype, *, full: bool = False) -> Finding:
+    """Report the widest window that gives the answers of decoding without drafts, bit for bit."""
+    mx.random.seed(1)
+    widths = {
+        p.name: equal_rows(p.rows(dtype), mx.random.normal((WINDOW, p.inputs)).astype(dtype))
+        for p in products(config)
+    }
+    for keys in (300, 1026, 1500, 4098, 8200) if full else (300, 1500):
+        widths[f"attention over {keys} keys"] = equal_attention(config, dtype, keys)
+    exact = min(widths.values())
+    values = {"exact": exact, "widths": widths, "dtype": str(dtype)}
+    if exact == WINDOW:
+        return Finding("exactness", Verdict.OK, f"exact to windows of {WINDOW}", "", values)
+    inexact = ", ".join(name for name, width in widths.items() if width == exact)
+    figure = f"exact to windows of {exact}" if exact > 1 else "not exact in any window"
+    advice = (
+        f"Rows of wider windows round differently in: {inexact}. With drafts, and with concurrent requests, an "
+        f"answer may differ where two tokens are nearly equally likely. Use --mtp {exact - 1 or 'off'} to avoid "
+        "that for one request at a time."
+    )
+    return Finding("exactness", Verdict.WARN, figure, advice, values)
+
+
+def check_window_cost(config: ModelConfig, dtype: mx.Dtype) -> Finding:
+    """Measure the time of the largest product over 1 to 8 rows, as multiples of the time over one row."""
+    product = max(products(config), key=lambda p: p.inputs * p.outputs)
+    copies = [product.rows(dtype) for _ in range(COPIES)]
+    seconds: dict[int, float] = {}
+    for rows in (1, 2, 3, 4, 5, 6, 8):
+        x = mx.random.normal((rows, product.inputs)).astype(dtype)
+        mx.eval(x, [copy(x) for copy in copies])
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            mx.eval([copy(x) for copy in copies])
+            times.append(time.perf_counter() - started)
+        seconds[rows] = statistics.median(times)
+    ratios = {rows: value / seconds[1] for rows, value in seconds.items()}
+    figure = ", ".join(f"{rows}: {ratio:.2f}" for rows, ratio in ratios.items())
+    values = {"product": product.name, "ratios": ratios, "seconds": seconds[1] / COPIES}
+    return Finding("window cost", Verdict.OK, figure, "", values)

@@ -1,0 +1,39 @@
+"""`mtp-coord doctor` over real workers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+from tests.cluster.conftest import Pool
+
+SECONDS = 100.0
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [sys.executable, "-c", "from coordinator.cli import main; main()", "doctor"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool) -> None:
+    """The report has each worker, each link, each hop and the answers, and a closed port is the one failure."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        closed = f"127.0.0.1:{unused.getsockname()[1]}"
+    addresses = pool(2)
+    named = [flag for address in (*addresses, closed) for flag in ("--worker", address)]
+    done = doctor("--no-mdns", "--json", *named)
+    assert done.returncode == 1, done.stderr
+    found = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+    failed = [name for name, check in found.items() if check["verdict"] == "fail"]
+    assert failed == [f"worker {closed}"]
+    assert "No worker listens there" in found[f"worker {closed}"]["advice"]
+    for name in ("link to pool-0", "link to pool-1", "hop from pool-1 to pool-0"):
+        assert found[name]["values"]["p50"] > 0
+    assert found["exactness"]["values"]["exact"] == 8
+    assert found["answer with 2 drafts"]["values"]["first_difference"] is None
+    assert found["speed"]["values"]["plain_tokens_per_second"] > 0

@@ -1,0 +1,64 @@
+"""The answers with and without drafts in the doctor's report."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.doctor.answer import (
+    Answer,
+    judge_identity,
+    judge_restart,
+    judge_speed,
+    measure_answer,
+)
+from coordinator.doctor.finding import Verdict
+from coordinator.generation.request import GenerationStats
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
+
+PLAIN = Answer(0, tuple(range(101)), GenerationStats(50, 101, 0, 100, (), (), 0.5, 10.0))
+
+
+def drafted(seconds: float, windows: int, tokens: tuple[int, ...] = PLAIN.tokens) -> Answer:
+    """Return an answer with 2 drafts a window."""
+    counts = ((windows, windows), (windows // 2, windows // 4))
+    return Answer(2, tokens, GenerationStats(50, 101, 0, windows, *counts, 0.5, seconds))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "place"),
+    [(PLAIN.tokens, None), ((*PLAIN.tokens[:40], 7, *PLAIN.tokens[41:]), 40)],
+)
+def test_the_first_token_that_differs_is_named(tokens: tuple[int, ...], place: int | None) -> None:
+    """An answer that drafts change is a warning with the position of the first other token."""
+    finding = judge_identity(PLAIN, drafted(5.0, 50, tokens))
+    assert finding.values["first_difference"] == place
+    assert finding.verdict is (Verdict.OK if place is None else Verdict.WARN)
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(6.0, Verdict.OK), (14.0, Verdict.WARN)])
+def test_drafts_that_do_not_pay_are_named(seconds: float, verdict: Verdict) -> None:
+    """Windows that cost more steps than they give tokens are a warning."""
+    finding = judge_speed(PLAIN, drafted(seconds, 50))
+    assert finding.verdict is verdict
+    assert finding.values["tokens_per_window"] == 2.0
+    assert finding.values["window_cost"] == pytest.approx(seconds / 50 / 0.1)
+    assert finding.values["prefill_tokens_per_second"] == 100.0
+    assert finding.values["first_acceptance"] == 0.5
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.1, Verdict.OK), (5.6, Verdict.WARN)])
+def test_weights_that_are_paged_out_are_named(ratio: float, verdict: Verdict) -> None:
+    """A token that takes far longer after a pause is a warning."""
+    answer = Answer(0, PLAIN.tokens, PLAIN.stats, ratio)
+    assert judge_restart(answer).verdict is verdict
+
+
+async def test_an_answer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model gives the requested tokens, their statistics and the cost of a pause."""
+    monkeypatch.setattr("coordinator.doctor.answer.PAUSE_SECONDS", 0.1)
+    found = await measure_answer(Checkpoint.open(checkpoint_dir()), 0, 16, pause=True)
+    assert len(found.tokens) == found.stats.completion_tokens == 16
+    assert found.stats.decode_seconds > 0
+    assert found.restart is not None
+    assert found.restart > 0
