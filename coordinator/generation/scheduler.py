@@ -51,9 +51,12 @@ class Scheduler:
     The caller sends each frame of `next_frame` to the pipeline, and passes each returned frame to `apply_outcomes`.
     """
 
-    def __init__(self, limits: Limits, controller: Controller) -> None:
+    def __init__(self, limits: Limits, controller: Controller, vocabulary: bytes = b"") -> None:
         self.limits = limits
         self.controller = controller
+        self.vocabulary = vocabulary
+        """The tokenizer's packed vocabulary, for sequences with a grammar."""
+        self._vocabulary_sent = False  # in this epoch
         self.stages = 1
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
@@ -76,6 +79,7 @@ class Scheduler:
         that exceeds the capacity of the new plan ends with an error.
         """
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
+        self._vocabulary_sent = False
         self.next_number = 0
         self.in_flight.clear()
         self.ops.clear()
@@ -269,7 +273,10 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         """Create a sequence on the stages, from the longest prefix entry that they hold."""
-        self.ops.append(sequence.admit_op())
+        vocabulary = b""
+        if sequence.request.params.grammar and not self._vocabulary_sent:
+            vocabulary, self._vocabulary_sent = self.vocabulary, True
+        self.ops.append(sequence.admit_op(vocabulary))
         sequence.admitted = True
         prompt = tuple(sequence.tokens)
         entry = self.prefixes.find_entry(prompt)
@@ -324,13 +331,7 @@ class Scheduler:
             return
         first = frame.segments[0]
         sequence = self.running.get(first.seq_id)
-        cost = self._step_costs.measure(
-            frame,
-            record,
-            now,
-            idle=not self.in_flight,
-            previous_returned_at=None if sequence is None else sequence.window_returned_at,
-        )
+        cost = self._step_costs.measure(frame, record, now, sequence, idle=not self.in_flight)
         if cost is not None:
             self.controller.record_step_cost(
                 record.decode_rows, first.width, first.drafts, cost, record.fill
@@ -351,6 +352,7 @@ class Scheduler:
         result.events.append((sequence.seq_id, progress))
         if outcome.token is not None:
             sequence.first_token_at = sequence.first_token_at or now
+            sequence.window_returned_at = now
             tokens = sequence.apply_first_token(outcome)
             chunk = TokenChunk(tokens, outcome.logprobs[: len(tokens)])
             result.add_tokens(sequence.seq_id, chunk)
@@ -369,6 +371,7 @@ class Scheduler:
             return  # an earlier outcome invalidated the window
         sequence.windows_returned += 1
         sequence.window_returned_at = now
+        sequence.window_frame = in_flight[0].frame.number
         window_outcome = sequence.apply_outcome(outcome)
         result.draft_results += window_outcome.draft_results
         self.controller.record_drafts(window_outcome.draft_results)

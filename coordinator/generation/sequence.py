@@ -99,7 +99,9 @@ class Sequence:
     first_token_at: float = 0.0
     """Seconds, in the clock of the scheduler's caller. 0 before the first token."""
     window_returned_at: float = 0.0
-    """Seconds. When the last window returned."""
+    """Seconds. When the last window, or before the first window the last chunk, returned."""
+    window_frame: int | None = None
+    """Number of the frame that carried the last returned window in this plan."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -161,9 +163,10 @@ class Sequence:
         self.windows_in_flight.append(window)
         return window
 
-    def admit_op(self) -> Admit:
+    def admit_op(self, vocabulary: bytes = b"") -> Admit:
         """Return the operation that creates the sequence on the stages."""
-        return Admit(self.seq_id, self.capacity, self.prompt_length, self.request.params)
+        params = self.request.params
+        return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
 
     def next_window_number(self) -> int:
         """Return the number of the next segment. Numbers count from 0 and are never reused."""
@@ -283,6 +286,7 @@ class Sequence:
         self.drafts = ()
         self.windows_in_flight.clear()
         self.shape = None
+        self.window_frame = None
 
     def stats(self, now: float) -> GenerationStats:
         """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""

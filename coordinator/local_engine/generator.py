@@ -40,12 +40,13 @@ async def local_generator(
     kv_bits: int | None = None,
     prefix_cache: bool = True,
     limits: Limits | None = None,
+    vocabulary: bytes = b"",
     on_progress: OnProgress | None = None,
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. Without `prefix_cache` every
-    prompt is computed from its first token. The loading thread calls `on_progress(done, total)` with bytes. Raises
+    prompt is computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises
     SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
@@ -59,7 +60,7 @@ async def local_generator(
     )
     limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     make = partial(LocalPipelines(model).make, on_progress=on_progress)
-    loop = GenerationLoop(LocalSource(make), Scheduler(limits, Controller(mode)))
+    loop = GenerationLoop(LocalSource(make), Scheduler(limits, Controller(mode), vocabulary))
     try:
         await loop.start()
         yield loop

@@ -36,6 +36,7 @@ from coordinator.server.model_status import model_status
 from coordinator.server.options import ServeOptions
 from coordinator.server.trace_report import trace_report
 from coordinator.text.model_info import ModelInfo, generation_defaults
+from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller
@@ -149,7 +150,8 @@ class _Server:
             manager.count_open_requests = self._count_answers
             stack.push_async_callback(manager.close)
             manager.start()
-        loop = GenerationLoop(source, Scheduler(limits, Controller(mode)))
+        vocabulary = GrammarCompiler(tokenizer).vocabulary
+        loop = GenerationLoop(source, Scheduler(limits, Controller(mode), vocabulary))
         stack.push_async_callback(loop.close)
         model = ModelInfo(
             served_name(options.model),

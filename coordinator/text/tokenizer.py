@@ -14,6 +14,7 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from coordinator.text.call_grammar import CallStyle
 from coordinator.text.model_info import Json
 from proto.errors import CheckpointError, RequestError
 
@@ -189,6 +190,17 @@ class Tokenizer:
             ) from error
         return str(text)
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The control tokens, which add no text to an answer."""
+        return self._control
+
+    @property
+    def reasoning_end_id(self) -> int | None:
+        """The token that closes reasoning, or None for a model without reasoning or with a longer marker."""
+        tokens = tuple(self._wrapper.think_end_tokens or ()) if self._wrapper.has_thinking else ()
+        return tokens[0] if len(tokens) == 1 else None
+
     # ---- tokens to text
 
     def token_bytes(self, token: int) -> bytes:
@@ -225,6 +237,13 @@ class Tokenizer:
     def has_tools(self) -> bool:
         """True if the chat template supports tools."""
         return bool(self._wrapper.has_tool_calling)
+
+    @property
+    def call_style(self) -> CallStyle | None:
+        """The format of the model's tool calls, if a grammar can force it."""
+        parser = getattr(self._wrapper.tool_parser, "__module__", "") if self.has_tools else ""
+        styles: dict[str, CallStyle] = {"qwen3_coder": "xml", "json_tools": "json"}
+        return styles.get(parser.rpartition(".")[2])
 
     @property
     def tool_markers(self) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from mtp.head.attention import KV, KVFormat, copy_of, state_of
 from mtp.head.mtp_head import MTPHead
 from mtp.sampling.choice import choose, drawn
 from mtp.sampling.filters import filtered
+from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
 from mtp.sampling.noise import Stream
 from proto.params import SamplingParams
@@ -87,7 +88,10 @@ class HeadState:
 
 @dataclass(frozen=True)
 class DraftJob:
-    """Wants `depth` drafts to follow `token`, which stands at `position` and is not in `history` yet."""
+    """Wants `depth` drafts to follow `token`, which stands at `position` and is not in `history` yet.
+
+    With a `grammar`, `answer` are the tokens of the answer up to `token`, and every draft is a token that it allows.
+    """
 
     state: HeadState
     depth: int
@@ -95,6 +99,8 @@ class DraftJob:
     position: int
     params: SamplingParams
     history: History | None = None
+    grammar: GrammarState | None = None
+    answer: Sequence[int] = ()
 
     @property
     def ratio(self) -> bool:
@@ -191,6 +197,9 @@ class _Chain:
         job = self.job
         position = job.position + 1 + len(self.tokens)
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
+        if job.grammar is not None:
+            drafted = cast(list[int], pending[1:].tolist())
+            logits = job.grammar.mask(logits, [*job.answer, *drafted])
         if job.ratio:
             scores = filtered(logits, job.params, position, job.history, pending, self.exempt)
             self.scores.append(scores)

@@ -196,7 +196,7 @@ ARROWS: dict[str, set[str]] = {
     | WIRE,
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "coordinator.trust": {"proto.trust"} | WIRE,
-    "coordinator.text": {"mtp.checkpoint.format"} | WIRE,
+    "coordinator.text": {"mtp.checkpoint.format", "mtp.sampling"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
     "coordinator.frame_trace": WIRE,
     "coordinator.web": {"coordinator.status"} | WIRE,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mtp.head.drafter import HeadState
+from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
 from proto.frame import Admit
 from proto.params import SamplingParams
@@ -27,6 +28,11 @@ class LastStageState:
     history: History | None = None
     expected: int | None = None
     draft_scores: mx.array | None = None
+    grammar: GrammarState | None = None
+
+    def answer_with(self, tokens: Sequence[int]) -> list[int]:
+        """Return the answer, which begins after the prompt: the verified tokens and then `tokens`."""
+        return [*self.tokens, *tokens][self.admitted.prompt :]
 
     @property
     def params(self) -> SamplingParams:

@@ -18,6 +18,7 @@ from mtp.head.drafter import Drafter, DraftJob, Drafts
 from mtp.sampling.acceptance import accepted_length, ratio_targets
 from mtp.sampling.choice import choose, logprobs
 from mtp.sampling.filters import filtered
+from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
 from proto.errors import ProtocolError
 from proto.frame import Admit, Outcome, Segment, TokenLogprob
@@ -55,7 +56,7 @@ class Verifier:
         head = None if self.drafter is None else self.drafter.new_state()
         history = History(self.vocab, op.prompt) if op.params.penalized else None
         self.vocabulary = op.vocabulary or self.vocabulary
-        grammar = grammar_of(op, self.vocabulary)
+        grammar = GrammarState.make(op.params, self.vocabulary)
         # Without the vocabulary, which may have megabytes.
         admitted = replace(op, vocabulary=b"") if op.vocabulary else op
         self.states[op.seq_id] = LastStageState(admitted, head, history=history, grammar=grammar)
@@ -135,7 +136,7 @@ class Verifier:
         """The target's token after each row: int32 `[w]`, lazy."""
         params, rows = state.params, logits.shape[0]
         if state.grammar is not None:
-            logits = state.grammar.mask(logits, state.answer, segment.tokens)
+            logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
         drafts, scores = segment.tokens[1:], state.draft_scores
         if scores is None or not segment.open or not drafts:
@@ -204,7 +205,7 @@ class Verifier:
                 state.params,
                 state.history,
                 state.grammar,
-                state.answer,
+                state.answer_with([outcome.token]) if state.grammar else (),
             )
         if self.drafter is None:
             return outcomes

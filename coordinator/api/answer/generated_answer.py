@@ -6,12 +6,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from coordinator.api.answer.choice import Choice
 from coordinator.api.request.chat import ChatRequest, render_chat
 from coordinator.api.request.context import Api
+from coordinator.api.request.forced import grammar_fields, text_grammar
 from coordinator.api.request.settings import GenerationSettings, requests_of, stops_of
 from coordinator.text.chat_parser import ChatParser
+from coordinator.text.output_format import OutputFormat
 
 
 def new_id(prefix: str) -> str:
@@ -59,16 +62,22 @@ class GeneratedAnswer:
         return sum(choice.tokens for choice in self.choices)
 
 
-def text_answer(
+async def text_answer(
     api: Api,
     settings: GenerationSettings,
     prompts: Sequence[tuple[int, ...]],
     answer_id: str,
+    *,
     user: str | None = None,
+    output: OutputFormat | None = None,
 ) -> GeneratedAnswer:
     """Return the continuations of `prompts`, before their first token. Raises RequestError for an invalid request."""
+    forced: dict[str, Any] = await text_grammar(api, output)
     stops = stops_of(api, settings)
-    requests = requests_of(api, settings, prompts, request_id=answer_id, stops=stops)
+    requests = [
+        replace(request, params=replace(request.params, **forced))
+        for request in requests_of(api, settings, prompts, request_id=answer_id, stops=stops)
+    ]
     return GeneratedAnswer(
         id=answer_id,
         model=api.model.id,
@@ -84,9 +93,15 @@ def text_answer(
 async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedAnswer:
     """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request."""
     prompt = await render_chat(api, chat)
+    forced: dict[str, Any] = await grammar_fields(api, chat, thinking=prompt.thinking)
     stops = stops_of(api, chat.settings)
     requests = [
-        replace(request, turn=prompt.turn, continued=prompt.continued)
+        replace(
+            request,
+            turn=prompt.turn,
+            continued=prompt.continued,
+            params=replace(request.params, **forced),
+        )
         for request in requests_of(
             api, chat.settings, [prompt.tokens], request_id=answer_id, stops=stops
         )

@@ -34,6 +34,8 @@ def internal_request(body: PromptBody) -> ChatRequest:
         thinking=thinking,
         reasoning_budget=budget,
         one_call=bool(choice and choice.disable_parallel_tool_use),
+        forced_tool=body.forced_tool,
+        output=body.output,
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from coordinator.api.request.body import Body
 from coordinator.api.request.errors import field_error
 from coordinator.text.model_info import Json
+from coordinator.text.output_format import OutputFormat
 
 MAX_STOP = 64
 """Maximum number of stop sequences: the end of the text is compared with each of them at every token."""
@@ -119,7 +120,8 @@ class Tool(Body):
 class ToolChoice(Body):
     """The tools that the model may call, or must call."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -131,10 +133,18 @@ class Thinking(Body):
     display: str | None = None
 
 
+class OutputSchema(Body):
+    """The schema of an answer's text."""
+
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
 class OutputConfig(Body):
-    """The effort of an answer."""
+    """The effort and the format of an answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputSchema | None = None
 
 
 class PromptBody(Body):
@@ -147,6 +157,7 @@ class PromptBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputSchema | None = None
     context_management: Json | None = None
     cache_control: Any | None = None
 
@@ -156,7 +167,28 @@ class PromptBody(Body):
             raise field_error("messages", "the last message must have the role user")
         if self.thinking and self.thinking.type == "enabled" and not self.thinking.budget_tokens:
             raise field_error("thinking", "budget_tokens is required with the type enabled")
+        choice = self.tool_choice
+        if choice and (choice.type == "tool") != (choice.name is not None):
+            raise field_error("tool_choice", "name is required with the type tool, and only then")
+        if self.forced_tool is not None and not self.tools:
+            raise field_error("tool_choice", "requires tools")
         return self
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called, an empty string for any tool, or None."""
+        if self.tool_choice is None or self.tool_choice.type not in ("any", "tool"):
+            return None
+        return self.tool_choice.name or ""
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the text."""
+        inner = self.output_config.format if self.output_config else None
+        if found := inner or self.output_format:
+            param = "output_config.format.schema" if inner else "output_format.schema"
+            return OutputFormat("json_schema", found.schema_, param)
+        return None
 
     @property
     def system_text(self) -> str:

@@ -60,7 +60,9 @@ async def generate(request: Request) -> Response:
         """Tokenize the prompt. Raises RequestError, naming the invalid field."""
         if body.raw:
             tokens = await asyncio.to_thread(api.tokenizer.encode, body.prompt or "")
-            answer = text_answer(api, body.settings("prompt"), [tokens], new_id("gen-"))
+            answer = await text_answer(
+                api, body.settings("prompt"), [tokens], new_id("gen-"), output=body.output
+            )
         else:
             messages: list[Json] = []
             if body.system:
@@ -85,6 +87,7 @@ async def _chat_answer(
         tools=tools,
         thinking=thinking,
         reasoning_budget=budget,
+        output=body.output,
     )
     return await chat_answer(api, chat, new_id("chat-"))
 

@@ -11,6 +11,7 @@ from coordinator.api.request.body import Body
 from coordinator.api.request.errors import field_error
 from coordinator.api.request.settings import GenerationSettings
 from coordinator.text.model_info import Json
+from coordinator.text.output_format import ANY_OBJECT, OutputFormat
 
 RUNNER_OPTIONS = (
     "num_ctx",
@@ -95,7 +96,7 @@ class ModelBody(Body):
     options: Options | None = None
     keep_alive: str | float | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    format: Literal[""] | None = None
+    format: Literal["", "json"] | Json | None = None
 
     @field_validator("keep_alive", mode="after")
     @classmethod
@@ -105,6 +106,14 @@ class ModelBody(Body):
                 "0 would unload the model, which this server keeps until it ends. Omit the field."
             )
         return value
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the content."""
+        if not self.format:
+            return None
+        schema = ANY_OBJECT if self.format == "json" else self.format
+        return OutputFormat("json_schema", schema, "format")
 
     def settings(self, prompt_field: str) -> GenerationSettings:
         """Return the settings of the internal request."""

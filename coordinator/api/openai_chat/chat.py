@@ -51,6 +51,8 @@ def internal_request(api: Api, body: ChatBody) -> ChatRequest:
         thinking=thinking,
         reasoning_budget=budget,
         one_call=body.parallel_tool_calls is False,
+        forced_tool=body.forced_tool,
+        output=body.output,
         user=body.user,
     )
 

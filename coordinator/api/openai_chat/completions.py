@@ -33,7 +33,10 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     for hint in body.hints():
         api.hints.report_hint(hint)
     prompts = [await _tokens(api, prompt) for prompt in prompts_of(body)]
-    answer = text_answer(api, body.settings(), prompts, new_id("cmpl-"), body.user)
+    output = body.structured_outputs.output() if body.structured_outputs else None
+    answer = await text_answer(
+        api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=output
+    )
     prompts_of_choices = [choice.request.prompt for choice in answer.choices]
     echoes = [_text(api, prompt) for prompt in prompts_of_choices] if body.echo else []
     writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)

@@ -6,6 +6,7 @@ null is the same as an omitted field. SamplingParams checks the ranges of number
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from coordinator.api.request.errors import field_error
 from coordinator.api.request.reasoning import ReasoningEffort
 from coordinator.api.request.settings import MAX_CHOICES, GenerationSettings
 from coordinator.text.model_info import Json
+from coordinator.text.output_format import ANY_OBJECT, OutputFormat
 
 MAX_STOP = 4
 """Maximum number of stop strings; OpenAI's limit."""
@@ -66,8 +68,24 @@ Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
     _shape("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
+
+
+class NamedFunction(Body):
+    """The function that the model must call."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 ToolChoice = Annotated[
-    Literal["auto", "none"], _shape("auto or none; this server enforces no other choice")
+    Literal["auto", "none", "required"] | NamedTool,
+    _shape('auto, none, required or {"type": "function", "function": {"name": …}}'),
 ]
 
 
@@ -107,6 +125,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
 
     user: str | None = Field(None, max_length=MAX_USER, description="a label for the log")
+    structured_outputs: StructuredOutputs | None = None
 
     metadata: Json | None = None
     prompt_cache_key: str | None = None
@@ -293,10 +312,60 @@ class Tool(Body):
         return {"type": "function", "function": function}
 
 
-class TextFormat(Body):
-    """The response format of unconstrained text."""
+class JsonSchema(Body):
+    """The schema of an answer. The server always enforces it."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The format of an answer's content."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_fits_the_type(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise field_error("json_schema", "required with the type json_schema, and only then")
+        return self
+
+    def output(self) -> OutputFormat | None:
+        """Return the internal format."""
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        param = "response_format" + (".json_schema.schema" if self.json_schema else "")
+        return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
+
+
+class StructuredOutputs(Body):
+    """vLLM's extension for other formats."""
+
+    json_: Json | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_format(self) -> StructuredOutputs:
+        if [self.json_, self.regex, self.grammar, self.choice].count(None) != 3:
+            raise ValueError("send one of json, regex, grammar (in Lark) and choice")
+        return self
+
+    def output(self) -> OutputFormat:
+        """Return the internal format."""
+        if self.json_ is not None:
+            return OutputFormat("json_schema", self.json_, "structured_outputs.json")
+        if self.regex is not None:
+            return OutputFormat("regex", self.regex, "structured_outputs.regex")
+        if self.grammar is not None:
+            return OutputFormat("lark", self.grammar, "structured_outputs.grammar")
+        choices = " | ".join(json.dumps(choice) for choice in self.choice or ())
+        return OutputFormat("lark", f"start: {choices}", "structured_outputs.choice")
 
 
 class ChatBody(GenerationBody):
@@ -314,8 +383,9 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
+    response_format: ResponseFormat | None = None
+
     # Accepted only at the default value, because clients send it.
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -330,7 +400,25 @@ class ChatBody(GenerationBody):
                 "reasoning_effort",
                 "conflicts with chat_template_kwargs.enable_thinking. Send one of them.",
             )
+        if self.structured_outputs and self.response_format:
+            raise field_error("structured_outputs", "conflicts with response_format")
+        if self.forced_tool is not None and not self.tools:
+            raise field_error("tool_choice", "requires tools")
         return self
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called, an empty string for any tool, or None."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the content."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.output()
+        return None if self.response_format is None else self.response_format.output()
 
     def hints(self) -> Iterator[str]:
         """See GenerationBody."""

@@ -12,6 +12,7 @@ from typing import Any
 from coordinator.api.request.context import Api
 from coordinator.api.request.settings import GenerationSettings
 from coordinator.text.model_info import Json
+from coordinator.text.output_format import OutputFormat
 from coordinator.text.tokenizer import ChatPrompt
 
 THINKING_SWITCH = "enable_thinking"
@@ -25,7 +26,8 @@ class ChatRequest:
     `messages` are dicts as chat templates read them: role, content as text, `reasoning_content`, and `tool_calls`
     whose arguments are objects. `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
     off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
-    answer ends after its first tool call. `user` is a label for the log.
+    answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
+    any tool. `output` is the format of the content. `user` is a label for the log.
     """
 
     messages: Sequence[Json]
@@ -35,6 +37,8 @@ class ChatRequest:
     thinking: bool | None = None
     reasoning_budget: int | None = None
     one_call: bool = False
+    forced_tool: str | None = None
+    output: OutputFormat | None = None
     user: str | None = None
 
 

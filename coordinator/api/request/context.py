@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from coordinator.generation.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
+from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
 
 CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
@@ -57,6 +59,11 @@ class Api:
     collect_trace: CollectTrace | None = None
     hints: HintLog = field(default_factory=HintLog)
 
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Return the compiler of output formats."""
+        return GrammarCompiler(self.tokenizer)
 
 
 def api_of(request: Request) -> Api:

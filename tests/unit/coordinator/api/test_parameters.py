@@ -86,7 +86,8 @@ async def test_fields_at_their_default_value_are_accepted(field: str, value: Any
 
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     (
         {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
@@ -94,6 +95,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"frequency": 1}, "frequency"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),

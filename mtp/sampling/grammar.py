@@ -1,0 +1,183 @@
+"""Grammars that constrain an answer: the tokens allowed at each position, as a pure function of grammar and text.
+
+A grammar is text for llguidance: JSON, or Lark with `%json` for schemas. The last stage needs the bytes of every
+token, which a `Vocabulary` holds, because its files have no tokenizer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import msgpack
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from proto.errors import ProtocolError
+from proto.params import SamplingParams
+
+MAX_UNPACKED_BYTES = 32 * 2**20
+"""Bytes. Maximum size of an unpacked vocabulary; 250,000 tokens take about 2 MB."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of every token, the ids of control tokens, and the ids that end a text."""
+
+    tokens: tuple[bytes, ...]
+    control: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        """Return the vocabulary as compressed bytes."""
+        content = msgpack.packb([list(self.tokens), list(self.control), list(self.ends)])
+        return zlib.compress(content)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Vocabulary:
+        """Invert `pack`. Raises ProtocolError for malformed bytes."""
+        try:
+            unzip = zlib.decompressobj()
+            content = unzip.decompress(packed, MAX_UNPACKED_BYTES)
+            if unzip.unconsumed_tail:
+                raise ValueError(f"it exceeds {MAX_UNPACKED_BYTES} bytes")
+            tokens, control, ends = msgpack.unpackb(content)
+            if not all(isinstance(token, bytes) for token in tokens):
+                raise ValueError("its tokens are not bytes")
+            if not ends or not all(0 <= int(i) < len(tokens) for i in (*control, *ends)):
+                raise ValueError("its token ids are out of range")
+        except (ValueError, TypeError, zlib.error, msgpack.UnpackException) as error:
+            raise ProtocolError(f"the vocabulary is malformed: {error}") from error
+        return cls(tuple(tokens), tuple(control), tuple(ends))
+
+
+@lru_cache(maxsize=2)
+def tokenizer_of(packed: bytes) -> LLTokenizer:
+    """Return llguidance's tokenizer of a packed vocabulary.
+
+    It takes about a second for 250,000 tokens, so the last two are kept. Raises ProtocolError for malformed bytes.
+    """
+    vocabulary = Vocabulary.unpack(packed)
+    size = len(vocabulary.tokens)
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(vocabulary)), n_vocab=size, eos_token=list(vocabulary.ends)
+    )
+
+
+class _Tokens:
+    """A vocabulary as llguidance reads tokenizers. Its encoding takes the longest token at each place."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.tokens)
+        self.special_token_ids = list(vocabulary.control)
+        self.eos_token_id = vocabulary.ends[0]
+        self.bos_token_id = None
+        control = set(vocabulary.control)
+        self._ids = {t: i for i, t in reversed([*enumerate(self.tokens)]) if i not in control}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: Any) -> list[int]:
+        """Return the tokens of `text`, bytes or str. Bytes without a token are omitted."""
+        content = text.encode() if isinstance(text, str) else bytes(text)
+        found, start = [], 0
+        while start < len(content):
+            for end in range(min(len(content), start + self._longest), start, -1):
+                if (token := self._ids.get(content[start:end])) is not None:
+                    found.append(token)
+                    break
+            else:
+                end = start + 1
+            start = end
+        return found
+
+
+class GrammarState:
+    """The grammar of one sequence and the answer's tokens that its matcher has read.
+
+    The matcher follows any change of the text: it rolls back to the common beginning and reads the rest. Until the
+    answer contains the token `start`, every token is allowed; `start` None constrains the whole answer.
+    """
+
+    @classmethod
+    def make(cls, params: SamplingParams, vocabulary: bytes) -> GrammarState | None:
+        """Return the state at the start of an answer, or None for parameters without a grammar.
+
+        Raises ProtocolError if the packed `vocabulary` is missing or malformed.
+        """
+        if not params.grammar:
+            return None
+        if not vocabulary:
+            raise ProtocolError("a sequence has a grammar, but no sequence brought the vocabulary")
+        grammar = params.grammar.decode("utf-8", "replace")
+        return cls(grammar, tokenizer_of(vocabulary), params.grammar_start)
+
+    def __init__(self, grammar: str, tokenizer: LLTokenizer, start: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._start = start
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._read: list[int] = []
+
+    def allowed(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Return which tokens may follow `answer`, as booleans `[vocabulary]`, or None for all.
+
+        A text that the grammar does not allow has no constraint: the target rejects it at an earlier position.
+        """
+        constrained = self._constrained(answer)
+        if constrained is None or not self._follow(constrained):
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        found = np.unpackbits(bits, bitorder="little")[: self._tokenizer.vocab_size]
+        return found.astype(np.bool_)
+
+    def forced(self, answer: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow `answer`, in greedy encoding; empty if there is a choice."""
+        constrained = self._constrained(answer)
+        if constrained is None or not self._follow(constrained):
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
+    def mask(self, logits: mx.array, answer: Sequence[int]) -> mx.array:
+        """Return logits `[w, vocab]` with -inf for the tokens that the grammar does not allow.
+
+        The last row follows `answer`, and each row before it follows one token less.
+        """
+        rows = logits.shape[0]
+        first = len(answer) - rows + 1
+        masks = [self.allowed(answer[: first + i]) for i in range(rows)]
+        if all(mask is None for mask in masks):
+            return logits
+        table = np.zeros((rows, logits.shape[1]), np.bool_)
+        for row, mask in zip(table, masks, strict=True):
+            if mask is None:
+                row[:] = True
+            else:
+                row[: mask.size] = mask
+        return mx.where(mx.array(table), logits, -mx.inf)
+
+    def _constrained(self, answer: Sequence[int]) -> Sequence[int] | None:
+        """Return the part of the answer that the grammar covers, or None before it begins."""
+        if self._start is None:
+            return answer
+        for index, token in enumerate(answer):
+            if token == self._start:
+                return answer[index + 1 :]
+        return None
+
+    def _follow(self, tokens: Sequence[int]) -> bool:
+        """Bring the matcher to the state after `tokens`. Return False if the grammar does not allow them."""
+        common = 0
+        for mine, theirs in zip(self._read, tokens, strict=False):
+            if mine != theirs:
+                break
+            common += 1
+        if surplus := len(self._read) - common:
+            self._matcher.rollback(surplus)
+            del self._read[common:]
+        rest = list(tokens[common:])
+        count = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._read += rest[:count]
+        return count == len(rest)

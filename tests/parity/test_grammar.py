@@ -1,0 +1,189 @@
+"""Grammars do not break promise 1: the same tokens for any drafts, stages and plans, and always a valid text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.generation.limits import Limits
+from coordinator.generation.request import GenerationRequest
+from coordinator.text.call_grammar import call_grammar
+from coordinator.text.output_format import GrammarCompiler, OutputFormat
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.params import SamplingParams
+from tests.support.stages.local_run import Answered, run
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["file", "folder"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "unit": {"type": "string", "enum": ["C", "F"]},
+                "days": {"type": "integer"},
+            },
+            "required": ["unit", "days"],
+        },
+    },
+}
+REGEX = r"[a-f]{3,5}-[0-9]{2}"
+PROMPTS = ("Describe the file as JSON:\n", "import os\n\n\ndef main():\n    ")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Return the built-in model's tokenizer, with its end tokens."""
+    return Tokenizer.load(checkpoint_dir(), (4089,))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    """Return the compiler for the built-in model."""
+    return GrammarCompiler(tokenizer())
+
+
+def formats() -> list[OutputFormat]:
+    """Return a schema, a regular expression and a forced call."""
+    call = call_grammar([TOOL], "xml", tokenizer().tool_markers, single=True)
+    return [
+        OutputFormat("json_schema", SCHEMA, "schema"),
+        OutputFormat("regex", REGEX, "regex"),
+        OutputFormat("lark", call, "tools"),
+    ]
+
+
+def requests() -> list[GenerationRequest]:
+    """Return each prompt in every format, one greedy and one sampled, and one request without a format."""
+    asked = []
+    for seed, prompt in enumerate(PROMPTS):
+        for output in formats():
+            for temperature in ((0.0,), (0.9,))[seed]:
+                params = SamplingParams(
+                    temperature=temperature,
+                    seed=seed,
+                    logprobs=0,
+                    grammar=compiler().compile(output),
+                )
+                asked.append(
+                    GenerationRequest(tokenizer().encode(prompt), 70, params, tokenizer().eos_ids)
+                )
+    free = SamplingParams(seed=1, temperature=0.9, logprobs=0)
+    return [*asked, GenerationRequest(tokenizer().encode(PROMPTS[1]), 40, free)]
+
+
+def answers(asked: Sequence[GenerationRequest], mtp: str, stages: int = 1) -> list[Answered]:
+    """Return the built-in model's answers in fp32."""
+    limits = Limits(context=2048, prefill_chunk=16)
+    return run(
+        checkpoint_dir(),
+        asked,
+        mtp=mtp,
+        stages=stages,
+        dtype=mx.float32,
+        limits=limits,
+        vocabulary=compiler().vocabulary,
+    )
+
+
+@cache
+def expected() -> list[Answered]:
+    """Return the answers without drafts in one stage."""
+    return answers(requests(), "off")
+
+
+def text_of(answer: Answered) -> str:
+    """Return the text of an answer."""
+    return b"".join(map(tokenizer().text_bytes, answer.tokens)).decode()
+
+
+def test_every_complete_answer_has_its_format() -> None:
+    """JSON follows the schema, the regular expression matches the whole text, and the call can be parsed."""
+    complete = 0
+    schema, _, call_format = (compiler().compile(output) for output in formats())
+    for request, answer in zip(requests()[:-1], expected(), strict=False):
+        text = text_of(answer)
+        if answer.reason != "stop":
+            continue  # the limit may cut any text
+        complete += 1
+        if request.params.grammar == schema:
+            found = json.loads(text)
+            assert set(found) == {"name", "kind", "sizes"}
+            assert found["kind"] in ("file", "folder")
+            assert all(isinstance(size, int) for size in found["sizes"])
+        elif request.params.grammar == call_format:
+            call = tokenizer().parse_tool_call(
+                text.removeprefix("<tool_call>").removesuffix("</tool_call>"), [TOOL]
+            )
+            assert call["name"] == "weather"
+            assert set(call["arguments"]) == {"unit", "days"}
+        else:
+            assert re.fullmatch(REGEX, text), text
+    assert complete >= 4
+
+
+FAST = (("3", 2), ("filled", 4))
+CASES = [
+    pytest.param(mtp, stages, marks=() if (mtp, stages) in FAST else pytest.mark.slow)
+    for mtp, stages in (*FAST, ("1", 1), ("auto", 2), ("off", 4))
+]
+
+
+@pytest.mark.parametrize(("mtp", "stages"), CASES)
+def test_drafts_and_cuts_change_no_token(mtp: str, stages: int) -> None:
+    """Tokens, log-probabilities and reasons are equal; drafts are accepted under a grammar too."""
+    found = answers(requests(), mtp, stages)
+    for one, other in zip(found, expected(), strict=True):
+        assert (one.tokens, one.reason) == (other.tokens, other.reason)
+        assert one.logprobs == other.logprobs
+    if mtp in ("1", "3"):
+        constrained = found[:-1]
+        assert (
+            sum(a.stats.accepted for a in constrained)
+            > sum(a.stats.drafted for a in constrained) / 3
+        )
+
+
+def test_the_ratio_rule_keeps_the_format() -> None:
+    """Under the ratio rule, where tokens depend on drafts, every complete answer has its format too."""
+    asked = [
+        replace(request, params=replace(request.params, acceptance="ratio"))
+        for request in requests()
+        if request.params.grammar == compiler().compile(formats()[1])
+    ]
+    for answer in answers(asked, "3"):
+        assert answer.reason == "stop"
+        assert re.fullmatch(REGEX, text_of(answer))
+
+
+def test_the_grammar_starts_after_its_token() -> None:
+    """Until the start token the text is free; after it the grammar applies, with drafts as without."""
+    (newline,) = tokenizer().encode("\n")
+    (free,) = answers([replace(requests()[-1], params=SamplingParams(temperature=0.0))], "off")
+    assert newline in free.tokens
+    params = SamplingParams(grammar=compiler().compile(formats()[1]), grammar_start=newline)
+    asked = [GenerationRequest(tokenizer().encode(PROMPTS[1]), 80, params, tokenizer().eos_ids)]
+    (plain,) = answers(asked, "off")
+    (drafted,) = answers(asked, "3")
+    first = plain.tokens.index(newline)
+    assert plain.tokens[: first + 1] == free.tokens[: first + 1]
+    assert re.fullmatch(REGEX, text_of(plain).partition("\n")[2])
+    assert plain.tokens == drafted.tokens
