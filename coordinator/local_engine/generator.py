@@ -46,8 +46,9 @@ async def local_generator(
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
     `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. Without `prefix_cache` every
-    prompt is computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises
-    SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
+    prompt is computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread
+    calls `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts
+    without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
