@@ -1,0 +1,199 @@
+"""A checkpoint with the shape of a real Qwen3.5 model, predictable text and a head of a chosen accuracy.
+
+The output projections of all mixers and MLPs are zero, so a hidden state is the embedding of its token. lm_head maps
+each word to the next word of a cycle. The head's `fc` is the identity plus noise, which decides how often a draft is
+right. Every matrix is still read and multiplied, so a pass costs what it costs in the real model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.names import module_path, part_names
+from mtp.checkpoint.format.parts import part_module
+from tests.bench.random_model import words
+from tests.support.checkpoints.checkpoints import config_of
+
+VOCAB = 248_320
+
+SHARD_BYTES = 2 * 10**9
+
+NOISE = 17.0
+"""Noise of the head at 5,120 hidden units for an acceptance near .82. Wider states need more, by the square root."""
+
+GROUP_SIZE = 64
+BITS = 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a Qwen3.5 model. `experts` 0 is a dense model of `mlp` units, else `mlp` are the units of an expert."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    value_heads: int
+    mlp: int
+    experts: int = 0
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json, with weights of 4 bits. lm_head is never tied, because the text depends on it."""
+        config = config_of(
+            moe=bool(self.experts),
+            layers=self.layers,
+            hidden=self.hidden,
+            vocab=VOCAB,
+            tie=False,
+            dtype=mx.bfloat16,
+        )
+        text = config["text_config"]
+        text |= {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": 256,
+            "linear_num_value_heads": self.value_heads,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 32768,
+            "eos_token_id": 4095,
+        }
+        text["rope_parameters"] |= {"rope_theta": 1e7, "mrope_section": [11, 11, 10]}
+        if self.experts:
+            text |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": self.mlp,
+                "shared_expert_intermediate_size": self.mlp,
+            }
+        else:
+            text["intermediate_size"] = self.mlp
+        quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
+        return config | {"quantization": quantization, "quantization_config": quantization}
+
+
+SHAPES = {
+    "4B": ModelShape(2560, 32, 16, 4, 32, 9216),
+    "9B": ModelShape(4096, 32, 16, 4, 32, 12288),
+    "27B": ModelShape(5120, 64, 24, 4, 48, 17408),
+    "35B-A3B": ModelShape(2048, 40, 16, 2, 32, 512, experts=256),
+    "toy": ModelShape(1024, 4, 4, 2, 16, 2048),
+}
+
+
+def write_dialled_model(path: Path, shape: ModelShape, noise: float = NOISE) -> list[int]:
+    """Write the checkpoint to `path`. Return the tokens that prompts may use."""
+    config = shape.config()
+    parsed = ModelConfig.parse(Path("config.json"), config)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4095]}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(checkpoint_dir() / name, path)
+    cycle = sorted(words(Tokenizer.load(path)))
+    mx.random.seed(1)
+    shards = _Shards(path)
+    embedding: dict[str, mx.array] = {}
+    for part in part_names(shape.layers):
+        holder = nn.Module()
+        holder.part = part_module(parsed, part)
+        holder.set_dtype(mx.bfloat16)
+        if part == "embed":
+            drawn = mx.random.normal(holder.part.weight.shape)
+            holder.part.weight = drawn.astype(mx.bfloat16)
+        if part == "mtp":
+            _dial(holder.part, noise * (shape.hidden / 5120) ** 0.5)
+        nn.quantize(holder, GROUP_SIZE, BITS, class_predicate=_is_quantized)
+        if part == "embed":
+            embedding = dict(tree_flatten(holder.part.parameters()))
+        if part == "lm_head":
+            _follow_cycle(holder.part, embedding, cycle)
+        if part == "mtp":
+            _silence(holder.part.layers[0])
+        if part.startswith("layers."):
+            _silence(holder.part)
+        shards.add(part, holder.part)
+    shards.close()
+    return cycle
+
+
+class _Shards:
+    """Files of at most `SHARD_BYTES`, and their index."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: dict[str, mx.array] = {}
+        self._names: dict[str, str] = {}
+        self._files = 0
+
+    def add(self, part: str, module: nn.Module) -> None:
+        """Add the tensors of `part`, under the names that mlx-lm gives them."""
+        for name, value in tree_flatten(module.parameters()):
+            local = module_path(part, name)
+            inner = "" if local.startswith(("lm_head", "mtp.")) else "model."
+            self._held[f"language_model.{inner}{local}"] = value
+        mx.eval(self._held)
+        if sum(value.nbytes for value in self._held.values()) > SHARD_BYTES:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is left, and the index."""
+        self._write()
+        index = {"metadata": {}, "weight_map": self._names}
+        (self._path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def _write(self) -> None:
+        file = f"model-{self._files:03d}.safetensors"
+        mx.save_safetensors(str(self._path / file), self._held, {"format": "mlx"})
+        self._names |= dict.fromkeys(self._held, file)
+        self._files += 1
+        self._held = {}
+        mx.clear_cache()
+
+
+def _is_quantized(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and not path.endswith(("fc", "gate"))
+
+
+def _dial(head: Any, noise: float) -> None:
+    """Let the head pass on the embedding of the newest token, plus noise."""
+    hidden = head.fc.weight.shape[0]
+    error = mx.random.normal((hidden, hidden)) * (noise / hidden**0.5)
+    weight = mx.concatenate([mx.eye(hidden) + error, mx.zeros((hidden, hidden))], axis=1)
+    head.fc.weight = weight.astype(mx.bfloat16)
+
+
+def _follow_cycle(lm_head: Any, embedding: dict[str, mx.array], cycle: list[int]) -> None:
+    """Let the logit of each word be highest after the word before it."""
+    before = [cycle[-1], *cycle[:-1]]
+    for name, rows in embedding.items():
+        weight = mx.zeros_like(rows)
+        weight[mx.array(cycle)] = rows[mx.array(before)]
+        lm_head[name] = weight
+
+
+def _silence(layer: Any) -> None:
+    """Zero what a layer adds to its input."""
+    mixer = layer.linear_attn.out_proj if layer.is_linear else layer.self_attn.o_proj
+    mlp = layer.mlp
+    downs = (
+        [mlp.down_proj]
+        if "down_proj" in mlp
+        else [mlp.switch_mlp.down_proj, mlp.shared_expert.down_proj]
+    )
+    for module in (mixer, *downs):
+        for name, value in list(module.items()):
+            if isinstance(value, mx.array):
+                module[name] = mx.zeros_like(value)
