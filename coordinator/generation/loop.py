@@ -193,11 +193,14 @@ class GenerationLoop:
 
     async def _abandon_pipeline(self, pipeline: Pipeline, error: ClusterError) -> None:
         """Close a failed pipeline. After MAX_FAILURES in a row, also end all requests, so that the next one works."""
-        log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
+        replaced = isinstance(error, StaleEpochError)  # by another plan, which is not a failure
+        if replaced:
+            log.info("plan replaced", extra={"epoch": pipeline.epoch})
+        else:
+            log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
-        # A plan that another plan replaced did not fail.
-        self._failures += not isinstance(error, StaleEpochError)
+        self._failures += not replaced
         if self._failures >= MAX_FAILURES:
             self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
             self._failures = 0

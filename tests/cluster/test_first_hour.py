@@ -1,0 +1,198 @@
+"""The start of a server: required workers, late workers, pinned layers, downloads, and the mistakes of a new user."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.checkpoints.hub import Hub
+from tests.support.processes.processes import (
+    Coordinator,
+    Process,
+    as_coordinator,
+    as_worker,
+    ending,
+    launch,
+    launch_coordinator,
+    launch_worker,
+)
+
+REPO = "someone/some-model"
+
+DEADLINE = 60.0
+"""Seconds. Deadline of a wait for a process."""
+
+INTERRUPT_SECONDS = 5.0
+"""Seconds from Ctrl-C to the end of a process that downloads, on a busy machine."""
+
+
+def url_of(process: Process) -> str:
+    """Return the URL that the coordinator logs while it waits for workers."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        for record in process.records():
+            if str(record.get("message")).startswith("waiting for workers"):
+                return str(record["message"]).rpartition("status: ")[2].removesuffix("/status")
+        assert process.running, process.text()[-1000:]
+        time.sleep(0.1)
+    raise AssertionError(f"no line about missing workers: {process.text()[-1000:]}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: Path) -> None:
+    """--nodes 2 waits past the usual five seconds, answers /status meanwhile, and uses a third worker when idle."""
+    ports = free_ports(3)
+    flags = [flag for port in ports for flag in ("--worker", f"127.0.0.1:{port}")]
+
+    def worker(index: int) -> Process:
+        listen = f"127.0.0.1:{ports[index]}"
+        return launch_worker(tmp_path, f"w{index}", "--listen", listen, "--model", str(toy))
+
+    launched = launch_coordinator(tmp_path, "--model", str(toy), "--nodes", "2", *flags)
+    with ending(launched) as process:
+        url = url_of(process)
+        status = httpx.get(f"{url}/status", timeout=DEADLINE).json()
+        assert status["ready"] is False
+        assert status["workers_wanted"] == 2
+        with ending(worker(0)) as first, ending(worker(1)) as second:
+            as_worker(first)
+            as_worker(second)
+            coordinator = as_coordinator(process)
+            assert not coordinator.records("serving alone")
+            assert spans(coordinator) == 2
+            with ending(worker(2)) as third:
+                as_worker(third)
+                changed = coordinator.wait_for("changing the plan")
+                assert changed["reason"] == "w2 joined"
+                wait_for_spans(coordinator, 3)
+                assert not coordinator.records("pipeline failed"), "a wanted change is no failure"
+
+
+def spans(coordinator: Coordinator) -> int:
+    """Return how many nodes hold layers."""
+    status = httpx.get(f"{coordinator.url}/status", timeout=DEADLINE).json()
+    return sum(1 for node in status["nodes"] if node["span"])
+
+
+def wait_for_spans(coordinator: Coordinator, count: int) -> None:
+    """Wait until `count` nodes hold layers."""
+    deadline = time.monotonic() + DEADLINE
+    while spans(coordinator) != count:
+        assert time.monotonic() < deadline, f"{spans(coordinator)} nodes hold layers, not {count}"
+        time.sleep(0.1)
+
+
+def test_too_few_workers_are_an_error_or_a_warning(tmp_path: Path, toy: Path) -> None:
+    """After --wait, --nodes is an error that counts the workers. With --alone-ok the server serves alone."""
+    (port,) = free_ports(1)
+    flags = ("--model", str(toy), "--nodes", "1", "--wait", "1", "--worker", f"127.0.0.1:{port}")
+    strict = launch_coordinator(tmp_path, *flags, name="strict")
+    lenient = launch_coordinator(tmp_path, *flags, "--alone-ok", name="lenient")
+    with ending(strict), ending(lenient):
+        assert strict.wait(DEADLINE) == 1
+        assert "0 of 1 workers are ready" in strict.text().splitlines()[-1]
+        coordinator = as_coordinator(lenient)
+        (alone,) = coordinator.records("serving alone")
+        assert alone["level"] == "warning"
+        assert f"127.0.0.1:{port} does not answer" in alone["reason"]
+
+
+# ---- downloads
+
+
+@pytest.fixture(scope="module")
+def hub(toy: Path) -> Iterator[Hub]:
+    """A hub that stops sending after some bytes of weights."""
+    with Hub() as hub:
+        hub.add(REPO, toy)
+        yield hub
+        hub.faults.hold_at = math.inf
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "convert"])
+def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path, command: str) -> None:
+    """The process ends with status 130, keeps what has arrived, and `serve` shows the bytes meanwhile."""
+    hub.sent.clear()
+    hub.faults.hold_at = 100_000
+    home = tmp_path / "home"
+    words = {
+        "serve": ["serve", REPO, "--single-node", "--port", "0"],
+        "generate": ["generate", "Hello", "--model", REPO],
+        "convert": ["convert", "--hf-path", REPO, "--mlx-path", str(tmp_path / "out")],
+    }[command]
+    start = [sys.executable, "-c", "from coordinator.cli import main; main()", *words]
+    log = (tmp_path / "log").open("wb")
+    with log, subprocess.Popen(start, stderr=log, env=environment(hub, home)) as process:
+        try:
+            wait_for_part(home, process)
+            sent = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE) == 130
+            assert time.monotonic() - sent < INTERRUPT_SECONDS
+        finally:
+            process.kill()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert any(part.stat().st_size for part in home.rglob("*.part"))
+    hub.faults.hold_at = math.inf
+
+
+def test_a_server_answers_while_it_downloads(hub: Hub, tmp_path: Path) -> None:
+    """/status has bytes and speed, the API answers 503, and the server serves once the file is complete."""
+    hub.sent.clear()
+    hub.faults.hold_at = 100_000
+    (port,) = free_ports(1)
+    flags = ["serve", REPO, "--single-node", "--port", str(port)]
+    env = {**hub.environment(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    with ending(launch(tmp_path, "downloading", "coordinator.cli", flags, env=env)) as process:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + DEADLINE
+        detail = ""
+        while "kB of" not in detail:
+            assert time.monotonic() < deadline, detail
+            assert process.running, process.text()[-1000:]
+            time.sleep(0.1)
+            try:
+                detail = httpx.get(f"{url}/status", timeout=DEADLINE).json()["detail"]
+            except httpx.TransportError:
+                continue
+        assert detail.startswith("downloading the model: ")
+        assert detail.endswith("/s")
+        assert httpx.get(f"{url}/health", timeout=DEADLINE).status_code == 200
+        asked = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=DEADLINE)
+        assert asked.status_code == 503
+        assert "downloading" in asked.json()["error"]["message"]
+        hub.faults.hold_at = math.inf
+        coordinator = as_coordinator(process)
+        assert httpx.get(f"{coordinator.url}/status", timeout=DEADLINE).json()["ready"]
+
+
+def environment(hub: Hub, home: Path) -> dict[str, str]:
+    """Return the environment of a process that uses `hub` and its own cache."""
+    return {**os.environ, **hub.environment(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def wait_for_part(home: Path, process: subprocess.Popen[bytes]) -> None:
+    """Wait until some bytes of a file have arrived."""
+    deadline = time.monotonic() + DEADLINE
+    while not any(part.stat().st_size for part in home.rglob("*.part")):
+        assert process.poll() is None, "it ended before the download"
+        assert time.monotonic() < deadline, "no byte arrived"
+        time.sleep(0.05)
