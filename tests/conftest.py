@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ Checkpoints = Callable[..., Path]
 # The tests compare results bit for bit, which only MLX's CPU backend guarantees. The variable reaches the processes
 # that tests start. `tests/parity/test_gpu.py` has the tests with tolerances for a GPU.
 os.environ["MTP_DEVICE"] = "cpu"
+# No test reads or writes the keys and certificates of the user who runs it.
+os.environ["MTP_STATE_DIR"] = tempfile.mkdtemp(prefix="mtp-state-")
 mx.set_default_device(mx.Device(mx.cpu))
 
 

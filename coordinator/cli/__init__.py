@@ -23,12 +23,18 @@ COMMANDS: dict[str, str] = {
     "generate": "Generate text from one prompt, in this process or on a running cluster.",
     "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
     "status": "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
+    "chat": "Talk to a running cluster in the terminal, with figures under each answer.",
+    "top": "Watch a running cluster: stages, time computed, acceptance, requests, events.",
     "replan": "Look for a better plan over all workers, including those that joined since, and show the result.",
     "trace": "Write the path of every frame of the last seconds through all processes to a file.",
     "plan": "Show who would hold what, and how fast, without loading.",
     "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
     "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",
     "doctor": "Check this machine, its kernels and its workers, and print advice.",
+    "token": "Create, list or revoke the tokens with which machines join the cluster.",
+    "node": "List the machines of the cluster, or remove one.",
+    "key": "Create, list or revoke the API keys of HTTP clients.",
+    "ca": "Rotate, export or import the certificate authority of the cluster.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
 """Every command and its line on the help page, in the order a newcomer meets them."""

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from coordinator.cli.http_call import API_KEY
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
+from coordinator.cli.state_option import StateOption
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.server.options import DEFAULT_WAIT, ServeOptions
 from coordinator.server.serve import serve as run_server
+from coordinator.trust.key_ring import KeyRing
 from mtp.depth.controller import MtpMode
+from proto.address import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.params import Acceptance
-from proto.terminal.listen import check_exposure
 from proto.terminal.logs import LogFormat, LogLevel, configure
+from proto.trust.state_dir import state_dir as directory_of
+
+log = logging.getLogger(__name__)
+
+JOIN_PORT = 50504
+"""Default port of --listen."""
 
 
 def serve(
@@ -156,9 +166,35 @@ def serve(
             help="Let macOS page the weights of this process out. The default on machines of 16 GB and less.",
         ),
     ] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where other machines join this cluster by a token (mtp-coord token create). The first start makes "
+            "the cluster's certificate authority.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate of the HTTP server (PEM). Off loopback the default is one of the cluster."
+        ),
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name of this server that clients may use besides its addresses and host name; repeatable.",
+        ),
+    ] = None,
+    state_dir: StateOption = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", help="Allow --host on a network, unencrypted and open to all."),
+        typer.Option(
+            "--insecure",
+            help="Serve --host without TLS and keys, and use any worker on the network without encryption.",
+        ),
     ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Least severity to log.")] = LogLevel.info,
     log_format: Annotated[
@@ -171,7 +207,16 @@ def serve(
     worker the same engine runs in this process.
     """
     configure(log_level, log_format)
-    check_exposure("--host", host, insecure=insecure)
+    if (tls_cert is None) != (tls_key is None):
+        raise UsageError("--tls-cert and --tls-key belong together. Give both, or neither")
+    state = directory_of(state_dir)
+    if not is_loopback(host) and not insecure and not (api_key or KeyRing(state).stored_keys()):
+        raise UsageError(
+            f"--host {host} is open to the network, so clients need an API key. Create one with mtp-coord key "
+            "create NAME, or add --insecure to serve everyone without encryption"
+        )
+    if insecure:
+        log.warning("insecure: HTTP is not encrypted, and any worker on the network is accepted")
     if single_node and (worker or nodes):
         raise UsageError("--single-node uses no worker. Leave out --worker and --nodes")
     if alone_ok and nodes is None:
@@ -211,6 +256,12 @@ def serve(
         clamp_max_tokens=clamp_max_tokens,
         wired=not no_wired_memory,
         awake=not allow_sleep,
+        insecure=insecure,
+        join_address=None if listen is None else parse_address("--listen", listen, JOIN_PORT),
+        state=state,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        allowed_hosts=tuple(allowed_host or ()),
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

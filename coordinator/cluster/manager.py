@@ -107,6 +107,10 @@ class ClusterManager:
         """Return the workers that are ready, and what the first plan lacks, for people."""
         return describe_wait(self.view, self._planner)
 
+    def drop_removed_nodes(self, removed: frozenset[str]) -> None:
+        """Disconnect the workers whose node id is in `removed`."""
+        self.membership.drop_removed_nodes(removed)
+
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
         self.replans.request()
@@ -137,7 +141,7 @@ class ClusterManager:
             for address, client in self.clients.items()
             if on_this_machine(address)
         )
-        return sum(status.memory_used for status in statuses if status is not None)
+        return sum(s.memory_used + s.memory_cached for s in statuses if s is not None)
 
     # ---- PipelineSource
 

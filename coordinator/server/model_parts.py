@@ -12,6 +12,7 @@ from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.pipeline.local import LocalModel, LocalPipelines
 from coordinator.server.options import DEFAULT_WAIT, ServeOptions
+from coordinator.workers.connection import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
 from mtp.depth.controller import MtpMode
@@ -20,6 +21,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.span import Span
 from proto.terminal.size import format_size
+from proto.trust.node_trust import NodeTrust
 
 AUTO_DEPTH = 1
 """Drafts per step for which the planner charges the last stage while `--mtp auto` chooses the depth."""
@@ -31,6 +33,7 @@ def make_manager(
     mode: MtpMode,
     me: pb.Coordinator,
     local: LocalPipelines,
+    trust: NodeTrust | None = None,
 ) -> ClusterManager:
     """Return the manager of the workers, which uses `local` when no worker serves."""
     repo, revision = snapshot_of(checkpoint.path) or ("", "")
@@ -57,6 +60,7 @@ def make_manager(
         options.workers,
         options.mdns,
         options.failure_timeout,
+        ConnectionPolicy(trust, options.insecure),
     )
     return ClusterManager(served, manager_options, local.make)
 

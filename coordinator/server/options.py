@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mtp.depth.controller import MtpMode
 from proto.params import Acceptance
+from proto.trust.state_dir import state_dir
 
 DEFAULT_WAIT = 5.0
 """Seconds to look for workers when neither --wait nor --nodes is given. A local mDNS answer takes about one."""
@@ -47,3 +49,11 @@ class ServeOptions:
     wired: bool
     awake: bool
     name: str
+    insecure: bool = False
+    join_address: tuple[str, int] | None = None
+    """Where machines join the cluster; None lets none join."""
+    state: Path = field(default_factory=lambda: state_dir(None))
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
+    allowed_hosts: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from coordinator.api.app import create_app
 from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
+from coordinator.api.request.host_check import HostCheck
 from coordinator.api.starting_app import SwitchedApp, starting_app
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Phase
@@ -30,6 +31,7 @@ from coordinator.generation.scheduler import Scheduler
 from coordinator.local_engine.generator import effective_mtp_mode
 from coordinator.pipeline.local import LocalPipelines, LocalSource
 from coordinator.server.download import ModelDownload
+from coordinator.server.http_tls import TlsFiles, http_tls
 from coordinator.server.live_status import LiveStatus
 from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
 from coordinator.server.model_status import model_status
@@ -38,6 +40,8 @@ from coordinator.server.trace_report import trace_report
 from coordinator.text.model_info import ModelInfo, generation_defaults
 from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.key_ring import KeyRing
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller
 from proto import cluster_pb2 as pb
@@ -67,29 +71,47 @@ async def serve(options: ServeOptions) -> None:
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
     )
-    server = _Server(options, listener)
+    trust = open_trust(options)
+    server = _Server(options, listener, trust)
     async with AsyncExitStack() as stack:
+        if trust is not None and options.join_address is not None:
+            await stack.enter_async_context(trust.listening(*options.join_address))
         stack.enter_context(keep_awake(enabled=options.awake))
-        await _run(server.http, listener, server.start(stack), options.model)
+        await _run(server.http, server.url, listener, server.start(stack), options.model)
     _leave(INTERRUPTED if server.http.interrupted else 0)
 
 
 class _Server:
     """The parts of one server, made one after another while HTTP already answers."""
 
-    def __init__(self, options: ServeOptions, listener: socket.socket) -> None:
+    def __init__(
+        self, options: ServeOptions, listener: socket.socket, trust: ClusterTrust | None
+    ) -> None:
         self.options = options
+        self.trust = trust
+        tls = http_tls(options)
         self.port: int = listener.getsockname()[1]
-        self.url = _url(listener)
+        self.url = _url(listener, tls)
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
+            key_ring=KeyRing(options.state),
         )
         self.app = SwitchedApp(starting_app(self.download, self.api_options))
         self.loop: GenerationLoop | None = None
-        self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
+        self.http = HttpServer(
+            HostCheck(self.app, socket.gethostname(), (options.host, *options.allowed_hosts)),
+            self._end_answers,
+            self._end_pages,
+            self._count_answers,
+        )
+        if tls is not None:
+            self.http.config.ssl_certfile = tls.certificate
+            self.http.config.ssl_keyfile = tls.key
+            if tls.fingerprint:
+                log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
 
     async def _end_answers(self) -> None:
         if self.loop is not None:
@@ -145,11 +167,18 @@ class _Server:
             source: ClusterManager | LocalSource = LocalSource(local.make)
         else:
             me = pb.Coordinator(id=secrets.token_hex(8), name=f"{options.name}:{self.port}")
-            source = manager = make_manager(checkpoint, options, mode, me, local)
+            source = manager = make_manager(
+                checkpoint, options, mode, me, local, self.trust.trust if self.trust else None
+            )
             local.reserved_bytes = manager.local_worker_bytes
             manager.count_open_requests = self._count_answers
             stack.push_async_callback(manager.close)
             manager.start()
+            if self.trust is not None:
+                watching = asyncio.create_task(
+                    self.trust.watch(manager.clients.values, manager.drop_removed_nodes)
+                )
+                stack.callback(watching.cancel)
         vocabulary = GrammarCompiler(tokenizer).vocabulary
         loop = GenerationLoop(source, Scheduler(limits, Controller(mode), vocabulary))
         stack.push_async_callback(loop.close)
@@ -177,12 +206,12 @@ class _Server:
 
 async def _run(
     server: HttpServer,
+    url: str,
     listener: socket.socket,
     start: Coroutine[Any, Any, None],
     model: str,
 ) -> None:
     """Answer HTTP while `start` makes the server ready, and until the server is stopped."""
-    url = _url(listener)  # now, because a server that is stopped early closes the listener
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     starting = asyncio.create_task(start, name="start")
     try:
@@ -208,9 +237,16 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
         await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 
-def _url(listener: socket.socket) -> str:
+def open_trust(options: ServeOptions) -> ClusterTrust | None:
+    """Return the trust of this cluster. A server with --listen makes one if there is none."""
+    if options.insecure or options.single_node:
+        return None
+    return ClusterTrust.open(options.state, create=options.join_address is not None)
+
+
+def _url(listener: socket.socket, tls: TlsFiles | None) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{join_address(host, port)}"
+    return f"{'https' if tls else 'http'}://{join_address(host, port)}"
 
 
 def _leave(status: int) -> NoReturn:

@@ -74,6 +74,17 @@ class Authority:
             return found
 
     @property
+    def version(self) -> int:
+        """A number that changes when a command changes the authority."""
+        return (self.directory / "authorities.pem").stat().st_mtime_ns
+
+    def reload(self) -> None:
+        """Read the files again, which `mtp-coord ca rotate` may have changed."""
+        found = _load(self.directory)
+        if found is not None and found.cluster == self.cluster:
+            self.key, self.certificates, self.crosses = found.key, found.certificates, found.crosses
+
+    @property
     def fingerprint(self) -> bytes:
         """The SHA-256 of the current certificate, which join tokens name."""
         return fingerprint(self.certificates[0])

@@ -72,7 +72,18 @@ SERVE: Rows = {
         {"served_names": ("gpt-4o", "other")},
     ),
     "--clamp-max-tokens": ([], {"clamp_max_tokens": True}),
-    "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
+    "--insecure": (["--host", "0.0.0.0"], {"host": "0.0.0.0", "insecure": True}),
+    "--listen": (["10.0.0.1"], {"join_address": ("10.0.0.1", 50504)}),
+    "--tls-cert": (
+        ["a.pem", "--tls-key", "b.pem"],
+        {"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")},
+    ),
+    "--tls-key": (
+        ["b.pem", "--tls-cert", "a.pem"],
+        {"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")},
+    ),
+    "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
+    "--state-dir": (["state"], {"state": Path("state")}),
     "--no-wired-memory": ([], {"wired": False}),
     "--allow-sleep": ([], {"awake": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
@@ -182,7 +193,8 @@ def test_an_empty_variable_is_refused(
         decide_serve()
 
 
-def test_a_key_makes_no_listener_safe(decide_serve: Decide) -> None:
-    """Listening outside loopback needs --insecure even with a key, since the traffic is not encrypted."""
-    with pytest.raises(UsageError, match="--insecure"):
-        decide_serve("--host", "0.0.0.0", "--api-key", "secret")
+def test_a_listener_off_loopback_needs_a_key(decide_serve: Decide) -> None:
+    """Without a key and without --insecure, HTTP does not listen on a network. With a key it does, by TLS."""
+    with pytest.raises(UsageError, match="mtp-coord key"):
+        decide_serve("--host", "0.0.0.0")
+    assert decide_serve("--host", "0.0.0.0", "--api-key", "secret")["insecure"] is False

@@ -60,6 +60,8 @@ ARROWS: dict[str, set[str]] = {
     | TERMINAL,
     "coordinator": set(),
     "coordinator.cli": {
+        "proto.trust",
+        "coordinator.trust",
         "coordinator.doctor",
         "coordinator.generation",
         "coordinator.local_engine",
@@ -87,6 +89,9 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.server": {
+        "proto.trust",
+        "coordinator.workers",
+        "coordinator.trust",
         "coordinator.frame_trace",
         "coordinator.api",
         "coordinator.api.request",
@@ -141,6 +146,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.api.request": {
+        "coordinator.trust",
         "coordinator.generation",
         "coordinator.status",
         "coordinator.text",
@@ -174,6 +180,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.pipeline": {
+        "proto.trust",
         "coordinator.planning",
         "coordinator.status",
         "coordinator.frame_trace",

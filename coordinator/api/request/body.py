@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -12,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.request.context import api_of
 from coordinator.api.request.errors import request_error
+from coordinator.trust.key_ring import Scope
 
 
 class Body(BaseModel):
@@ -22,26 +24,48 @@ class Body(BaseModel):
 
 B = TypeVar("B", bound=Body)
 
+ADMIN_PATHS = frozenset({"/replan", "/trace"})
+METRICS_PATHS = frozenset({"/metrics", "/status", "/events"})
+"""Paths that need another scope than inference."""
 
-async def require_key(request: Request) -> None:
+
+async def require_key(request: Request) -> AsyncIterator[None]:
     """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
+
+    Raises AccessError for a named key without the scope of the request, and CapacityError above a limit of the key.
+    The request counts as open until its answer has ended.
 
     The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
     compared, in constant time.
     """
-    keys = api_of(request).options.api_keys
-    if not keys:
+    options = api_of(request).options
+    keys, ring = options.api_keys, options.key_ring
+    if not keys and not (ring and ring.stored_keys()):
+        yield
         return
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
     matches = [secrets.compare_digest(content, key.encode()) for key in keys]
-    if not any(matches):
+    named = ring.find(content) if ring else None
+    if any(matches):
+        yield
+    elif ring and named:
+        with ring.open_request(named, scope_of(request.url.path)):
+            yield
+    else:
         raise HTTPException(
             401,
             "API key: missing or invalid. Send Authorization: Bearer KEY.",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def scope_of(path: str) -> Scope:
+    """Return the scope that a request for `path` needs."""
+    if path in ADMIN_PATHS:
+        return Scope.ADMIN
+    return Scope.METRICS if path in METRICS_PATHS else Scope.INFERENCE
 
 
 async def read_body(request: Request, kind: type[B]) -> B:

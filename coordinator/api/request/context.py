@@ -16,6 +16,7 @@ from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.trust.key_ring import KeyRing
 
 CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
 """A function that returns the answer of `/trace` for the last seconds."""
@@ -38,6 +39,8 @@ class ApiOptions:
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False
+    key_ring: KeyRing | None = None
+    """The named keys. If there are any, every request requires one of them or one of `api_keys`."""
 
     def __post_init__(self) -> None:
         assert self.keep_alive_seconds > 0
@@ -58,7 +61,6 @@ class Api:
     replan: Callable[[], None] | None = None
     collect_trace: CollectTrace | None = None
     hints: HintLog = field(default_factory=HintLog)
-
 
     @cached_property
     def compiler(self) -> GrammarCompiler:
