@@ -73,7 +73,7 @@ class HeadAddition:
     def needed(self) -> list[str]:
         """The stored names of the source's head."""
         plan = self.source.plans["mtp"]
-        return sorted({name for source in plan.values() for name in source.stored})
+        return sorted({name for source in plan.values() for name in source.tensors})
 
     @property
     def source_bytes(self) -> int:

@@ -126,6 +126,7 @@ def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
     for key in ("_name_or_path", "vision_config", "quantization_config"):
         config.pop(key, None)
     text = config.get("text_config", config)
+    text.pop("quantization_config", None)
     text["mtp_num_hidden_layers"] = int(source.mtp.complete)
     # mlx-lm does not read the places that older exporters used.
     text["rope_parameters"] = source.config.text_config["rope_parameters"]

@@ -25,6 +25,7 @@ from mtp.checkpoint.format.names import (
     local_name,
     module_path,
     mtp_parameters,
+    pair_fp8_scales,
     part_names,
     plan_part,
     split_part,
@@ -72,12 +73,18 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def open(cls, path: Path, *, allow_fp8: bool = False) -> Checkpoint:
         """Read config.json and the headers of the safetensors files, but no tensor.
 
-        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory.
+        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. An FP8
+        checkpoint is refused with the command that converts it, unless `allow_fp8` is set.
         """
         config = ModelConfig.load(path)
+        if config.fp8_block is not None and not allow_fp8:
+            raise CheckpointError(
+                f"{path}: the weights are FP8, which MLX cannot compute with. Convert them: mtp-coord convert "
+                f"--hf-path {path} --mlx-path {path.name}-mlx -q --q-mode mxfp8"
+            )
         headers = _read_headers(path)
         layout = detect_layout(path, headers)
         checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
@@ -113,6 +120,8 @@ class Checkpoint:
             part: plan_part(part, stored, layout, config.num_experts)
             for part, stored in pairs.items()
         }
+        if config.fp8_block is not None:
+            plans = {part: pair_fp8_scales(plan) for part, plan in plans.items()}
         return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
 
     @cached_property
@@ -129,7 +138,7 @@ class Checkpoint:
 
     def missing_sources(self, part: str) -> tuple[str, ...]:
         """Return the stored names that the plan of `part` needs and the checkpoint lacks."""
-        needed = (name for source in self.plans[part].values() for name in source.stored)
+        needed = (name for source in self.plans[part].values() for name in source.tensors)
         return tuple(name for name in needed if name not in self.tensors)
 
     def stored_name(self, local: str) -> str:
@@ -160,7 +169,7 @@ class Checkpoint:
 
     def _stored(self, part: str) -> set[str]:
         """Return the stored names that a part is made of; a set, since both halves of a fused tensor share its name."""
-        return {name for source in self.plans[part].values() for name in source.stored}
+        return {name for source in self.plans[part].values() for name in source.tensors}
 
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True

@@ -28,7 +28,8 @@ class ModelConfig:
 
     `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
     always has `rope_parameters`.
-    `quantization` is the raw dict of mlx-lm's own quantization, None when there is none.
+    `quantization` is the raw dict of mlx-lm's own quantization, None when there is none. `fp8_block` has the rows and
+    columns per scale of block-wise FP8 weights, None when the weights are not FP8.
     """
 
     model_type: str
@@ -50,6 +51,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = field(repr=False, hash=False)
     text_config: dict[str, Any] = field(repr=False, hash=False)
+    fp8_block: tuple[int, int] | None = None
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -136,6 +138,7 @@ class _Reader:
             eos_token_ids=eos_token_ids,
             quantization=self._quantization(),
             text_config=self.text,
+            fp8_block=self._fp8_block(),
         )
         if config.gdn_value_heads % config.gdn_key_heads:
             raise self._error(
@@ -217,13 +220,30 @@ class _Reader:
             )
         return layers
 
+    def _fp8_block(self) -> tuple[int, int] | None:
+        found = self._foreign_quantization()
+        if not isinstance(found, dict) or found.get("quant_method") != "fp8":
+            return None
+        if self.config.get("quantization") is not None:
+            raise self._error("quantization and FP8 are both set. Download config.json again.")
+        block = found.get("weight_block_size")
+        match block:
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return rows, columns
+        raise self._error(
+            f"weight_block_size of FP8 is {block!r:.60}. Two positive integers are needed."
+        )
+
+    def _foreign_quantization(self) -> Any:
+        return self.config.get("quantization_config", self.text.get("quantization_config"))
+
     def _quantization(self) -> dict[str, Any] | None:
         if self.config.get("quantize_activations"):
             raise self._error("quantize_activations is not supported. Convert without it.")
         found = self.config.get("quantization")
         if found is None:
-            foreign = self.config.get("quantization_config", self.text.get("quantization_config"))
-            if foreign is None:
+            foreign = self._foreign_quantization()
+            if foreign is None or self._fp8_block() is not None:
                 return None
             method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
             if method is not None:

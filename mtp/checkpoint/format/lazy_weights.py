@@ -40,6 +40,9 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
     weights = {}
     for name, source in checkpoint.plans[part].items():
         stored = [_load(checkpoint, tensor, files) for tensor in source.stored]
+        if source.scales:
+            scales = [_load(checkpoint, tensor, files) for tensor in source.scales]
+            stored = [_from_fp8(checkpoint, *pair) for pair in zip(stored, scales, strict=True)]
         made = (
             mx.stack(stored)
             if source.transform == "stack"
@@ -75,6 +78,20 @@ def _load(checkpoint: Checkpoint, name: str, files: _Files) -> mx.array:
         assert isinstance(loaded, dict)
         files[file] = loaded
     return files[file][name]
+
+
+def _from_fp8(checkpoint: Checkpoint, weight: mx.array, scale: mx.array) -> mx.array:
+    """Dequantize an FP8 weight `[rows, columns]` with one scale per block. Returns bfloat16."""
+    block = checkpoint.config.fp8_block
+    assert block is not None, "only a checkpoint with an FP8 block has scales"
+    rows, columns = weight.shape
+    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+        raise CheckpointError(
+            f"{checkpoint.path}: FP8 scales of shape {scale.shape} do not fit a weight of {weight.shape} in blocks of "
+            f"{block}. Download the checkpoint again."
+        )
+    wide = mx.repeat(mx.repeat(scale.astype(mx.float32), block[0], axis=0), block[1], axis=1)
+    return (mx.from_fp8(weight, mx.float32) * wide[:rows, :columns]).astype(mx.bfloat16)
 
 
 def _shift(by: float) -> Callable[[mx.array], mx.array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from proto.errors import CheckpointError
@@ -59,10 +59,19 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Source:
-    """The stored tensors that one parameter is made of, and their transform."""
+    """The stored tensors that one parameter is made of, and their transform.
+
+    `scales` are the FP8 scales of the stored tensors, in the same order; empty when the tensors are not FP8.
+    """
 
     stored: tuple[str, ...]
     transform: Transform = "as stored"
+    scales: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All stored names: those of the weights and of their scales."""
+        return self.stored + self.scales
 
 
 def local_name(stored: str) -> str | None:
@@ -143,6 +152,20 @@ def plan_part(
                     f"{module_path(part, target)} is stored twice: as {plan[target].stored[0]} and as {name}"
                 )
     return plan
+
+
+def pair_fp8_scales(plan: dict[str, Source]) -> dict[str, Source]:
+    """Return the plan of an FP8 checkpoint with each `weight_scale_inv` as the scales of its weight.
+
+    Scales without a weight stay, so that loading refuses them by name.
+    """
+    paired = dict(plan)
+    for name, source in plan.items():
+        weight = name.removesuffix("_scale_inv")
+        if weight != name and weight in plan:
+            paired[weight] = replace(paired[weight], scales=source.stored)
+            del paired[name]
+    return paired
 
 
 def _sources(

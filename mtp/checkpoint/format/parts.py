@@ -19,6 +19,7 @@ from proto.span import Span
 
 _FLOATS = tuple(STORED_NAMES.values())
 _PACKED = ("U32",)
+_FP8 = ("F8_E4M3",)
 _SCALES = (*_FLOATS, "U8")
 """Types of quantization scales. The modes other than affine store them as bytes."""
 
@@ -97,9 +98,10 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
         elif name.endswith("weight") and f"{name.removesuffix('weight')}scales" in plan:
             # Scales without quantization in config.json are refused elsewhere, with an error of their own.
             wanted = _PACKED if quantized else (*_FLOATS, *_PACKED)
-        for stored in source.stored:
+        for stored in source.tensors:
             info = checkpoint.tensors[stored]
-            if info.dtype not in wanted:
+            is_fp8 = stored in source.stored and bool(source.scales)
+            if info.dtype not in (_FP8 if is_fp8 else wanted):
                 raise CheckpointError(
                     f"{info.file}: tensor {stored} is stored as {info.dtype}; "
                     f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "

@@ -42,7 +42,7 @@ def with_tensors(path: Path, *names: str) -> Path:
 
 def tokens_of(path: Path) -> tuple[int, ...]:
     """Return the greedy answer of the checkpoint to a fixed prompt."""
-    (answer,) = run(path, [GenerationRequest(list(range(2, 22)), 12)])
+    (answer,) = run(path, [GenerationRequest(tuple(range(2, 22)), 12)])
     return answer.tokens
 
 

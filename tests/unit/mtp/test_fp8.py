@@ -1,0 +1,144 @@
+"""Block-wise FP8 checkpoints, as Qwen publishes them: conversion, the head, and the errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mtp.checkpoint.convert.add_head import plan_head_addition
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from proto.errors import CheckpointError
+from tests.support.checkpoints.checkpoints import write_checkpoint
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+BLOCK = (32, 48)
+"""Rows and columns per scale: not square, and no divisor of all shapes."""
+
+FP8_MAX = 448.0
+"""The largest value of the format E4M3."""
+
+
+def in_fp8(name: str, weight: Any) -> bool:
+    """Return whether Qwen's exporter stores this tensor as FP8: the projections, not the embedding and the routers."""
+    return weight.ndim == 2 and "_proj" in name and name.endswith(".weight")
+
+
+def per_block(values: Any, shape: tuple[int, ...]) -> Any:
+    """Repeat each value over its block, cut to `shape`."""
+    wide = values.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def quantize(weight: Any) -> tuple[Any, Any]:
+    """Return the FP8 weight and its scales, one per block."""
+    rows, columns = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
+    padded = torch.zeros(rows * BLOCK[0], columns * BLOCK[1])
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    blocks = padded.reshape(rows, BLOCK[0], columns, BLOCK[1])
+    scales = blocks.abs().amax((1, 3)).clamp(min=1e-6) / FP8_MAX
+    return (weight.float() / per_block(scales, weight.shape)).to(torch.float8_e4m3fn), scales
+
+
+def fp8_pair(path: Path, **options: Any) -> tuple[Path, Path]:
+    """Write an FP8 checkpoint and the same one dequantized by torch. Return both."""
+    source = write_checkpoint(path / "bf16", dtype=mx.bfloat16, layers=4, **options)
+    packed: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for name, weight in safetensors.load_file(source / "model.safetensors").items():
+        if in_fp8(name, weight):
+            packed[name], scales = quantize(weight)
+            packed[f"{name}_scale_inv"] = scales
+            plain[name] = (packed[name].float() * per_block(scales, weight.shape)).bfloat16()
+        else:
+            packed[name] = plain[name] = weight
+    for name, tensors in (("fp8", packed), ("plain", plain)):
+        shutil.copytree(source, path / name)
+        safetensors.save_file(tensors, path / name / "model.safetensors", {"format": "pt"})
+    file = path / "fp8" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    file.write_text(json.dumps(config))
+    return path / "fp8", path / "plain"
+
+
+def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array]:
+    """Convert `source` and return the tensors of the result."""
+    convert(Checkpoint.open(source, allow_fp8=True), out, settings)
+    config = json.loads((out / "config.json").read_text())
+    assert ("quantization_config" in config) == (settings.quantization is not None)
+    found: dict[str, mx.array] = {}
+    for file in out.glob("*.safetensors"):
+        loaded = mx.load(str(file))
+        assert isinstance(loaded, dict)
+        found |= loaded
+    return found
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts one by one"])
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings(Quantization.of(8, 32))], ids=["bfloat16", "8 bits"]
+)
+def test_a_conversion_equals_that_of_the_dequantized_weights(
+    tmp_path: Path, moe: bool, settings: Settings
+) -> None:
+    """Every tensor has the bits of the conversion of the weights that torch dequantized, the head's included."""
+    fp8, plain = fp8_pair(tmp_path, moe=moe, fused_experts=False)
+    ours = converted(fp8, tmp_path / "ours", settings)
+    expected = converted(plain, tmp_path / "expected", settings)
+    assert ours.keys() == expected.keys()
+    assert any(".mtp." in name for name in ours)
+    assert [name for name in ours if not mx.array_equal(ours[name], expected[name])] == []
+
+
+def test_a_head_in_fp8_is_added(tmp_path: Path) -> None:
+    """`add-mtp` dequantizes the head of an FP8 checkpoint, and asks for its scales too."""
+    fp8, plain = fp8_pair(tmp_path)
+    for name, source in (("one", fp8), ("two", plain)):
+        target = write_checkpoint(
+            tmp_path / name, layers=4, layout="mlx", mtp=False, dtype=mx.bfloat16
+        )
+        head = Checkpoint.open(source, allow_fp8=True)
+        addition = plan_head_addition(Checkpoint.open(target), head)
+        assert any(needed.endswith("_scale_inv") for needed in addition.needed) == (source == fp8)
+        addition.write(head)
+    one, two = (mx.load(str(tmp_path / name / "mtp.safetensors")) for name in ("one", "two"))
+    assert isinstance(one, dict) and isinstance(two, dict)
+    assert one.keys() == two.keys()
+    assert all(mx.array_equal(one[name], two[name]) for name in one)
+
+
+def test_serving_names_the_command_that_converts(tmp_path: Path) -> None:
+    """A program that computes with the weights refuses an FP8 checkpoint and shows the command to type."""
+    fp8, _ = fp8_pair(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=f"mtp-coord convert --hf-path {fp8} --mlx-path fp8-mlx"
+    ):
+        Checkpoint.open(fp8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_block_size": None}, "weight_block_size of FP8 is None"),
+        ({"weight_block_size": [64, 64]}, "do not fit"),
+    ],
+    ids=["no block", "another block"],
+)
+def test_a_wrong_block_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """A block size that is missing or does not match the scales is an error, and nothing is converted."""
+    fp8, _ = fp8_pair(tmp_path)
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"] |= change
+    (fp8 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        convert(Checkpoint.open(fp8, allow_fp8=True), tmp_path / "out", Settings())
+    assert not (tmp_path / "out" / "config.json").exists()
