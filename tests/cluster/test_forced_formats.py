@@ -1,0 +1,202 @@
+"""Forced formats in every dialect, on two real workers with drafts, also when a worker is killed during the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.support.processes.processes import Cluster, running_cluster
+
+USER: Any = [{"role": "user", "content": "Describe the file as JSON."}]
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": PARAMETERS, "strict": True},
+}
+OTHER: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+
+
+class File(BaseModel):
+    """A format with an enumeration and a list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["file", "folder"]
+    sizes: Annotated[list[Annotated[int, Field(ge=0, le=99)]], Field(max_length=2)]
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["file", "folder"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["kind", "sizes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Serve the built-in model from two workers, with three drafts per window."""
+    folder = tmp_path_factory.mktemp("formats")
+    flags = ("--mtp", "3", "--dtype", "float32", "--served-model-name", "claude-x")
+    with running_cluster(folder, "builtin", 2, *flags) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    """Connect OpenAI's client."""
+    url = f"{cluster.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=90) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    """Send a chat without reasoning and return its choice."""
+    body: Any = {"chat_template_kwargs": {"enable_thinking": False}, **fields.pop("extra", {})}
+    asked: Any = {"model": "builtin", "messages": USER, "max_tokens": 80, "seed": 4, **fields}
+    return client.chat.completions.create(**asked, extra_body=body).choices[0]
+
+
+def test_openais_parse_returns_the_object(client: openai.OpenAI) -> None:
+    """The client sends its own strict schema and parses the answer with it."""
+    reply = client.chat.completions.parse(
+        model="builtin",
+        messages=USER,
+        max_tokens=300,
+        seed=1,
+        response_format=File,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert reply.choices[0].finish_reason == "stop"
+    assert isinstance(reply.choices[0].message.parsed, File)
+
+
+def test_schemas_regular_expressions_and_choices(client: openai.OpenAI) -> None:
+    """Each format constrains the content, and drafts are used."""
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    found = ask(client, response_format=schema, temperature=0)
+    if found.finish_reason == "stop":
+        assert set(json.loads(found.message.content)) == {"kind", "sizes"}
+    assert found.message.content.lstrip().startswith("{")
+    regex = ask(client, extra={"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}})
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", regex.message.content)
+    choice = ask(client, extra={"structured_outputs": {"choice": ["yes", "no, never"]}})
+    assert choice.message.content in ("yes", "no, never")
+    text = client.completions.create(
+        model="builtin",
+        prompt="x = ",
+        max_tokens=20,
+        extra_body={"structured_outputs": {"grammar": 'start: "1" | "22"'}},
+    )
+    assert text.choices[0].text in ("1", "22")
+
+
+def test_a_format_begins_after_the_reasoning(client: openai.OpenAI) -> None:
+    """With reasoning the content has the format, and the reasoning is free."""
+    body = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}
+    reply = client.chat.completions.create(
+        model="builtin",
+        messages=USER,
+        max_tokens=400,
+        temperature=0,
+        reasoning_effort="minimal",
+        extra_body=body,
+    )
+    message = reply.choices[0].message
+    assert message.model_extra is not None
+    assert message.model_extra["reasoning_content"]
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", message.content or "")
+
+
+def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster) -> None:
+    """`required`, one named function and Anthropic's `any` and `tool` give calls that follow the schema."""
+    required = ask(client, tools=[OTHER, TOOL], tool_choice="required", parallel_tool_calls=False)
+    assert required.finish_reason == "tool_calls"
+    assert len(required.message.tool_calls) == 1
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    (call,) = ask(client, tools=[OTHER, TOOL], tool_choice=named).message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather"
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    assert 1 <= arguments["days"] <= 9
+    tool: Any = {"name": "weather", "input_schema": PARAMETERS}
+    with anthropic.Anthropic(base_url=cluster.url, api_key="none", timeout=90) as other:
+        one: Any = {"type": "any", "disable_parallel_tool_use": True}
+        fixed: Any = {"type": "tool", "name": "weather"}
+        for choice in (one, fixed):
+            reply = other.messages.create(
+                model="claude-x",
+                messages=USER,
+                max_tokens=80,
+                tools=[tool],
+                tool_choice=choice,
+            )
+            (block,) = reply.content
+            assert block.type == "tool_use"
+            assert set(block.input) == {"unit", "days"}
+    with ollama.Client(host=cluster.url, timeout=90) as local:
+        found = local.chat(
+            "builtin", USER, format=PARAMETERS, think=False, options={"seed": 2, "num_predict": 90}
+        )
+        assert set(json.loads(found.message.content or "")) == {"unit", "days"}
+
+
+def test_an_invalid_format_names_its_place(client: openai.OpenAI) -> None:
+    """The error is a 400 with the path in the schema."""
+    broken = {"type": "object", "properties": {"a": {"type": "strng"}}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": broken}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, response_format=schema)
+    assert refused.value.param == "response_format.json_schema.schema.properties.a.type"
+    with pytest.raises(openai.BadRequestError, match="no tool is named"):
+        ask(client, tools=[OTHER], tool_choice={"type": "function", "function": {"name": "x"}})
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
+        ask(client, extra={"structured_outputs": {"regex": "(("}})
+
+
+def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
+    """After a worker is killed during the answer, the rest follows the grammar as if nothing had happened."""
+    items = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
+    body: Any = {
+        "prompt": "numbers = ",
+        "max_tokens": 300,
+        "temperature": 0.8,
+        "seed": 5,
+        "stream": True,
+        "structured_outputs": {"json": items},
+    }
+    whole = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=90)
+    expected = whole.json()["choices"][0]["text"]
+    pieces: list[str] = []
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=120) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            pieces.append(event["choices"][0]["text"])
+            if len(pieces) == 20:
+                cluster.workers[-1].kill()
+    assert "".join(pieces) == expected
+    status = httpx.get(f"{cluster.url}/status", timeout=60).json()
+    assert status["recoveries"] >= 1
