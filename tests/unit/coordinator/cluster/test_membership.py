@@ -1,14 +1,18 @@
-"""Workers that come and go, told by hand."""
+"""Membership with fake clients: workers that leave, do not answer, or report nonsense."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from coordinator.cluster.apply import apply
+from coordinator.cluster.events import Event
+from coordinator.cluster.member import MemberState
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.view import Settings, View
@@ -19,7 +23,7 @@ from proto.errors import ClusterError, VersionError, WorkerLostError
 
 
 class Leaving:
-    """A client of a worker that drains, and is slow to answer its Unload."""
+    """A client of a draining worker that does not answer its Unload."""
 
     closed = False
 
@@ -34,9 +38,8 @@ class Leaving:
         self.closed = True
 
 
-async def test_the_end_amid_a_farewell() -> None:
-    """A coordinator that ends while a worker leaves stops its heartbeats: they would hold the worker's claim, and the
-    worker would wait to be let go for as long as it may."""
+async def test_a_coordinator_that_ends_stops_the_heartbeats_of_a_leaving_worker() -> None:
+    """Open heartbeats would renew the lease, and the worker would wait for its release."""
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
     unused: Any = SimpleNamespace()
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
@@ -50,9 +53,13 @@ async def test_the_end_amid_a_farewell() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_who_is_no_worker_is_said_once(named: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Until the reason is another. That nobody answers is a warning where the user named the address; mDNS goes on
-    about who has left. An answer that is no worker's of this release is one anywhere."""
+def test_an_address_without_a_worker_is_logged_once(
+    named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each kind of error is logged once. A silent address is a warning only if the user named it.
+
+    mDNS records may outlive a worker. An answer of another release is always a warning.
+    """
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
     unused: Any = SimpleNamespace()
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
@@ -64,3 +71,82 @@ def test_who_is_no_worker_is_said_once(named: bool, caplog: pytest.LogCaptureFix
             membership._record_silence(candidate, "a:7000", error)
     levels = [record.levelname for record in caplog.records if record.message == "no worker"]
     assert levels == ["WARNING" if named else "DEBUG", "WARNING"]
+
+
+# ---- reports
+
+
+def report(**changes: Any) -> pb.WorkerInfo:
+    """Return a valid report, changed by `changes`."""
+    hardware = pb.Hardware(
+        memory_limit=changes.pop("memory_limit", 2**30),
+        bytes_per_second=changes.pop("bytes_per_second", 1e11),
+    )
+    fields = {"worker_id": "w1", "name": "mac-2", "fingerprint": "f", **changes}
+    return pb.WorkerInfo(hardware=hardware, **fields)
+
+
+NONSENSE = {
+    "no id": {"worker_id": ""},
+    "long id": {"worker_id": "x" * 10**6},
+    "id with control characters": {"worker_id": "a\x1b[2J"},
+    "infinite speed": {"bytes_per_second": math.inf},
+    "speed is no number": {"bytes_per_second": math.nan},
+    "negative speed": {"bytes_per_second": -1.0},
+    "speed above any machine": {"bytes_per_second": 1e300},
+    "no memory": {"memory_limit": 0},
+    "memory above any machine": {"memory_limit": 2**63},
+    "reversed pins": {"pinned": pb.Span(start=7, end=2)},
+    "pins outside the model": {"pinned": pb.Span(start=0, end=41)},
+}
+
+
+@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE)
+async def test_a_worker_that_reports_nonsense_is_refused_once(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out with one warning, however often it is described, and no plan uses it."""
+    members = Members()
+    for _ in range(3):
+        await members.admit(report(**changes))
+    assert members.view.members["a:7000"].state is MemberState.REFUSED
+    assert members.view.usable() == []
+    assert members.membership.clients == {}
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [r.message for r in warnings] == ["worker refused"]
+    assert len(str(vars(warnings[0]))) < 5_000
+
+
+async def test_a_name_is_shown_without_control_characters_and_cut(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A name of megabytes or with terminal codes does not reach the log."""
+    members = Members()
+    await members.admit(report(name="evil\x1b[31m\n" + "x" * 10**6, worker_id=""))
+    (record,) = caplog.records
+    assert len(str(vars(record))) < 5_000
+    name = members.view.members["a:7000"].name
+    assert name.startswith("evil [31m x")
+    assert len(name) <= 64
+
+
+class Members:
+    """A membership whose events change a view, as in the manager."""
+
+    def __init__(self) -> None:
+        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
+        config = SimpleNamespace(num_layers=8)
+        model: Any = SimpleNamespace(
+            checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
+        )
+        self.view = View(Settings())
+        self.membership = Membership(model, options, lambda: self.view, self._apply, print)
+
+    def _apply(self, event: Event) -> None:
+        self.view = apply(self.view, event, 0.0)
+
+    async def admit(self, info: pb.WorkerInfo) -> None:
+        """Let the worker at `a:7000` report `info`."""
+        client: Any = Leaving()
+        await self.membership._admit_worker("a:7000", client, info)
+        assert client.closed
