@@ -1,0 +1,1 @@
+"""Clusters, certificates and tokens for the tests of the trust."""

@@ -1,0 +1,144 @@
+"""The certificate authority: identities, rotation, export and import, and its files."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from coordinator.trust.authority import Authority, import_authority
+from proto.errors import AccessError, UsageError
+from proto.trust.certificates import (
+    check_issued_by,
+    from_pem,
+    identity_of,
+    renewal_time,
+    signing_request,
+    utc_now,
+)
+from proto.trust.identity import Role
+from proto.trust.node_trust import NodeTrust
+from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
+
+
+def test_an_authority_is_made_once(tmp_path: Path) -> None:
+    """A second start finds the same cluster and key. Without `create` nothing is made."""
+    assert Authority.open(tmp_path) is None
+    first, again = make_authority(tmp_path), Authority.open(tmp_path)
+    assert again is not None
+    assert (again.cluster, again.fingerprint) == (first.cluster, first.fingerprint)
+
+
+def test_only_the_owner_reads_the_key(tmp_path: Path) -> None:
+    """Every file of the authority has mode 0600, and its directory 0700."""
+    directory = make_authority(tmp_path).directory
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(f.stat().st_mode) for f in directory.iterdir()} == {0o600}
+
+
+def test_certificates_carry_the_identity(tmp_path: Path) -> None:
+    """A certificate names cluster, role and node, and lives 30 days; its renewal is due after 20."""
+    trust = trust_of(make_authority(tmp_path), Role.WORKER, "0123456789abcdef")
+    (certificate,) = from_pem(trust.certificate)
+    assert identity_of(certificate) == trust.identity
+    days = (renewal_time(certificate) - utc_now()).total_seconds() / 86400
+    assert 19.9 < days < 20.1
+    assert trust.due_request() == ""
+
+
+def test_another_authority_is_refused(tmp_path: Path) -> None:
+    """A certificate of one cluster is worth nothing in another."""
+    own, other = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
+    (certificate,) = from_pem(trust_of(other, Role.WORKER).certificate)
+    with pytest.raises(AccessError, match="another authority"):
+        check_issued_by(certificate, own.certificates, utc_now())
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
+    """An expired certificate is refused although the authority issued it."""
+    authority = make_authority(tmp_path)
+    (certificate,) = from_pem(expired_trust(authority, Role.WORKER).certificate)
+    with pytest.raises(AccessError, match="expired"):
+        check_issued_by(certificate, authority.certificates, utc_now())
+
+
+def test_rotation_overlaps(tmp_path: Path) -> None:
+    """After a rotation old certificates stay valid, new ones reach old nodes, and old nodes ask for renewal."""
+    authority = make_authority(tmp_path)
+    before = authority.certificates[0]
+    node = trust_of(authority, Role.WORKER)
+    authority.rotate()
+    assert len(authority.certificates) == 2
+    chain = from_pem(trust_of(authority, Role.COORDINATOR).certificate)
+    check_issued_by(chain[0], [chain[1]], utc_now())
+    check_issued_by(chain[1], [before], utc_now())
+    node.install(authority.bundle, frozenset())
+    assert node.due_request()
+    node.install(
+        authority.bundle, frozenset(), authority.issue(node.key.public_key(), node.identity)
+    )
+    assert node.due_request() == ""
+
+
+def test_a_node_keeps_what_it_had_when_an_update_is_wrong(tmp_path: Path) -> None:
+    """Authorities that did not issue the certificate, and certificates of other nodes, are refused."""
+    authority, other = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
+    node = trust_of(authority, Role.WORKER)
+    before = (node.certificate, node.authorities, node.removed)
+    stranger = authority.issue(node.key.public_key(), trust_of(authority, Role.WORKER).identity)
+    for bundle, removed, chain in (
+        (other.bundle, frozenset[str](), ""),
+        (authority.bundle, frozenset({"../x"}), ""),
+        (authority.bundle, frozenset[str](), stranger),
+        (authority.bundle, frozenset[str](), trust_of(authority, Role.WORKER).certificate),
+        ("", frozenset[str](), ""),
+    ):
+        with pytest.raises(AccessError):
+            node.install(bundle, removed, chain)
+        assert (node.certificate, node.authorities, node.removed) == before
+
+
+def test_credentials_survive_a_restart(tmp_path: Path) -> None:
+    """Saved credentials load again. Damaged or expired ones say what to do."""
+    authority = make_authority(tmp_path / "ca")
+    node = trust_of(authority, Role.WORKER, removed=frozenset({"0123456789abcdef"}))
+    node.directory = tmp_path / "node"
+    assert NodeTrust.load(node.directory) is None
+    node.save()
+    loaded = NodeTrust.load(node.directory)
+    assert loaded is not None
+    assert (loaded.identity, loaded.removed) == (node.identity, node.removed)
+    node.certificate = expired_trust(authority, Role.WORKER).certificate
+    node.save()
+    with pytest.raises(UsageError, match="--join"):
+        NodeTrust.load(node.directory)
+
+
+def test_an_export_moves_the_cluster(tmp_path: Path) -> None:
+    """The imported authority is the same. A wrong passphrase or a used directory is refused."""
+    authority = make_authority(tmp_path / "a")
+    authority.rotate()
+    data = authority.to_export("a passphrase", {"nodes": {}})
+    assert b"PRIVATE" not in data
+    with pytest.raises(UsageError, match="passphrase"):
+        import_authority(tmp_path / "b", data, "another one")
+    assert import_authority(tmp_path / "b", data, "a passphrase") == {"nodes": {}}
+    moved = Authority.open(tmp_path / "b")
+    assert moved is not None
+    assert (moved.cluster, moved.bundle) == (authority.cluster, authority.bundle)
+    with pytest.raises(UsageError, match="already"):
+        import_authority(tmp_path / "b", data, "a passphrase")
+
+
+def test_a_request_needs_the_private_key(tmp_path: Path) -> None:
+    """A changed request has no valid signature."""
+    from proto.trust.certificates import requested_key
+
+    request = signing_request(trust_of(make_authority(tmp_path), Role.WORKER).key)
+    requested_key(request)
+    lines = request.splitlines()
+    lines[-2] = lines[-2][::-1]
+    for hostile in ("\n".join(lines), "", "-----BEGIN CERTIFICATE REQUEST-----", request[:200]):
+        with pytest.raises(AccessError):
+            requested_key(hostile)

@@ -1,0 +1,85 @@
+"""The registry: nodes and tokens. Every use of a token that must fail does fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.trust.registry import Registry
+from proto.errors import AccessError, UsageError
+from proto.trust.join_token import JoinToken, new_token
+
+CLUSTER, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    """Return an empty registry."""
+    return Registry(tmp_path)
+
+
+def add_token(registry: Registry, seconds: float = 60.0, uses: int = 1) -> JoinToken:
+    """Return a new token that `registry` knows."""
+    token = new_token(CLUSTER, bytes(32), "10.0.0.1:50504")
+    registry.add_token(token, seconds, uses)
+    return token
+
+
+def use_token(registry: Registry, token: JoinToken, session: bytes = b"session") -> None:
+    """Use a token as the join server does."""
+    registry.use_token(token.token_id, token.proof(session, "request"), session, "request")
+
+
+def test_a_token_joins_as_often_as_it_says(registry: Registry) -> None:
+    """Each use counts, and a used token is refused."""
+    token = add_token(registry, uses=2)
+    use_token(registry, token)
+    use_token(registry, token)
+    with pytest.raises(AccessError, match="no uses"):
+        use_token(registry, token)
+
+
+def test_tokens_that_are_refused(registry: Registry) -> None:
+    """Expired, revoked and unknown tokens are refused, and so is a proof of another session, request or secret."""
+    with pytest.raises(AccessError, match="expired"):
+        use_token(registry, add_token(registry, seconds=-1.0))
+    revoked = add_token(registry)
+    registry.revoke_token(revoked.token_id)
+    with pytest.raises(AccessError, match="revoked"):
+        use_token(registry, revoked)
+    with pytest.raises(AccessError, match="unknown"):
+        use_token(registry, new_token(CLUSTER, bytes(32), "10.0.0.1:1"))
+    token = add_token(registry)
+    replayed = token.proof(b"another session", "request")
+    with pytest.raises(AccessError, match="proof"):
+        registry.use_token(token.token_id, replayed, b"session", "request")
+    other_request = token.proof(b"session", "another request")
+    with pytest.raises(AccessError, match="proof"):
+        registry.use_token(token.token_id, other_request, b"session", "request")
+    forged = JoinToken(CLUSTER, bytes(32), token.token_id, bytes(16), token.address)
+    with pytest.raises(AccessError, match="proof"):
+        use_token(registry, forged)
+    use_token(registry, token)
+
+
+def test_the_secret_is_not_stored(registry: Registry, tmp_path: Path) -> None:
+    """No file holds the token's secret or the token."""
+    token = add_token(registry)
+    content = b"".join(f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
+    assert token.secret not in content
+    assert token.secret.hex().encode() not in content
+    assert str(token).encode() not in content
+
+
+def test_nodes_are_removed_by_name_and_stay_removed(registry: Registry) -> None:
+    """A removed node gets no new certificate under its node id."""
+    registry.record_node(CLUSTER, "mac-2", 1.0)
+    registry.record_node(OTHER, "mac-3", 1.0)
+    (removed,) = registry.remove_nodes("mac-2")
+    assert removed.node_id == CLUSTER
+    assert registry.removed() == {CLUSTER}
+    with pytest.raises(AccessError, match="removed"):
+        registry.record_node(CLUSTER, "mac-2", 2.0)
+    with pytest.raises(UsageError, match="no node"):
+        registry.remove_nodes("mac-2")
