@@ -983,6 +983,7 @@ class WorkerStatus(_message.Message):
     LINK_STALL_MS_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     MEMORY_USED_FIELD_NUMBER: _builtins.int
+    MEMORY_CACHED_FIELD_NUMBER: _builtins.int
     BYTES_IN_FIELD_NUMBER: _builtins.int
     BYTES_OUT_FIELD_NUMBER: _builtins.int
     MESSAGES_IN_FIELD_NUMBER: _builtins.int
@@ -999,7 +1000,9 @@ class WorkerStatus(_message.Message):
     busy_us: _builtins.int
     """counter: work of the MLX thread"""
     memory_used: _builtins.int
-    """bytes"""
+    """bytes in use"""
+    memory_cached: _builtins.int
+    """bytes of freed buffers that MLX keeps for later"""
     bytes_in: _builtins.int
     """counters of the data plane"""
     bytes_out: _builtins.int
@@ -1017,6 +1020,7 @@ class WorkerStatus(_message.Message):
         link_stall_ms: _builtins.int = ...,
         busy_us: _builtins.int = ...,
         memory_used: _builtins.int = ...,
+        memory_cached: _builtins.int = ...,
         bytes_in: _builtins.int = ...,
         bytes_out: _builtins.int = ...,
         messages_in: _builtins.int = ...,
@@ -1025,7 +1029,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015

@@ -300,6 +300,7 @@ class LocalPipelines:
             span=str(Span(self.model.spans[0].start, self.model.spans[-1].end)),
             health="ready",
             memory_used=mx.get_active_memory(),
+            memory_cached=mx.get_cache_memory(),
             memory_limit=default_memory_limit(),
         )
 

@@ -136,6 +136,7 @@ class LiveStatus:
             health=_health(member, in_use=in_use, loading=loading),
             detail=_detail(member, view.now),
             memory_used=worker_status.memory_used if worker_status else 0,
+            memory_cached=worker_status.memory_cached if worker_status else 0,
             memory_limit=member.memory_limit,
             loaded=done / total if loading and total else None,
             stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,

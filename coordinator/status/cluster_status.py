@@ -16,7 +16,8 @@ class NodeStatus:
     the node is not used. `address` is None for a stage in the coordinator's own process. Memory is in bytes.
     `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
 
-    `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations. `chip` and
+    `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
+    `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and
     `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the weights
     during a load: `disk`, `hub` or `coordinator`. `link_ms` is the round trip to the next stage. `busy_seconds` and the
     bytes of the data plane are counters since the worker's start. `ready_at` is seconds since 1970.
@@ -28,6 +29,7 @@ class NodeStatus:
     health: Health = "idle"
     detail: str = ""
     memory_used: int = 0
+    memory_cached: int = 0
     memory_limit: int | None = None
     loaded: float | None = None
     stage_ms: float | None = None

@@ -174,6 +174,9 @@ def _drafts(status: ClusterStatus) -> Iterator[Metric]:
 def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
     up = GaugeMetricFamily("mtp_node_up", "1 while the node is not lost.", labels=["node"])
     used = GaugeMetricFamily("mtp_node_memory_bytes", "Memory in use, bytes.", labels=["node"])
+    cached = GaugeMetricFamily(
+        "mtp_node_memory_cached_bytes", "Memory in freed buffers, bytes.", labels=["node"]
+    )
     limit = GaugeMetricFamily(
         "mtp_node_memory_limit_bytes", "Memory limit of the node, bytes.", labels=["node"]
     )
@@ -185,8 +188,9 @@ def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
     for node in nodes:
         up.add_metric([node.name], float(node.health != "lost"))
         used.add_metric([node.name], node.memory_used)
+        cached.add_metric([node.name], node.memory_cached)
         if node.memory_limit is not None:
             limit.add_metric([node.name], node.memory_limit)
         if node.stage_ms is not None:
             stage.add_metric([node.name, node.span or ""], node.stage_ms / 1000)
-    yield from (up, used, limit, stage)
+    yield from (up, used, cached, limit, stage)

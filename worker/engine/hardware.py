@@ -108,6 +108,11 @@ def memory_used() -> int:
     return mx.get_active_memory()
 
 
+def memory_cached() -> int:
+    """Return the bytes of freed buffers that MLX keeps for later use. They are not part of `memory_used`."""
+    return mx.get_cache_memory()
+
+
 # At import, because both must precede the first call that creates MLX's device.
 renew_residency()
 use_requested_device()

@@ -244,6 +244,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             link_stall_ms=int(link.stall * 1000) if link else 0,
             busy_us=thread.busy_us,
             memory_used=hardware.memory_used(),
+            memory_cached=hardware.memory_cached(),
             bytes_in=traffic.bytes_in,
             bytes_out=traffic.bytes_out,
             messages_in=traffic.messages_in,

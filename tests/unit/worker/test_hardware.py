@@ -72,3 +72,18 @@ def test_the_bandwidth_probe_reads_different_matrices(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mx, "eval", record)
     assert 0 < hardware.measured_bandwidth() < float("inf")
     assert evaluated == [hardware.GPU_MATRICES] * hardware.PROBES
+
+
+def test_freed_buffers_are_counted_besides_the_memory_in_use() -> None:
+    """A freed array moves from the memory in use to the cached memory, and a clear returns it."""
+    mx.clear_cache()
+    used = hardware.memory_used()
+    array = mx.ones((1024, 1024))
+    mx.eval(array)
+    assert hardware.memory_used() >= used + array.nbytes
+    nbytes = array.nbytes
+    del array
+    assert hardware.memory_cached() >= nbytes
+    assert hardware.memory_used() < used + nbytes
+    mx.clear_cache()
+    assert hardware.memory_cached() == 0
