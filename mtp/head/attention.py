@@ -1,8 +1,8 @@
 """Gated full attention over flat rows: many sequences in one pass, each with its own cache and length.
 
-The projections take all rows at once, RoPE takes neighbouring sequences of equal width at once. The K/V cache and the
-attention itself are per sequence. The modules, their weights and the caches are mlx-lm's own (`Qwen3NextAttention`,
-`KVCache`, `QuantizedKVCache`), or a `PackedAttention` in place of the module.
+The projections process all rows at once. RoPE processes neighbouring sequences of equal width at once. The K/V cache
+and the attention itself are per sequence. The modules, their weights and the caches are mlx-lm's own
+(`Qwen3NextAttention`, `KVCache`, `QuantizedKVCache`), or a `PackedAttention` replaces the module.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ KV = KVCache | QuantizedKVCache
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K/V is stored. `bits` None keeps the model's dtype; 4 and 8 quantize in groups along head_dim."""
+    """The format of stored K/V. `bits` None is the model's dtype; 4 and 8 quantize in groups along head_dim."""
 
     bits: int | None = None
     group_size: int = 64
 
     @classmethod
     def of(cls, head_dim: int, bits: int | None) -> KVFormat:
-        """The widest groups that divide a head: 64, or 32 where heads are narrower."""
+        """Return the format with the widest groups that divide a head: 64, or 32 for narrower heads."""
         return cls(bits, group_size=32 if head_dim % 64 else 64)
 
     def new_cache(self) -> KV:
+        """Return an empty cache of this format."""
         if self.bits is None:
             return KVCache()
         return QuantizedKVCache(group_size=self.group_size, bits=self.bits)
@@ -101,7 +102,7 @@ def _attend_one(
     k, v = cache.update_and_fetch(k, v)
     if isinstance(cache, KVCache):
         return tiled_attention(q, k, v, offset, attention.scale)
-    mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation forgets the string
+    mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation lacks the string
     out: mx.array = scaled_dot_product_attention(
         q, k, v, cache=cache, scale=attention.scale, mask=mask
     )
@@ -125,7 +126,7 @@ def _runs_of(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def state_of(cache: KV) -> list[mx.array]:
-    """The arrays a cache holds, for `mx.eval` and for counting bytes."""
+    """Return the arrays of a cache, for `mx.eval` and for counting bytes."""
     if cache.keys is None:
         return []
     if isinstance(cache, QuantizedKVCache):
@@ -134,7 +135,7 @@ def state_of(cache: KV) -> list[mx.array]:
 
 
 def copy_of(cache: KV) -> KV:
-    """An independent copy that holds the valid tokens and no spare room."""
+    """Return an independent copy with the valid tokens only."""
     if isinstance(cache, QuantizedKVCache):
         copy: KV = QuantizedKVCache(group_size=cache.group_size, bits=cache.bits)
     else:

@@ -1,9 +1,9 @@
-"""Drafting with the MTP head: keep its cache in step with the text, and chain drafts from the last token.
+"""The drafter: it updates the cache of the MTP head with the text, and chains drafts from the last token.
 
-The head's cache holds one entry for each pair (hidden[t], token[t+1]), position 0 first, where hidden is the
-backbone's after its final norm. A pair is known once token[t+1] is; so a sequence of n tokens with its successor
-chosen has n entries. A draft chain appends entries computed from the head's own outputs and takes them away again: what
-stays was computed from the backbone's hidden states, or the head would drift from what it was trained on.
+The cache of the head has one entry for each pair (hidden[t], token[t+1]), position 0 first. `hidden` is the backbone's
+state after its final norm. A pair is known when token[t+1] is known. So a sequence of n tokens with a chosen successor
+has n entries. A chain of drafts appends entries from the head's own outputs and removes them again. All remaining
+entries come from the hidden states of the backbone, as in training.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mtp.sampling.noise import Stream
 from proto.params import SamplingParams
 
 MOST_WAITING = 64
-"""Pairs kept back while nobody wants drafts; then one pass takes them all, which costs the head's weights once."""
+"""Pairs that wait while no drafts are requested. One pass then computes all of them, and reads the weights once."""
 
 
 @dataclass
 class HeadState:
-    """One sequence's head: the cache, and the pairs it has not been fed yet.
+    """The state of the head for one sequence: the cache, and the pairs that are not computed yet.
 
-    `newest [1, hidden]` is the newest hidden state. Its pair is among the known ones if its `successor` is known.
+    `newest [1, hidden]` is the newest hidden state. If its `successor` is known, its pair is among the known pairs.
     """
 
     cache: KV
@@ -42,11 +42,11 @@ class HeadState:
 
     @property
     def length(self) -> int:
-        """Pairs known so far: equal to the sequence's tokens whose successor is known."""
+        """Known pairs: the number of tokens of the sequence whose successor is known."""
         return int(self.cache.offset) + len(self.waiting_tokens)
 
     def observe(self, hidden: mx.array, tokens: Sequence[int], successor: int | None) -> None:
-        """Take the verified `hidden [n, hidden]` of the next `n` tokens, and the token after them if it is known."""
+        """Add the pairs of the next `n` verified tokens: `hidden [n, hidden]`, and the token after them if known."""
         if self.newest is not None and self.successor != tokens[0]:
             self._forget_successor()
             self._wait(self.newest, tokens[:1])
@@ -56,12 +56,12 @@ class HeadState:
 
     def _wait(self, hidden: mx.array, following: Sequence[int]) -> None:
         if following:
-            # Contiguous: a view would keep a whole frame's hidden states alive for a few rows of it.
+            # A contiguous copy, since a view of a few rows would keep the hidden states of the whole frame in memory.
             self.waiting_hidden.append(mx.contiguous(hidden))
             self.waiting_tokens.extend(following)
 
     def _forget_successor(self) -> None:
-        """Take back the newest pair: the text goes on otherwise, as after a prefix that another request continues."""
+        """Remove the newest pair: the text continues with another token, as after a shared prefix."""
         if self.successor is None:
             return
         if not self.waiting_tokens:
@@ -73,6 +73,7 @@ class HeadState:
             self.waiting_hidden.append(last[:-1])
 
     def copy(self) -> HeadState:
+        """Return an independent copy."""
         return HeadState(
             copy_of(self.cache),
             self.newest,
@@ -82,13 +83,14 @@ class HeadState:
         )
 
     def arrays(self) -> list[mx.array]:
+        """Return all arrays of the state, for `mx.eval` and for counting bytes."""
         newest = [] if self.newest is None else [self.newest]
         return [*state_of(self.cache), *self.waiting_hidden, *newest]
 
 
 @dataclass(frozen=True)
 class DraftJob:
-    """Wants `depth` drafts to follow `token`, which stands at `position` and is not in `history` yet.
+    """A request for `depth` drafts after `token`, which is at `position` and not in `history` yet.
 
     With a `grammar`, `answer` are the tokens of the answer up to `token`, and every draft is a token that it allows.
     """
@@ -104,20 +106,20 @@ class DraftJob:
 
     @property
     def ratio(self) -> bool:
-        """Whether drafts are drawn with noise of their own, and their scores kept for the ratio rule."""
+        """True if drafts are drawn with noise of their own and their scores are stored, for the ratio rule."""
         return self.params.ratio
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafted tokens and, under the ratio rule, the scores `[depth, vocab]` they were drawn from."""
+    """The drafted tokens and, under the ratio rule, the scores `[depth, vocab]` that they were drawn from."""
 
     tokens: tuple[int, ...]
     scores: mx.array | None = None
 
 
 class Drafter:
-    """The head with the embedding and the output projection it shares with the backbone."""
+    """The head with the embedding and the output projection that it shares with the backbone."""
 
     def __init__(
         self,
@@ -135,12 +137,13 @@ class Drafter:
         """Tokens that XTC never removes, as for the target."""
 
     def new_state(self) -> HeadState:
+        """Return the state of a new sequence."""
         return HeadState(self.kv_format.new_cache())
 
     def catch_up(self, states: Sequence[HeadState]) -> mx.array:
-        """Feed every state its waiting pairs, in one pass. Returns each one's last output: `[len(states), hidden]`.
+        """Compute the waiting pairs of all states in one pass. Returns their last outputs `[len(states), hidden]`.
 
-        Every state must have at least one pair waiting.
+        Every state must have at least one waiting pair.
         """
         tokens = mx.array([t for s in states for t in s.waiting_tokens], mx.uint32)
         hidden = mx.concatenate([h for s in states for h in s.waiting_hidden])
@@ -153,17 +156,17 @@ class Drafter:
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]
 
     def relieve(self, states: Sequence[HeadState]) -> None:
-        """Feed the states that have kept back too many pairs. What the others keep lets go of the frame it came in."""
+        """Compute the waiting pairs of states that have too many. For the others, release the memory of the frame."""
         full = [s for s in states if len(s.waiting_tokens) >= MOST_WAITING]
         if full:
             self.catch_up(full)
         mx.async_eval([s.arrays() for s in states])
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
-        """Chain `depth` drafts for every job, all jobs in one pass a position.
+        """Chain `depth` drafts for every job; all jobs share one pass per position.
 
-        Step i feeds the head its own output and the token drafted from it. Evaluates; leaves every cache with its
-        true pairs only.
+        The input of step i is the head's own output of the step before and the token drafted from it. The drafts are
+        evaluated. Afterwards every cache holds only the pairs of the text.
         """
         hidden = self.catch_up([job.state for job in jobs])
         chains = [_Chain(job, self.exempt) for job in jobs]
@@ -179,12 +182,14 @@ class Drafter:
             logits = self.unembed(hidden)
             for row, chain in enumerate(active):
                 chain.draw(logits[row : row + 1])
+            # A GPU computes these drafts while Python builds the next step.
+            mx.async_eval([chain.tokens[-1] for chain in active])
         mx.eval([(chain.tokens, chain.scores, chain.job.state.arrays()) for chain in chains])
         return [chain.end() for chain in chains]
 
 
 class _Chain:
-    """The drafts of one job as they are drawn, `[1]` and lazy each."""
+    """The drafts of one job, each lazy `[1]`."""
 
     def __init__(self, job: DraftJob, exempt: tuple[int, ...]) -> None:
         self.exempt = exempt
@@ -210,7 +215,7 @@ class _Chain:
             )
 
     def end(self) -> Drafts:
-        """The evaluated drafts. What the chain left in the head's cache goes."""
+        """Return the evaluated drafts, and remove the entries of the chain from the cache of the head."""
         if self.job.depth > 1:
             self.job.state.cache.trim(self.job.depth - 1)
         scores = mx.concatenate(self.scores) if self.scores else None

@@ -14,7 +14,7 @@ from mtp.kernels.projections import add_mlp
 
 
 class MTPHead(nn.Module):
-    """Modules named as the checkpoint names them within `mtp.`; lm_head and embedding are the backbone's.
+    """The modules of the head, with their names within `mtp.`. lm_head and embedding are those of the backbone.
 
     `fc` maps `[…, 2H]`, embedding first, to `[…, H]`.
     """
@@ -31,7 +31,7 @@ class MTPHead(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of its activations: its norms' own."""
+        """Type of the activations: that of the norms."""
         return self.norm.weight.dtype
 
     def advance(
@@ -41,11 +41,11 @@ class MTPHead(nn.Module):
         caches: Sequence[KV],
         widths: Sequence[int],
     ) -> mx.array:
-        """Feed pairs, flat: `embedded[i]` of token t+1 and `hidden[i]` of token t, both `[rows, hidden]`.
+        """Compute pairs as flat rows: `embedded[i]` of token t+1 and `hidden[i]` of token t, both `[rows, hidden]`.
 
-        `hidden` is the backbone's after its final norm, or the head's own output in a draft chain. Sequence i
-        owns the next `widths[i]` rows, appended to `caches[i]`. Returns `[rows, hidden]`, after `norm`: what lm_head
-        takes, to predict token t+2.
+        `hidden` is the backbone's state after its final norm, or the head's own output in a chain of drafts. Sequence i
+        owns the next `widths[i]` rows, which are appended to `caches[i]`. Returns `[rows, hidden]` after `norm`, the
+        input of lm_head for token t+2.
         """
         layer = self.layers[0]
         e = self.pre_fc_norm_embedding(embedded)

@@ -62,6 +62,7 @@ class PackedAttention(nn.Module):
 
     @staticmethod
     def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
+        """Return the shape of `attention` for the kernels."""
         return AttentionShape(
             attention.num_attention_heads, attention.num_key_value_heads, attention.rope.dims
         )

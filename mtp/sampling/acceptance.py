@@ -1,23 +1,25 @@
-"""How many tokens of a window are right.
+"""The acceptance of the drafts of a window.
 
-A window is `[confirmed, draft_1 … draft_k]`; row i of its logits predicts the token after its i-th, `target_i`.
-The target is what the sequence says there. So, whichever rule chose the targets:
+A window is `[confirmed, draft_1 … draft_k]`. Row i of its logits predicts the token after its i-th token, `target_i`.
+The target is the token of the sequence at this place. Under both rules for the targets:
 
-    kept = 1 + the number of leading drafts with draft_(i+1) = target_i, and target_(kept-1) comes next.
+    accepted length = 1 + the number of leading drafts with draft_(i+1) = target_i
+    next token      = target_(accepted length - 1)
 
-coupled (the default): target_i is `sampling.choose` of row i, what plain decoding would have said there. The drafter
-draws with the same noise from its own logits, so it often lands on the same token. The answer is that of plain
-sampling with the same seed, token for token.
+Under the coupled rule (the default), target_i is `choice.choose` of row i, which is the token of plain decoding. The
+drafter draws with the same noise from its own logits, so it often draws the same token. The answer equals, token for
+token, that of plain sampling with the same seed.
 
-ratio: draft_(i+1) was drawn from the head's distribution q with noise of its own. With the target's distribution p,
+Under the ratio rule, draft_(i+1) is drawn from the head's distribution q with noise of its own. With the target's
+distribution p:
 
     target_i = draft_(i+1)               with probability min(1, p(draft)/q(draft)),
                a draw from (p - q)+      otherwise,
 
-and a draw from p where there is no draft. Each is distributed as p (Leviathan et al. 2023, Chen et al. 2023), but
-which of its tokens comes out depends on the draft: the distribution is that of plain sampling, the tokens are not.
-More drafts are kept (at most 1 - TV(p, q), the bound of any coupling, is reached). Greedy p and q have one token
-each, and the rule becomes the coupled one: use `sampling.choose` for both.
+Where there is no draft, the target is a draw from p. Each target is distributed as p (Leviathan et al. 2023, Chen et
+al. 2023), but the token depends on the draft. So the distribution is that of plain sampling, and the tokens are not.
+The rule accepts more drafts: it reaches 1 - TV(p, q), the bound of any coupling. Greedy p and q have one token each, so
+the rule is then the coupled one: use `choice.choose` for both.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from mtp.sampling.noise import Stream, gumbel, uniform
 def accepted_length(
     window: Sequence[int], targets: Sequence[int], expected: int | None = None
 ) -> int:
-    """How many tokens of `window` are right, given `targets`, one for each of its rows.
+    """Return the number of accepted tokens of `window`, given `targets`, one for each of its rows.
 
-    `expected` is the target for the window's first token when the window was sent on the hope that the one
-    before it would be kept whole; None when that token is confirmed. 0 means the hope was wrong.
+    For a speculative window, `expected` is the target for its first token; None when this token is confirmed. Returns 0
+    for a misspeculation.
     """
     if expected is not None and window[0] != expected:
         return 0
@@ -54,17 +56,17 @@ def ratio_targets(
     seed: int,
     first_position: int,
 ) -> mx.array:
-    """Targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `accepted_length`.
+    """Return the targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `accepted_length`.
 
     `target_scores` `[w, vocab]` and `draft_scores` `[k, vocab]` are the target's and the head's `filters.filtered`
-    logits; row i is of position `first_position + i`, where `drafts[i]` stands, drawn with `Stream.DRAFT`. k is w - 1,
-    or w when the window after this one begins with a draft too. Targets after the first that differs from
-    its draft mean nothing.
+    logits. Row i belongs to position `first_position + i`, the position of `drafts[i]`, which was drawn with
+    `Stream.DRAFT`. k is w - 1, or w when the next window begins with a draft too. Targets after the first one that
+    differs from its draft have no meaning. Raises ValueError for another number of drafts.
     """
     rows, vocab = target_scores.shape
     count = draft_scores.shape[0]
     if count not in (rows - 1, rows):
-        raise ValueError(f"{count} drafts for {rows} rows: one fewer than rows, or as many")
+        raise ValueError(f"{count} drafts for {rows} rows. Give {rows - 1} or {rows}.")
     free = drawn(target_scores[count:], seed, first_position + count) if count < rows else None
     if count == 0 and free is not None:
         return free
@@ -82,9 +84,9 @@ def ratio_targets(
 
 
 def residual(p: mx.array, q: mx.array) -> mx.array:
-    """What p has more of than q, unnormalized: `(p - q)+`, `[k, vocab]`.
+    """Return the unnormalized excess of p over q: `(p - q)+`, `[k, vocab]`.
 
-    Where rounding leaves nothing, p and q are the same, and p itself is returned.
+    Returns p for rows in which p and q are equal up to rounding.
     """
     more = mx.maximum(p - q, 0)
     return mx.where(mx.any(more > 0, axis=-1, keepdims=True), more, p)

@@ -1,7 +1,7 @@
 """The token at a position: `argmax(scores + gumbel(seed, position))`, or `argmax(logits)` when greedy (DESIGN §6).
 
-Adding Gumbel noise to log-probabilities and taking the largest is drawing from them. The noise depends on the
-position alone, so the same logits give the same token whatever the window, the batch or the run.
+The largest sum of a log-probability and Gumbel noise is a draw from the distribution. The noise depends on seed and
+position only. So the same logits give the same token in every window, batch and run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def choose(
     pending: Tokens = (),
     exempt: Sequence[int] = (),
 ) -> mx.array:
-    """Tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
+    """Return the tokens for the rows of `logits` `[w, vocab]`: int32 `[w]`, lazy.
 
-    Row i predicts position `first_position + i`; `history`, `pending` and `exempt` are as `filters.filtered` says.
-    Greedy takes bias and penalties, and no filter: none but XTC could change the best token, and XTC is
-    a way to draw (mlx-lm's reading too).
+    Row i predicts position `first_position + i`. `history`, `pending` and `exempt` are those of `filters.filtered`.
+    Greedy choice applies bias and penalties, but no filter. Only XTC could change the best token, and XTC belongs to
+    random draws, as in mlx-lm.
     """
     if params.greedy:
         scores = adjusted(logits, params, history, pending)
@@ -41,7 +41,7 @@ def choose(
 def drawn(
     scores: mx.array, seed: int, first_position: int, stream: Stream = Stream.TARGET
 ) -> mx.array:
-    """Draw from the softmax of each row of `scores` `[w, vocab]`: int32 `[w]`, lazy."""
+    """Draw from the softmax of each row of `scores` `[w, vocab]`. Returns int32 `[w]`, lazy."""
     rows, vocab = scores.shape
     positions = range(first_position, first_position + rows)
     noise = gumbel(seed, positions, vocab, stream)
@@ -49,7 +49,7 @@ def drawn(
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of `w` tokens and, most likely first, of the `top` best tokens at their positions."""
+    """The log-probabilities of `w` tokens, and of the `top` best tokens at their positions, most likely first."""
 
     chosen: mx.array
     """fp32 `[w]`"""
@@ -60,8 +60,10 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits: mx.array, tokens: Tokens, top: int) -> Logprobs:
-    """What the model itself thought of `tokens` `[w]`: log-softmax of `logits` `[w, vocab]`, before bias, penalties,
-    temperature and filters (vLLM's default)."""
+    """Return the model's own log-probabilities of `tokens` `[w]` and of the `top` best tokens.
+
+    They are the log-softmax of `logits` `[w, vocab]`, before bias, penalties, temperature and filters, as in vLLM.
+    """
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(scores, token_array(tokens)[:, None], axis=-1)[:, 0]

@@ -1,11 +1,10 @@
-"""From logits to the scores a token is drawn by: bias, penalties, temperature, filters.
+"""The scores that a token is drawn from: logits after bias, penalties, temperature and filters.
 
-The order is vLLM's, whose users ours are: logit bias; repetition, frequency, presence penalty; temperature;
-min-p, top-k, top-p. (mlx-lm divides by the temperature last, so its filters look at other probabilities.)
-XTC, which vLLM lacks, comes last, as it does in mlx-lm for all but top-k. Only top-p minds the order of
-the three before it: it takes its share of what they left.
+The order is that of vLLM: logit bias; repetition, frequency, presence penalty; temperature; min-p, top-k, top-p.
+mlx-lm divides by the temperature last, so its filters use other probabilities. XTC, which vLLM lacks, comes last, as in
+mlx-lm for all filters but top-k. The order matters only for top-p, whose share refers to the remaining tokens.
 
-Everything is in fp32, lazy, and row by row: a row's scores are bit for bit the same alone and in a window.
+Everything is fp32, lazy, and computed row by row. The scores of a row are bit-equal alone and in a window.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from proto.errors import RequestError
 from proto.params import SamplingParams
 
 COLDEST = 1e-5
-"""Smaller temperatures mean this one (vLLM's bound): 1/T must stay finite in fp32."""
+"""Lower bound of the temperature, as in vLLM: 1/T must stay finite in fp32."""
 
 
 def adjusted(
@@ -30,10 +29,10 @@ def adjusted(
     history: History | None = None,
     pending: Tokens = (),
 ) -> mx.array:
-    """Logits after bias and penalties, which hold for greedy choice too: fp32 `[w, vocab]`.
+    """Return the logits after bias and penalties, which greedy choice uses too: fp32 `[w, vocab]`.
 
-    Row i sees `history` and `pending` as `History.counts` says. Raises RequestError for a biased token outside
-    the vocabulary, ValueError when params are penalized and there is no history.
+    The past of row i consists of `history` and a part of `pending`, as in `History.counts`. Raises RequestError for a
+    biased token outside the vocabulary, and ValueError for penalties without a history.
     """
     scores = logits.astype(mx.float32)
     if params.logit_bias:
@@ -53,11 +52,11 @@ def filtered(
     pending: Tokens = (),
     exempt: Sequence[int] = (),
 ) -> mx.array:
-    """Scores whose softmax is the distribution of the tokens at `first_position` and after: fp32 `[w, vocab]`.
+    """Return the scores whose softmax is the distribution of the tokens: fp32 `[w, vocab]`.
 
-    `logits` is `[w, vocab]` of any float type; row i predicts position `first_position + i`. A removed token's
-    score is -inf, and each row keeps at least one. `exempt` are tokens XTC never removes, besides those of `params`:
-    end of text should be, lest it make the model unable to stop. Not for greedy params: see `sampling.choose`.
+    `logits` is `[w, vocab]` of any float type. Row i predicts position `first_position + i`. A removed token has the
+    score -inf; each row keeps at least one token. XTC never removes the tokens of `exempt` and of `params.xtc_exempt`.
+    The end of text should be among them, so that the model can stop. For greedy params use `choice.choose`.
     """
     scores = adjusted(logits, params, history, pending)
     scores = (scores - scores.max(axis=-1, keepdims=True)) / max(params.temperature, COLDEST)
@@ -79,7 +78,8 @@ def _biased(scores: mx.array, bias: dict[int, float]) -> mx.array:
     for token in bias:
         if not 0 <= token < vocab:
             raise RequestError(
-                f"logit_bias token {token}: the vocabulary has {vocab}", param="logit_bias"
+                f"logit_bias token {token} exceeds the vocabulary of {vocab} tokens",
+                param="logit_bias",
             )
     tokens = mx.array(list(bias), dtype=mx.int32)
     return scores.at[:, tokens].add(mx.array(list(bias.values()), dtype=mx.float32))
@@ -97,9 +97,9 @@ def _penalized(
 
 
 def _top(scores: mx.array, top_k: int, top_p: float) -> mx.array:
-    """Keep the `top_k` best tokens, then of these the fewest best ones whose probability reaches `top_p`.
+    """Keep the `top_k` best tokens, and of these the fewest best ones whose probability reaches `top_p`.
 
-    Tokens that tie with the last one kept stay in, so the result does not hang on a sort's order.
+    Tokens that tie with the last one stay, so the result does not depend on the order of a sort.
     """
     vocab = scores.shape[-1]
     has_k = 0 < top_k < vocab
@@ -115,7 +115,7 @@ def _top(scores: mx.array, top_k: int, top_p: float) -> mx.array:
 
 
 def _top_excluded(scores: mx.array, threshold: float, exempt: Sequence[int]) -> mx.array:
-    """XTC: of the tokens above `threshold`, remove all but the least likely."""
+    """Apply XTC: remove the tokens above `threshold`, except the least likely of them."""
     probability = mx.softmax(scores, axis=-1)
     above = mx.where(probability > threshold, probability, mx.inf)
     removed = probability > above.min(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What a sequence has said so far, counted by token: what penalties look at."""
+"""The token counts of a sequence, which penalties use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import mlx.core as mx
 from proto.errors import ProtocolError
 
 Tokens = Sequence[int] | mx.array
-"""Token ids; an array of them need not be evaluated."""
+"""Token ids. An array of them may be lazy."""
 
 
 class History:
-    """Token counts of one sequence, its prompt's apart from its output's.
+    """The token counts of one sequence, separate for prompt and output.
 
-    A step costs what it adds, not what is there: counts are two int32 `[vocab]` arrays (2 MB at 248,320 tokens), so
-    make one only for a sequence whose params are `penalized`. `prompt` is `Admit.prompt`: the first
-    so many tokens are the user's, also when a rebuilt sequence is fed its own output as a prompt.
+    The cost of a step depends on the new tokens only. The counts are two int32 `[vocab]` arrays (2 MB at 248,320
+    tokens), so construct a history only for a sequence whose params are `penalized`. The first `prompt` tokens
+    (`Admit.prompt`) are the user's, also in a rebuilt sequence whose output is part of its new prompt.
     """
 
     def __init__(self, vocab: int, prompt: int) -> None:
@@ -34,23 +34,23 @@ class History:
         """Append tokens. Raises ProtocolError for one outside the vocabulary."""
         for token in tokens:
             if not 0 <= token < self.vocab:
-                raise ProtocolError(f"token {token}: the vocabulary has {self.vocab}")
+                raise ProtocolError(f"token {token} exceeds the vocabulary of {self.vocab} tokens")
         self._add(tokens, start=len(self), count=1)
         self._tokens.extend(tokens)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens, as a rollback does."""
+        """Remove all tokens after the first `length`, as a rollback does. Raises ValueError for an invalid length."""
         if not 0 <= length <= len(self):
             raise ValueError(f"truncate to {length} of {len(self)} tokens")
         self._add(self._tokens[length:], start=length, count=-1)
         del self._tokens[length:]
 
     def counts(self, pending: Tokens, rows: int) -> tuple[mx.array, mx.array]:
-        """How often each row's past holds each token: (in the prompt, in the output), int32 `[rows, vocab]`.
+        """Return the token counts in the past of each row: (in the prompt, in the output), int32 `[rows, vocab]`.
 
-        `pending` are n >= rows - 1 tokens that follow the history and are not in it yet, an open window or a
-        chain of drafts. The last row sees them all, each row
-        above it one fewer.
+        `pending` are n >= rows - 1 tokens that follow the history and are not part of it yet: an open window or a
+        chain of drafts. The past of the last row includes all of them, and that of each row before it one fewer. Raises
+        ValueError for fewer tokens.
         """
         tokens = token_array(pending)
         unseen = rows - 1
@@ -64,14 +64,14 @@ class History:
         )
 
     def _add(self, tokens: Sequence[int], start: int, count: int) -> None:
-        """Add `count` for each of `tokens`, which stand at `start` and after."""
+        """Add `count` for each of `tokens`, whose positions begin at `start`."""
         split = max(0, self.prompt - start)
         self._in_prompt = _added(self._in_prompt, tokens[:split], count)
         self._in_output = _added(self._in_output, tokens[split:], count)
 
 
 def token_array(tokens: Tokens) -> mx.array:
-    """int32 `[n]`"""
+    """Return `tokens` as int32 `[n]`."""
     return mx.array(tokens if isinstance(tokens, mx.array) else list(tokens), dtype=mx.int32)
 
 
@@ -84,7 +84,7 @@ def _added(counts: mx.array, tokens: Sequence[int], count: int) -> mx.array:
 def _scattered(
     counts: mx.array, rows: int, tokens: mx.array, pairs: list[tuple[int, int]]
 ) -> mx.array:
-    """`counts` once a row, and one more for token `tokens[j]` in row r for each pair (r, j)."""
+    """Repeat `counts` for each row, and add one for `tokens[j]` in row r for each pair (r, j)."""
     repeated = mx.broadcast_to(counts, (rows, counts.size))
     if not pairs:
         return repeated
