@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 PROGRAM = "mtp-worker"
 
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

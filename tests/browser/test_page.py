@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import axe_playwright_python
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.support.browser.chromium import PATIENCE_MS, WatchedPage
 from tests.support.processes.processes import (
@@ -23,8 +23,8 @@ from tests.support.processes.processes import (
 )
 
 VIEWS = ("cluster", "chat", "timeline", "speed", "connect")
-AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
-PHONE = {"width": 390, "height": 844}
+AXE = (files("axe_playwright_python") / "axe.min.js").read_text()
+PHONE, DESK = ViewportSize(width=390, height=844), ViewportSize(width=1280, height=860)
 FIRST_PAINT_MS = 1000
 """Milliseconds. Upper bound of the first paint on loopback, for the best of PAINTS attempts on a shared machine."""
 
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def opened(browser: Browser, cluster: Cluster) -> Iterator[WatchedPage]:
     """Open the page that stays open during all tests of this file. At the end its console has no error."""
-    watched = WatchedPage.open(browser, cluster.url, viewport={"width": 1280, "height": 860})
+    watched = WatchedPage.open(browser, cluster.url, viewport=DESK)
     yield watched
     errors = watched.errors
     watched.close()
@@ -219,7 +219,7 @@ def test_every_view_is_accessible(opened: WatchedPage, look: str) -> None:
     """axe finds no violation: contrast, names, roles, order. Nothing is wider than a phone."""
     page = opened.page
     page.emulate_media(color_scheme="dark" if look == "dark" else "light")
-    page.set_viewport_size(PHONE if look == "phone" else {"width": 1280, "height": 860})
+    page.set_viewport_size(PHONE if look == "phone" else DESK)
     page.evaluate(AXE)
     for view in VIEWS:
         opened.show(view)
@@ -227,7 +227,7 @@ def test_every_view_is_accessible(opened: WatchedPage, look: str) -> None:
         assert [describe_violation(one) for one in found["violations"]] == [], view
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
     page.emulate_media(color_scheme="light")
-    page.set_viewport_size({"width": 1280, "height": 860})
+    page.set_viewport_size(DESK)
 
 
 def describe_violation(violation: dict[str, Any]) -> str:
@@ -275,7 +275,7 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
 def test_a_stopped_coordinator_shows_and_ends_quickly(
     opened: WatchedPage, cluster: Cluster
 ) -> None:
-    """An open page does not delay the end of the coordinator, and says that nobody answers."""
+    """An open page does not delay the end of the coordinator, and reports the lost connection."""
     began = time.monotonic()
     cluster.coordinator.stop()
     assert time.monotonic() - began < 8

@@ -14,10 +14,7 @@ def test_a_lone_frame_lies_between_its_hops() -> None:
     history = FrameHistory()
     history.record_frame("decode", 1, 0, (10_000, 20_000), 5.0, 5.036)
     (frame,) = history.frames
-    assert frame.stages == (
-        (pytest.approx(5.002), pytest.approx(5.012)),
-        (pytest.approx(5.014), pytest.approx(5.034)),
-    )
+    assert sum(frame.stages, ()) == pytest.approx((5.002, 5.012, 5.014, 5.034))
 
 
 def test_a_frame_waits_for_the_one_before_it() -> None:
@@ -26,8 +23,7 @@ def test_a_frame_waits_for_the_one_before_it() -> None:
     history.record_frame("prompt", 64, 0, (10_000, 30_000), 0.0, 0.040)
     history.record_frame("prompt", 64, 0, (10_000, 30_000), 0.001, 0.070)
     second = history.frames[1]
-    assert second.stages[0] == (pytest.approx(0.010), pytest.approx(0.020))
-    assert second.stages[1] == (pytest.approx(0.040), pytest.approx(0.070))
+    assert sum(second.stages, ()) == pytest.approx((0.010, 0.020, 0.040, 0.070))
 
 
 @given(
