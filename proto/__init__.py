@@ -1,1 +1,7 @@
 """The wire format: frames, operations, control messages and errors. The modules of this folder do no I/O."""
+
+import os
+
+# gRPC has no setting for the lowest TLS version, and reads this variable when it is imported. Keys are P-256, so a
+# TLS 1.2 handshake that may only use RSA fails. The variable does not apply to TLS 1.3.
+os.environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-RSA-AES256-GCM-SHA384"

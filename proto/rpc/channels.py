@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,6 @@ from proto.errors import AccessError
 from proto.rpc.data_plane import CHANNEL_OPTIONS
 from proto.trust.identity import NodeIdentity, Role, host_name
 from proto.trust.node_trust import NodeTrust
-
-# gRPC has no setting for the lowest TLS version. Keys are P-256, so a TLS 1.2 handshake that may only use RSA fails.
-# The variable does not apply to TLS 1.3. gRPC reads it at the first secured connection.
-os.environ["GRPC_SSL_CIPHER_SUITES"] = "ECDHE-RSA-AES256-GCM-SHA384"
 
 _NAMES = "x509_subject_alternative_name"
 

@@ -121,5 +121,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         self._open.add(entry)
         try:
             yield
+        except asyncio.CancelledError:
+            if peer.node in self._trust.removed:  # gRPC sends no status for a cancelled handler
+                task.uncancel()
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, "removed from the cluster")
+            raise
         finally:
             self._open.discard(entry)
