@@ -15,6 +15,8 @@ from coordinator.api.ollama import answers as ollama_answers
 from coordinator.api.ollama import models as ollama_models
 from coordinator.api.ollama.errors import ollama_error
 from coordinator.api.openai_chat import chat, completions, models
+from coordinator.api.openai_responses import responses
+from coordinator.api.openai_responses.store import ResponseStore
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
@@ -58,11 +60,13 @@ def create_app(
     app.state.api = Api(
         generator, tokenizer, model, status, options, metrics, replan, collect_trace
     )
+    app.state.response_store = ResponseStore()
     app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock, frames)
     routers = (
         chat.router,
         completions.router,
         models.router,
+        responses.router,
         messages.router,
         ollama_answers.router,
         ollama_models.router,
@@ -80,7 +84,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
         "worker.model",
     }
     | TERMINAL,
-    "worker.engine": {"worker.cache", "worker.model"} | WIRE,
+    "worker.engine": {"mtp.kernels", "worker.cache", "worker.model"} | WIRE,
     "worker.model": {
         "mtp.checkpoint.format",
         "mtp.head",
@@ -114,6 +114,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api.anthropic",
         "coordinator.api.ollama",
         "coordinator.api.openai_chat",
+        "coordinator.api.openai_responses",
         "coordinator.api.request",
         "coordinator.generation",
         "coordinator.status",
@@ -229,6 +230,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api.answer": {"starlette"},
     "coordinator.api.anthropic": {"fastapi", "starlette"},
     "coordinator.api.ollama": {"fastapi", "starlette"},
+    "coordinator.api.openai_responses": {"fastapi", "starlette"},
     "coordinator.api.openai_chat": {"fastapi", "starlette"},
     "coordinator.api.request": {"fastapi", "starlette"},
     "coordinator.cli": {"http", "httpx", "socket", "urllib"},

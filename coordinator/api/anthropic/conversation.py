@@ -14,7 +14,7 @@ from coordinator.api.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from coordinator.api.request.chat import ChatRequest
+from coordinator.api.request.chat import ChatRequest, with_system_first
 from coordinator.api.request.reasoning import BUDGETS
 from coordinator.api.request.settings import GenerationSettings
 from coordinator.text.model_info import Json
@@ -48,29 +48,20 @@ def thinking_of(body: PromptBody) -> tuple[bool, int | None]:
 
 
 def template_messages(body: PromptBody) -> list[Json]:
-    """Return the conversation as chat templates read it.
-
-    The system prompt and the system messages at the beginning are one system message. Most templates reject later
-    ones, so these become messages of the user, marked as system text.
-    """
-    messages = list(body.messages)
-    system = [body.system_text] if body.system_text else []
-    while messages and messages[0].role == "system":
-        system.append(_text(messages.pop(0).blocks))
+    """Return the conversation as chat templates read it."""
     turns: list[Json] = []
-    if system:
-        turns.append({"role": "system", "content": "\n\n".join(system)})
-    for message in messages:
+    if body.system_text:
+        turns.append({"role": "system", "content": body.system_text})
+    for message in body.messages:
         turns += _turns(message)
-    return turns
+    return with_system_first(turns)
 
 
 def _turns(message: Message) -> Iterator[Json]:
     if message.role == "assistant":
         yield _assistant(message.blocks)
     elif message.role == "system":
-        text = _text(message.blocks)
-        yield {"role": "user", "content": f"<system>\n{text}\n</system>"}
+        yield {"role": "system", "content": _text(message.blocks)}
     else:
         texts: list[Block] = []
         for block in message.blocks:

@@ -135,5 +135,5 @@ class MessageWriter:
         }
 
 
-def _event(name: str, **fields: object) -> bytes:
+def _event(name: str, /, **fields: object) -> bytes:
     return sse_event(name, {"type": name, **fields})

@@ -83,3 +83,21 @@ def call_message(
     if parsed:
         message["tool_calls"] = parsed
     return message
+
+
+def with_system_first(turns: Sequence[Json]) -> list[Json]:
+    """Return a conversation whose only system message is the first message.
+
+    The system messages at the beginning are joined. Most templates reject later ones, so these become messages of the
+    user, marked as system text.
+    """
+    rest = list(turns)
+    system = []
+    while rest and rest[0]["role"] == "system":
+        system.append(rest.pop(0)["content"])
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    for index, turn in enumerate(rest):
+        if turn["role"] == "system":
+            text = f"<system>\n{turn['content']}\n</system>"
+            rest[index] = {"role": "user", "content": text}
+    return [*first, *rest]

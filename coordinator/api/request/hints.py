@@ -8,7 +8,9 @@ log = logging.getLogger(__name__)
 
 HINTS = (
     "cache_control",
+    "client_metadata",
     "context_management",
+    "include",
     "messages[].name",
     "metadata",
     "options.f16_kv",
@@ -25,6 +27,7 @@ HINTS = (
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "reasoning.summary",
     "reasoning_details",
     "safety_identifier",
     "service_tier",
