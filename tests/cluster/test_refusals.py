@@ -1,4 +1,4 @@
-"""What cannot be: said in one line with the right exit or gRPC status, and nothing half-started left behind."""
+"""Refused command lines, clusters and calls: one line, the right status, and no process left behind."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from tests.support.processes.processes import (
 from tests.support.processes.stub_worker import stub_worker
 
 REFUSED_SECONDS = 90.0
-"""Longest time for a program to say that it cannot start; all but two seconds of it are for a machine in use."""
+"""Seconds. Deadline for a program that cannot start. An idle machine needs about two."""
 
 
 def refusal(process: Process) -> tuple[int, str]:
-    """Exit status and last line of a program that ends by itself, leaving no process."""
+    """Return the exit status and last line of a program that ends by itself, and leaves no process."""
     children = psutil.Process(process.pid).children(recursive=True) if process.running else []
     try:
         status = process.wait(REFUSED_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"{process.name} goes on: {process.text()[-1000:]}") from None
+        raise AssertionError(f"{process.name} continues: {process.text()[-1000:]}") from None
     assert not any(child.is_running() for child in children)
     text = process.text()
     assert "Traceback" not in text, text
@@ -60,7 +60,7 @@ def refusal(process: Process) -> tuple[int, str]:
 
 
 def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
-    """The refusals of programs started side by side."""
+    """Yield the refusals of programs that are started together."""
     with ExitStack() as stack:
         started = [stack.enter_context(ending(launch())) for launch in launches]
         yield from (refusal(process) for process in started)
@@ -70,7 +70,7 @@ def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
 
 
 def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
-    """Exposed without --insecure, layers that are none, a port in use, no such model: status 2 and what to do."""
+    """Wrong addresses, layers, ports and models end with status 2 and a line that names the flag."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = in_turn(
@@ -78,8 +78,19 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
             lambda: launch_worker(tmp_path, "b", "--layers", "5-2"),
             lambda: launch_worker(tmp_path, "c", "--listen", f"127.0.0.1:{port}"),
             lambda: launch_worker(tmp_path, "d", "--model", "no-such-model"),
+            lambda: launch_worker(tmp_path, "e", "--listen", "7103"),
+            lambda: launch_worker(tmp_path, "f", "--listen", "203.0.113.1:7103", "--insecure"),
+            lambda: launch_worker(tmp_path, "g", "--memory-limit", "64"),
         )
-        words = ("--insecure", "--layers '5-2'", f"--listen 127.0.0.1:{port}", "no-such-model")
+        words = (
+            "--insecure",
+            "--layers '5-2'",
+            f"--listen 127.0.0.1:{port}: another program listens there",
+            "no-such-model",
+            "as in 127.0.0.1:7103",
+            "Its addresses are 127.0.0.1",
+            "Write 64GB",
+        )
         for (status, line), word in zip(found, words, strict=True):
             assert status == 2, line
             assert line.startswith("mtp-worker: ")
@@ -87,7 +98,7 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
-    """Exposed without --insecure, a port in use, no such model, flags that contradict each other: status 2."""
+    """Wrong addresses, ports, models and contradicting flags end with status 2 and a line that names the flag."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = in_turn(
@@ -95,8 +106,17 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
             lambda: launch_coordinator(tmp_path, "--port", str(port), name="b"),
             lambda: launch_coordinator(tmp_path, "--model", "no-such-model", name="c"),
             lambda: launch_coordinator(tmp_path, "--single-node", "--nodes", "2", name="d"),
+            lambda: launch_coordinator(tmp_path, "--host", "203.0.113.1", "--insecure", name="e"),
+            lambda: launch_coordinator(tmp_path, "builtin", "--model", "toy", name="f"),
         )
-        words = ("--insecure", f"--port {port}", "no-such-model", "--single-node")
+        words = (
+            "--insecure",
+            f"--port {port}: another program listens there",
+            "no-such-model",
+            "--single-node",
+            "Its addresses are 127.0.0.1",
+            "two models are named",
+        )
         for (status, line), word in zip(found, words, strict=True):
             assert status == 2, line
             assert line.startswith("mtp-coord: ")
@@ -108,7 +128,7 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pinned(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    """Workers that insist on their layers, by those."""
+    """Workers with pinned layers, by their layers."""
     folder = tmp_path_factory.mktemp("pinned")
     with ExitStack() as stack:
         started = {
@@ -123,7 +143,7 @@ def pinned(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
 def test_gaps_and_overlaps_of_pinned_layers(
     pinned: dict[str, Worker], toy: Path, tmp_path: Path
 ) -> None:
-    """Named by layer, without waiting for ever, and the workers are free for the next coordinator."""
+    """Gaps and overlaps are errors that name the layer. The workers are free afterwards."""
 
     def over(*layers: str) -> Process:
         flags = [flag for each in layers for flag in ("--worker", pinned[each].address)]
@@ -145,29 +165,32 @@ def _state(address: str) -> pb.WorkerState.ValueType:
 
 
 def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
-    """One with another checkpoint, one of another release and one that is not there are each told once, with the
-    reason; without anyone to serve with the coordinator serves alone."""
+    """Another checkpoint, another release and a silent address are logged once each, with the reason.
+
+    Without a worker the coordinator serves alone, which is a warning because workers were named.
+    """
     with (
         stub_worker("other-model", fingerprint="0" * 64) as one,
         stub_worker("other-release", version=VERSION + 1) as two,
         socket.socket() as deaf,
     ):
-        deaf.bind(("127.0.0.1", 0))  # and does not listen
+        deaf.bind(("127.0.0.1", 0))  # without a listener
         three = f"127.0.0.1:{deaf.getsockname()[1]}"
         named = [flag for address in (one, two, three) for flag in ("--worker", address)]
         launched = launch_coordinator(tmp_path, "--model", str(toy), "--wait", "4", *named)
         with ending(launched) as process:
             coordinator = as_coordinator(process)
-            assert coordinator.records("serving alone")
+            assert coordinator.records("serving alone")[0]["level"] == "warning"
             refused = coordinator.wait_for("worker refused")
             assert refused["address"] == one
             assert "another checkpoint" in refused["reason"]
+            assert "or without --model" in refused["reason"]
             coordinator.wait_for("no worker", count=2)
             said = {
                 record["address"]: record["error"] for record in coordinator.records("no worker")
             }
             assert f"version {VERSION + 1}" in said[two]
-            assert "is mtp-worker running there?" in said[three]
+            assert "Start mtp-worker there" in said[three]
             assert len(coordinator.records("worker refused")) == 1
             assert len(coordinator.records("no worker")) == 2
             nodes = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
@@ -175,7 +198,7 @@ def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_no_machine_here_can_hold(tmp_path: Path) -> None:
-    """Neither the worker's memory nor this machine's is enough for one stage of it: the end, and by how much."""
+    """A model that fits into no machine ends the start, with the missing memory."""
     huge = write_huge(tmp_path / "huge")
     with ending(launch_worker(tmp_path, "small", "--memory-limit", "1MB")) as launched:
         worker = as_worker(launched)
@@ -190,7 +213,7 @@ def test_a_model_no_machine_here_can_hold(tmp_path: Path) -> None:
 
 
 def write_huge(path: Path) -> Path:
-    """The toy model with an embedding of more bytes than this machine has, all of them a hole in the file."""
+    """Write the toy model with an embedding larger than this machine's memory, as a hole in the file."""
     write_tokenizer(write_checkpoint(path, vocab=512))
     rows = 2 * psutil.virtual_memory().total // (64 * 4)
     config = json.loads((path / "config.json").read_text())
@@ -222,15 +245,15 @@ ME = pb.Coordinator(id="test", name="a test")
 
 
 def status_of(call: Callable[[grpc.Channel], object], address: str) -> tuple[grpc.StatusCode, str]:
-    """What a refused call ends with."""
+    """Return the status code and details of a refused call."""
     with grpc.insecure_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             call(channel)
         return refused.value.code(), refused.value.details() or ""
 
 
-def test_another_protocol_version_is_told_so(worker: str) -> None:
-    """A coordinator of another release learns both versions from the first call it makes, whichever it is."""
+def test_another_protocol_version_is_refused(worker: str) -> None:
+    """The first call of a coordinator of another release is refused with both versions."""
 
     def describe(channel: grpc.Channel) -> object:
         stub = pb_grpc.WorkerStub(channel)
@@ -244,7 +267,7 @@ def test_another_protocol_version_is_told_so(worker: str) -> None:
     for call in (describe, signals):
         code, details = status_of(call, worker)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert f"version {VERSION + 1}, this one {VERSION}" in details
+        assert f"version {VERSION + 1}, this process uses {VERSION}" in details
 
 
 async def load(
@@ -265,9 +288,8 @@ async def load(
     return await client.load(request, lambda done, total: None)
 
 
-async def test_a_load_that_cannot_be(worker: str, toy: Path, tmp_path: Path) -> None:
-    """Another checkpoint under the same name, layers there are not, a type there is not: each its own error, and the
-    worker is idle again and loads the next one."""
+async def test_an_impossible_load_is_refused(worker: str, toy: Path, tmp_path: Path) -> None:
+    """Wrong checkpoints, layers and types are errors of their own, and the worker loads the next stage."""
     other = write_checkpoint(tmp_path / "other", seed=1, vocab=512)
     client = WorkerClient(worker, ME)
     whole = Span(0, 8)
@@ -310,7 +332,7 @@ GARBAGE = {
 async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
     worker: str, toy: Path, bytes_sent: bytes
 ) -> None:
-    """The coordinator hears why by the end of the results; the worker keeps its weights and takes the next plan."""
+    """The results end with the reason. The worker keeps its weights and serves the next plan."""
     client = WorkerClient(worker, ME)
     try:
         token = bytes(TOKEN_BYTES)
@@ -347,7 +369,7 @@ async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
 
 
 def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
-    """Without its binding, with another's token, to a stage that is not there: refused before a byte is read."""
+    """A stream without binding, with a wrong token or for a missing stage is refused before a byte is read."""
 
     def frames(*metadata: tuple[str, str | bytes]) -> Callable[[grpc.Channel], object]:
         def call(channel: grpc.Channel) -> object:
