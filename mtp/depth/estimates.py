@@ -138,8 +138,9 @@ LEVEL_SAMPLES = 15
 SETTLED_SAMPLES = 16
 """Samples after which a cost is fixed until the shape is measured again.
 
-The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would
-raise it without limit.
+The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would raise it without
+limit. A probe of another shape compares both again, because it is measured over the level that the shape in use has
+then.
 """
 
 LARGEST_SURPRISE = 0.25
@@ -202,12 +203,10 @@ class StepCosts:
         return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
 
     def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
-        """Set the cost to the median of fresh samples, averaged with the old estimate if there is one."""
+        """Set the cost to the median of fresh samples. An old estimate, perhaps of a colder chip, does not count."""
         if not self._relative:  # the first shape defines the level
             self._recent.extend(samples)
             self._relative[shape] = 0.0
-        elif shape in self._relative:
-            self._relative[shape] = (self._relative[shape] + median(samples)) / 2
         else:
             self._relative[shape] = median(samples)
         self._samples[shape] = FIRST_SAMPLES

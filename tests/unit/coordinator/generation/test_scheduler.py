@@ -397,8 +397,12 @@ def test_the_controller_gets_windows_and_steps() -> None:
     assert listener.steps == [(1, s.width, s.drafts, 1.0) for s in windows]
 
 
-def test_a_step_of_a_full_pipeline_costs_its_slowest_stage() -> None:
-    """With a micro-batch in flight for each stage, a step costs the slowest stage's time for all, not its wait."""
+def test_a_step_of_a_full_pipeline_costs_a_real_cycle() -> None:
+    """With a micro-batch in flight for each stage, a step costs the time from token to token.
+
+    Frames return every second here, so each of two micro-batches returns every two seconds. The chunks of a prompt
+    between them make cycles longer, and do not change the cost of a step.
+    """
     drive = Drive(stages=2, stage=FakeLastStage(stage_us=5000))
     for i in range(4):
         drive.submit((1, 2, i), tokens=30)
@@ -406,10 +410,14 @@ def test_a_step_of_a_full_pipeline_costs_its_slowest_stage() -> None:
         drive.fill()
         drive.back()
     drive.scheduler.controller = listener = Listener(0)
-    for _ in range(10):
+    for step in range(20):
+        if step == 10:
+            drive.submit(range(60), tokens=1)
         drive.fill()
         drive.back()
-    assert set(listener.steps) == {(2, 1, 0, 0.01)}
+    frames = drive.stage.seen[-20:]
+    assert any(chunks_of([frame]) for frame in frames)
+    assert {(*step[:3], round(step[3], 3)) for step in listener.steps} == {(2, 1, 0, 2.0)}
 
 
 def test_times_are_those_of_the_clock_given() -> None:
