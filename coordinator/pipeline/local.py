@@ -37,6 +37,7 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
 from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
 from worker.engine.stage_engine import StageEngine
+from worker.engine.warm_up import warm_up
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
@@ -104,7 +105,7 @@ class LocalModel:
                 on_progress(done, total)
 
         last = len(self.spans) - 1
-        return [
+        stages = [
             Stage(
                 load_stage(
                     self.checkpoint,
@@ -119,6 +120,9 @@ class LocalModel:
             )
             for i, span in enumerate(self.spans)
         ]
+        for i, stage in enumerate(stages):
+            warm_up(stage, first=i == 0, last=i == last, expect=expect)
+        return stages
 
 
 class LocalPipeline:

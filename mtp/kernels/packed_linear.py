@@ -309,18 +309,18 @@ def pack(w: mx.array, scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.
     )
 
 
-def can_pack(modules: Sequence[nn.Module]) -> bool:
-    """Return whether the kernel can multiply with `modules` side by side: affine 4-bit weights in groups of 64."""
-    return (
-        all(
-            isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-            and (module.bits, module.group_size, module.mode) == (4, GROUP, "affine")
-            and "bias" not in module
-            and module.scales.dtype in HALF_TYPES
-            for module in modules
-        )
-        and sum(module.weight.shape[0] for module in modules) % TILE == 0
-    )
+def can_pack(modules: Sequence[nn.Module], *, padded: bool = False) -> bool:
+    """Return whether the kernel can multiply with `modules` side by side: affine 4-bit weights in groups of 64.
+
+    `padded` allows outputs of zero behind the last module's, up to a whole tile.
+    """
+    return all(
+        isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        and (module.bits, module.group_size, module.mode) == (4, GROUP, "affine")
+        and "bias" not in module
+        and module.scales.dtype in HALF_TYPES
+        for module in modules
+    ) and (padded or sum(module.weight.shape[0] for module in modules) % TILE == 0)
 
 
 class PackedLinear(nn.Module):
@@ -339,6 +339,8 @@ class PackedLinear(nn.Module):
             mx.concatenate([m[name] for m in modules]) for name in ("weight", "scales", "biases")
         ]
         dtype = joined[1].dtype
+        if missing := -joined[0].shape[0] % TILE:
+            joined = [mx.pad(part, [(0, missing), (0, 0)]) for part in joined]
         w, factors = pack(*joined)
         del joined
         for module in modules:

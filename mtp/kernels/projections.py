@@ -27,9 +27,13 @@ class SideBySide(nn.Module):
 Projection = PackedLinear | SideBySide
 
 
-def joined(modules: Sequence[nn.Module]) -> Projection:
-    """Return `modules` as one projection. Where it packs their weights, they lose them."""
-    return PackedLinear.from_modules(modules) if can_pack(modules) else SideBySide(modules)
+def joined(modules: Sequence[nn.Module], *, padded: bool = False) -> Projection:
+    """Return `modules` as one projection. If it packs their weights, they lose them.
+
+    `padded` allows outputs of zero behind the last module's.
+    """
+    packed = can_pack(modules, padded=padded)
+    return PackedLinear.from_modules(modules) if packed else SideBySide(modules)
 
 
 def pack_mlp(mlp: nn.Module) -> nn.Module:

@@ -128,6 +128,12 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.text",
     }
     | WIRE,
+    "coordinator.api.openai_responses": {
+        "coordinator.api.answer",
+        "coordinator.api.request",
+        "coordinator.text",
+    }
+    | WIRE,
     "coordinator.api.ollama": {
         "coordinator.api.answer",
         "coordinator.api.request",

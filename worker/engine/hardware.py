@@ -1,4 +1,4 @@
-"""What this machine is: read once from the system and from MLX."""
+"""The hardware of this machine, read from the system and from MLX."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import mlx.core as mx
 import psutil
 
+from mtp.kernels.cuda import backend as backend
 from proto import cluster_pb2 as pb
 
 DEFAULT_SHARE = 0.75
@@ -46,18 +47,13 @@ def renew_residency() -> None:
         os.environ.setdefault(REFRESH, "500")
 
 
-def backend() -> str:
-    """`metal`, `cuda` or `cpu`: where MLX computes."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
 def compile_seconds() -> float:
-    """What compiling kernels may take amid any work. On CUDA MLX compiles them from source when they are first needed:
-    12 s for each on an H200, 58 s in a first frame. Which frame needs one cannot be told: the head's rows, say, follow
-    from how many drafts were right. On Metal most come compiled, and the others take a moment."""
-    return 120.0 if backend() == "cuda" else 0.0
+    """Return how long any work may take because it compiles kernels.
+
+    On CUDA MLX compiles kernels from source when they first run: 1 to 12 seconds each on an H200. `warm_up` compiles
+    the usual ones while a stage loads, so a frame finds few that are missing. On Metal most come compiled.
+    """
+    return 30.0 if backend() == "cuda" else 0.0
 
 
 def default_memory_limit() -> int:
@@ -70,6 +66,7 @@ def default_memory_limit() -> int:
 
 
 def chip() -> str:
+    """Return the name of the chip that MLX computes on."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
     return str(name) if name else platform.processor() or platform.machine()

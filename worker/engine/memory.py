@@ -8,8 +8,8 @@ import logging
 import mlx.core as mx
 import psutil
 
+from mtp.kernels.cuda import backend
 from proto.frame import Frame
-from worker.engine.hardware import backend
 
 log = logging.getLogger(__name__)
 

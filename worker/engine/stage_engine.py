@@ -1,7 +1,7 @@
-"""One stage as a machine that takes frames and gives frames: operations, segments, rows, outcomes.
+"""The engine of one stage, which turns frames into frames: operations, segments, rows, outcomes.
 
-Everything here runs on the one thread that touches MLX. The header is the truth: two engines that see the same
-frames hold the same sequences, whatever signals reached them in between.
+All its code runs on the one thread that uses MLX. The header is authoritative: two engines that process the same frames
+hold the same sequences, for any signals between them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from proto.frame import (
 from proto.frame_stamps import FrameStamps, StageStep
 from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import SequenceCache, copies_of
-from worker.engine.tensor_bytes import from_bytes, to_bytes
+from worker.engine.tensor_bytes import from_bytes, plain_view, to_bytes
 from worker.model.stage import Run, Stage
 from worker.model.verifier import Verifier
 
 
 @dataclass(frozen=True)
 class SequenceReport:
-    """What a stage holds of one sequence."""
+    """The state report of a stage for one sequence."""
 
     seq_id: int
     committed: int
@@ -44,7 +44,7 @@ class SequenceReport:
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """What a stage holds of one prefix entry."""
+    """The state report of a stage for one prefix entry."""
 
     entry: int
     length: int
@@ -53,7 +53,7 @@ class PrefixReport:
 
 @dataclass(frozen=True)
 class ReportState:
-    """All a stage holds: for status, and for tests that ask what a vanished request left behind."""
+    """The complete state report of a stage, for the status and for tests of cancelled requests."""
 
     sequences: tuple[SequenceReport, ...]
     prefixes: tuple[PrefixReport, ...]
@@ -61,8 +61,7 @@ class ReportState:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most a stage holds: so many sequences, whose capacities add up to so many tokens, and prefix entries of so
-    many bytes."""
+    """The limits of a stage: `sequences`, the sum of their capacities in `kv_tokens`, and `prefix_bytes`."""
 
     sequences: int
     kv_tokens: int
@@ -70,7 +69,7 @@ class Budget:
 
 
 class StageEngine:
-    """State of one stage in one epoch. `verifier` is the last stage's; `first` embeds the tokens itself."""
+    """The state of one stage in one epoch. Only the last stage has a `verifier`; the `first` stage embeds tokens."""
 
     def __init__(
         self,
@@ -90,13 +89,13 @@ class StageEngine:
         self.prefixes: dict[int, PrefixEntry] = {}
         self.frames_done = 0
 
-    # ---- what comes in
+    # ---- frames and signals
 
     def process(self, frame: Frame, stamps: FrameStamps | None = None) -> Frame:
         """Apply a frame's operations, run its segments, and return the frame for the next hop.
 
-        From a middle stage it carries the hidden states, from the last one the outcomes. Raises
-        StaleEpochError for another epoch, ProtocolError for a frame out of order or one that does not fit.
+        The returned frame carries the hidden states, or the outcomes on the last stage. Raises StaleEpochError for
+        another epoch, and ProtocolError for a frame that is out of order or invalid here.
         """
         started = time.perf_counter()
         stamps = stamps or FrameStamps(0, StageStep)
@@ -117,19 +116,20 @@ class StageEngine:
         return replace(out, stage_us=(*frame.stage_us, elapsed_us))
 
     def rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
-        """A rejection, by signal: restore now what the next frame's header would make us restore."""
+        """Apply a rejection that arrived by signal, before the header of the next frame repeats it."""
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
         _settle_early(sequence, window, accepted_length)
 
     def cancel(self, epoch: int, seq_id: int) -> None:
-        """The client is gone, by signal: stop running its segments; Evict will follow in a header."""
+        """Stop running the segments of a cancelled sequence. A later header evicts it."""
         sequence = self.sequences.get(seq_id)
         if epoch == self.epoch and sequence is not None:
             sequence.stack.end()
 
     def report_state(self) -> ReportState:
+        """Return the state report."""
         return ReportState(
             tuple(
                 SequenceReport(
@@ -150,11 +150,13 @@ class StageEngine:
     # ---- header
 
     def _check(self, frame: Frame) -> None:
-        """Refuse a frame out of order, and one whose rows this stage could not tell apart or look up."""
+        """Raise for a frame that is out of order, has two segments of a sequence, or has an invalid token."""
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"frame of epoch {frame.epoch}, this stage is in {self.epoch}")
         if frame.number != self.frames_done:
-            raise ProtocolError(f"frame {frame.number} came where {self.frames_done} was expected")
+            raise ProtocolError(
+                f"frame {frame.number} arrived where {self.frames_done} was expected"
+            )
         vocab = self.stage.modules.config.vocab_size
         seen: set[int] = set()
         for segment in frame.segments:
@@ -192,7 +194,7 @@ class StageEngine:
         tokens = op.capacity + sum(s.admitted.capacity for s in self.sequences.values())
         if len(self.sequences) >= self.budget.sequences or tokens > self.budget.kv_tokens:
             raise ProtocolError(
-                f"sequence {op.seq_id} of {op.capacity} tokens is beyond this stage's budget of "
+                f"sequence {op.seq_id} of {op.capacity} tokens exceeds this stage's budget of "
                 f"{self.budget.sequences} sequences and {self.budget.kv_tokens} tokens"
             )
 
@@ -203,17 +205,17 @@ class StageEngine:
         last_stage = None if self.verifier is None else self.verifier.save(op.seq_id)
         entry = PrefixEntry(sequence.stack.length, copies_of(sequence.layers), last_stage)
         self._check_prefix(op, entry)
-        mx.async_eval(*entry.arrays())  # a copy not made yet keeps the sequence's own caches alive
+        mx.async_eval(*entry.arrays())  # a lazy copy keeps the caches of the sequence in memory
         self.prefixes[op.entry] = entry
 
     def _check_prefix(self, op: SavePrefix, entry: PrefixEntry) -> None:
-        """Before the copy is computed, and so before it takes memory."""
+        """Raise if the entry exceeds the budget, before the copy is computed and takes memory."""
         if self.budget is None:
             return
         nbytes = entry.nbytes + sum(held.nbytes for held in self.prefixes.values())
         if nbytes > self.budget.prefix_bytes:
             raise ProtocolError(
-                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, beyond this stage's budget of "
+                f"prefix {op.entry} would make {nbytes} bytes of prefix entries, which exceeds this stage's budget of "
                 f"{self.budget.prefix_bytes}"
             )
 
@@ -231,7 +233,7 @@ class StageEngine:
         try:
             return self.sequences[seq_id]
         except KeyError:
-            raise ProtocolError(f"sequence {seq_id} was never admitted here") from None
+            raise ProtocolError(f"sequence {seq_id} is not admitted here") from None
 
     def _mark(self, segment: Segment) -> Segment:
         if segment.cancelled or self._sequence(segment.seq_id).stack.stale:
@@ -241,7 +243,7 @@ class StageEngine:
     # ---- rows
 
     def _rows(self, frame: Frame, segments: tuple[Segment, ...]) -> mx.array:
-        """The rows that run: embedded here on the first stage, else from the tensor less what got stale."""
+        """Return the rows to run: embedded tokens on the first stage, otherwise the tensor without stale segments."""
         if self.first:
             return self.stage.embed([t for s in segments if not s.cancelled for t in s.tokens])
         hidden = self.stage.modules.config.hidden_size
@@ -261,22 +263,23 @@ class StageEngine:
         states = [array for sequence, _ in runs for array in sequence.arrays()]
         if self.verifier is None:
             stamps.mark(StageStep.BUILT)
-            mx.eval(x, *states)
+            plain = plain_view(x)
+            mx.eval(plain, *states)
             stamps.mark(StageStep.COMPUTED)
-            out = out.with_tensor(*to_bytes(x))
+            out = out.with_tensor(*to_bytes(x, plain))
             stamps.mark(StageStep.READ)
             return out
         outcomes = self.verifier.verify(x, runs, states, stamps)
         stamps.mark(StageStep.READ)
         for sequence, segment in runs:
-            if segment.open:  # this stage knows first, and need not wait to hear it
+            if segment.open:  # this stage applies the outcome at once, without a signal
                 accepted_length = outcomes[segment.seq_id, segment.window].accepted_length
                 _settle_early(sequence, segment.window, accepted_length)
         return replace(out, outcomes=self.verifier.outcomes(out.segments, outcomes))
 
 
 def _settle_early(sequence: SequenceCache, window: int, accepted_length: int) -> None:
-    """Apply what no header has said yet, and let a restored state be computed while the next frame is on its way."""
+    """Apply a commit before its header arrives, and start to compute a restored state."""
     settled = sequence.commit(window, accepted_length, in_header=False)
     if settled.cut is not None:
         mx.async_eval(*sequence.arrays())

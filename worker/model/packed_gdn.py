@@ -51,7 +51,7 @@ class PackedGDN(nn.Module):
             mx.array([layer.norm.eps]),
         )
         inputs = [layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a]
-        self.projection = joined(inputs)
+        self.projection = joined(inputs, padded=True)
         self.out = joined([layer.out_proj])
         mx.eval(self.constants)
 

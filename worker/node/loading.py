@@ -12,6 +12,7 @@ from proto.errors import MemoryLimitError
 from proto.progress import OnProgress
 from worker.engine.apple_gpu import warn_of_emulated_bfloat16
 from worker.engine.memory import release_weights, wire_weights
+from worker.engine.warm_up import warm_up
 from worker.model.loader import DTYPES, load_stage
 from worker.model.stage import Stage
 from worker.node.identity import Identity
@@ -85,4 +86,5 @@ def read_stage(
     wire_weights(wanted=identity.wired)
     stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
     warn_of_emulated_bfloat16(stage.dtype)
+    warm_up(stage, first=key.first, last=key.last, expect=expect)
     return LoadedStage(key, stage, weight_bytes)

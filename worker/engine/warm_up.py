@@ -1,0 +1,133 @@
+"""Compilation of the usual kernels while a stage loads.
+
+MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. Without a warm-up
+the first clients would wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mtp.kernels.cuda import backend
+from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
+from proto.params import SamplingParams
+from worker.engine.stage_engine import StageEngine
+from worker.engine.tensor_bytes import to_bytes
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+
+log = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 120.0
+"""Seconds. Longest time that one frame of the warm-up may take, since it may compile several kernels."""
+
+CHUNK = 512
+"""Tokens of a prompt chunk: those of the scheduler's default."""
+
+WIDTHS = (1, 2, 4, 5, 1)
+"""Rows of the windows. The widths between them run the same kernels."""
+
+BATCHES = (1, 4, 8)
+"""Sequences at once. With windows of 5 tokens they cover every kernel by number of rows."""
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+class WarmUp:
+    """Frames of the usual shapes for one engine, each made from what the engine said of the frame before."""
+
+    def __init__(self, engine: StageEngine, drafts: int) -> None:
+        self._engine = engine
+        self._drafts = drafts
+        self._frames = 0
+
+    def run(self) -> Iterator[None]:
+        """Process the frames of every size in `BATCHES`. Yield before each."""
+        first = 0
+        for count in BATCHES:
+            yield from self._run_batch(range(first, first + count))
+            first += count
+
+    def _run_batch(self, ids: range) -> Iterator[None]:
+        """Admit sequences, every other one sampled, run windows of all widths and evict them."""
+        followers = {}
+        for i in ids:
+            length = CHUNK if i == ids.start else 1
+            params = SAMPLED if i % 2 else SamplingParams()
+            admit = Admit(i, CHUNK + sum(WIDTHS), CHUNK, params)
+            yield
+            outcomes = self._process((admit,), (Segment(i, 0, 0, (0,) * length, sample=True),))
+            followers[i] = _Follower(0).after(outcomes.get(i), length)
+        for window, width in enumerate(WIDTHS, start=1):
+            commits = tuple(Commit(i, window - 1, f.accepted) for i, f in followers.items())
+            segments = tuple(
+                Segment(
+                    i,
+                    window,
+                    f.position,
+                    (f.token,) + (0,) * (width - 1),
+                    open=True,
+                    drafts=self._drafts,
+                )
+                for i, f in followers.items()
+            )
+            yield
+            outcomes = self._process(commits if window > 1 else (), segments)
+            followers = {i: f.after(outcomes.get(i), 1) for i, f in followers.items()}
+        yield
+        self._process(tuple(Evict(i) for i in ids), ())
+
+    def _process(self, ops: tuple[Op, ...], segments: tuple[Segment, ...]) -> dict[int, Outcome]:
+        """Let the engine process the next frame. Return its outcomes by sequence, none before the last stage."""
+        frame = Frame(0, self._frames, ops, segments)
+        self._frames += 1
+        if not self._engine.first and frame.rows:
+            stage = self._engine.stage
+            rows = mx.zeros((frame.rows, stage.modules.config.hidden_size), stage.dtype)
+            frame = frame.with_tensor(*to_bytes(rows))
+        return {outcome.seq_id: outcome for outcome in self._engine.process(frame).outcomes}
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """Where a sequence goes on: its length, the accepted length of its newest window, and its next token."""
+
+    position: int
+    accepted: int = 0
+    token: int = 0
+
+    def after(self, outcome: Outcome | None, usual: int) -> _Follower:
+        """Return where it goes on after `outcome`, or after `usual` accepted tokens without one."""
+        if outcome is None:
+            return _Follower(self.position + usual, usual)
+        accepted = outcome.accepted_length
+        return _Follower(self.position + accepted, accepted, outcome.token or 0)
+
+
+def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
+    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled.
+
+    `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
+    example for lack of memory, ends the warm-up; the stage serves all the same.
+    """
+    if backend() != "cuda":
+        return
+    started = time.monotonic()
+    verifier = Verifier(stage.modules, stage.kv_format) if last else None
+    drafts = 2 if verifier is not None and verifier.drafter is not None else 0
+    engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
+    log.info("compiling kernels")
+    done = -1
+    try:
+        for done, _ in enumerate(WarmUp(engine, drafts).run()):  # noqa: B007
+            expect(COMPILE_SECONDS)
+    except Exception as error:
+        log.warning("warm-up ended early", extra={"frame": done, "error": str(error)[:300]})
+    del engine
+    mx.clear_cache()
+    log.info("kernels compiled", extra={"seconds": round(time.monotonic() - started, 1)})
