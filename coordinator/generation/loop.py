@@ -108,6 +108,7 @@ class GenerationLoop:
             stage_ms=tuple(meter.stage_ms),
             recoveries=self.recoveries,
             prefix_bytes=scheduler.prefixes.nbytes,
+            choices=scheduler.controller.report(),
         )
 
     async def collect_trace(self, seconds: float) -> list[ProcessTrace]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.generation.request import GenerationStats
+from mtp.depth.report import SearchReport
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LoopSnapshot:
 
     `serving` is False while the loop has no pipeline. `kv_tokens` is the K/V memory, in tokens, that the admitted
     requests reserve. `stage_ms` are average milliseconds of a decode step, by stage. `prefix_bytes` bounds the bytes
-    of the prefix entries on each stage.
+    of the prefix entries on each stage. `choices` has what `--mtp auto` compares.
     """
 
     serving: bool
@@ -46,3 +47,4 @@ class LoopSnapshot:
     stage_ms: tuple[float, ...]
     recoveries: int
     prefix_bytes: int = 0
+    choices: tuple[SearchReport, ...] = ()

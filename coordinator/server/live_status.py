@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from coordinator.cluster.manager import ClusterManager
@@ -17,9 +17,12 @@ from coordinator.status.cluster_status import (
     ClusterStatus,
     Health,
     ModelStatus,
+    MtpChoices,
+    MtpShape,
     NodeStatus,
     PrefillStatus,
 )
+from mtp.depth.report import SearchReport
 from proto import cluster_pb2 as pb
 
 
@@ -71,6 +74,7 @@ class LiveStatus:
             recoveries=loop.recoveries,
             uptime_seconds=self.loop.clock() - self._started,
             architecture=self.architecture,
+            mtp_choices=tuple(_choices(report) for report in loop.choices),
             **self._cluster_fields(),
         )
 
@@ -157,6 +161,11 @@ class LiveStatus:
         if member.has_files:
             return "disk"
         return "coordinator" if self.manager.model.share_weights else "hub"
+
+
+def _choices(report: SearchReport) -> MtpChoices:
+    shapes = tuple(MtpShape(**asdict(shape)) for shape in report.shapes)
+    return MtpChoices(report.sequences, report.fill, shapes)
 
 
 def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:

@@ -64,6 +64,28 @@ class ModelStatus:
 
 
 @dataclass(frozen=True)
+class MtpShape:
+    """One shape of windows that `--mtp auto` compares; the fields are those of mtp/depth/report.py."""
+
+    width: int
+    fill: int
+    cost: float
+    tokens: float
+    speed: float
+    measured: bool
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class MtpChoices:
+    """The shapes compared for up to `sequences` answers together, with up to `fill` windows in flight for each."""
+
+    sequences: int
+    fill: int
+    shapes: tuple[MtpShape, ...]
+
+
+@dataclass(frozen=True)
 class PrefillStatus:
     """The progress of one prompt: `done` of `total` tokens are computed."""
 
@@ -107,6 +129,7 @@ class ClusterStatus:
     replan_result: str = ""
     workers_wanted: int | None = None
     architecture: ModelStatus | None = None
+    mtp_choices: tuple[MtpChoices, ...] = ()
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:

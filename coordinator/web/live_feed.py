@@ -190,6 +190,10 @@ def status_fields(status: ClusterStatus) -> Json:
     for node in fields["nodes"]:
         if node["stage_ms"] is not None:
             node["stage_ms"] = round(node["stage_ms"], 3)
+    for choices in fields["mtp_choices"]:
+        for shape in choices["shapes"]:
+            for name in ("cost", "tokens", "speed"):
+                shape[name] = round(shape[name], 2)
     fields["activity"] = describe_activity(status)
     fields["suggestion"] = suggest_improvement(status)
     return fields

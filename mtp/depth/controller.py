@@ -33,6 +33,7 @@ from mtp.depth.estimates import (
     expected_accepted_length,
     expected_run,
 )
+from mtp.depth.report import SearchReport, ShapeReport
 from mtp.depth.shape import Shape
 from proto.errors import UsageError
 
@@ -147,6 +148,13 @@ class Controller:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
         self._searches.clear()
 
+    def report(self) -> tuple[SearchReport, ...]:
+        """Return the shapes that the controller compares, for status pages. It is empty for a fixed mode."""
+        return tuple(
+            SearchReport(2**bits, fill, search.report())
+            for (bits, fill), search in sorted(self._searches.items())
+        )
+
     def _search(self, sequences: int, fill: int) -> _Search:
         key = ((sequences - 1).bit_length(), fill)
         if key not in self._searches:
@@ -192,6 +200,34 @@ class _Search:
         share = cost.interval / cost.seconds
         before = self._shares.setdefault(cost.speculative, share)
         self._shares[cost.speculative] = before + (share - before) / SHARE_STEPS
+
+    def report(self) -> tuple[ShapeReport, ...]:
+        """Return the state of every shape. See SearchReport."""
+        chosen = self.filled or Shape(self.depth + 1)
+        blocks = [Shape(depth + 1) for depth in range(self.max_depth + 1)]
+        plain, plain_cost = self._value(0), self.costs.relative_cost(blocks[0])
+        reports = []
+        for shape in [*blocks, *self._fillings]:
+            filled = shape.fill > 1
+            value = self._value_filled(shape) if filled else self._value(shape.depth)
+            chances = self.acceptance.by_position(shape.depth)
+            tokens = (
+                expected_run(chances, shape.width).tokens
+                if filled
+                else expected_accepted_length(chances)
+            )
+            reports.append(
+                ShapeReport(
+                    shape.width,
+                    shape.fill,
+                    cost=math.exp(self.costs.relative_cost(shape) - plain_cost),
+                    tokens=tokens,
+                    speed=math.exp(value - plain),
+                    measured=self.costs.is_measured(shape),
+                    chosen=shape == chosen,
+                )
+            )
+        return tuple(reports)
 
     def choose_shape(self) -> Shape:
         """Return the shape of the next window."""

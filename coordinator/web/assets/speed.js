@@ -69,21 +69,27 @@ export class SpeedView {
 }
 
 function modeLine(mode) {
-  if (mode === "auto") return "auto: the number of drafts with the most tokens per second is chosen from measured costs and acceptance.";
+  if (mode === "auto") return "auto: the shape with the most tokens per second is in use. Times of a step are measured; tokens follow from the acceptance.";
   if (mode === "filled") return "filled: one window in flight for each stage.";
   if (mode === "off") return "off";
   return `${mode} drafts in each window.`;
 }
 
-// One search of the controller: its shapes with cost, estimated yield and value.
+// One comparison of `--mtp auto`: its shapes with cost, expected tokens and speed.
 function choice(one) {
-  const best = Math.max(...one.options.map((option) => option.value));
+  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} windows in flight` : ""}`;
   return h("div", { class: "choice" },
-    h("h4", {}, `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, ${one.fill} windows in flight` : ""}`),
-    h("table", { class: "plain" }, h("thead", {}, h("tr", {}, ["Shape", "Cost of a step", "Tokens a step", "Tokens/s against the best"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
-      h("tbody", {}, one.options.map((option) => h("tr", { class: option.chosen ? "chosen" : "" },
-        h("th", { scope: "row" }, option.name, option.chosen && h("span", { class: "badge" }, "in use")),
-        h("td", { class: "number" }, option.measured ? `${option.cost.toFixed(2)} ×` : `≥ ${option.cost.toFixed(2)} ×`),
-        h("td", { class: "number" }, option.tokens.toFixed(2)),
-        h("td", { class: "number" }, share(option.value / best)))))));
+    h("h4", {}, title),
+    h("table", { class: "plain" }, h("caption", { class: "hidden" }, title),
+      h("thead", {}, h("tr", {}, ["Shape", "Time of a step", "Tokens a step", "Speed"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("tbody", {}, one.shapes.map((shape) => h("tr", { class: shape.chosen ? "chosen" : "" },
+        h("th", { scope: "row" }, shapeName(shape), shape.chosen && h("span", { class: "badge" }, "in use")),
+        h("td", { class: "number" }, `${shape.measured ? "" : "at least "}${shape.cost.toFixed(2)} ×`),
+        h("td", { class: "number" }, shape.tokens.toFixed(2)),
+        h("td", { class: "number" }, `${shape.measured ? "" : "at most "}${shape.speed.toFixed(2)} ×`))))));
+}
+
+function shapeName(shape) {
+  if (shape.fill > 1) return `Filled, ${shape.width === 1 ? "one token" : `${shape.width} tokens`} a window`;
+  return ["No drafts", "1 draft"][shape.width - 1] ?? `${shape.width - 1} drafts`;
 }
