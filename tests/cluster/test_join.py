@@ -1,0 +1,263 @@
+"""Joins, trust and removal with real processes at a network address of this machine, and between two machines."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proto.rpc.bind import own_addresses
+from proto.trust.join_token import JoinToken, new_token
+from tests.support.processes.processes import (
+    Process,
+    as_coordinator,
+    as_worker,
+    ending,
+    launch_coordinator,
+    launch_worker,
+)
+
+PROMPT = "a secret prompt that nobody else may read"
+DEADLINE = 60.0
+
+
+@pytest.fixture
+def host() -> str:
+    """Return an IPv4 address of this machine that is not loopback."""
+    found = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
+    if not found:
+        pytest.skip("this machine has no network address")
+    return found[0]
+
+
+def command(state: Path, *words: str) -> str:
+    """Run an `mtp-coord` command and return its output."""
+    code = "from coordinator.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--state-dir", str(state)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    return done.stdout.strip()
+
+
+def join_address(coordinator: Process) -> str:
+    """Return the address where machines join, from the log."""
+    return str(coordinator.wait_for("machines join here")["address"])
+
+
+def free_port(host: str) -> int:
+    """Return a port of `host` that was free a moment ago."""
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def completion(url: str, key: str = "", context: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """Ask for a completion of PROMPT and return the answer."""
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    body = json.dumps({"model": "builtin", "prompt": PROMPT, "max_tokens": 6}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=DEADLINE, context=context) as reply:
+        found: dict[str, Any] = json.load(reply)
+    return found
+
+
+@contextmanager
+def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process], str]]:
+    """Run a coordinator with a local worker and a worker that joined by a token. Yield them and the token."""
+    ports = [free_port(host), free_port(host)]
+    named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
+    listen = ("--listen", f"{host}:0", "--state-dir", str(folder / "a"))
+    process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named)
+    with ending(process):
+        join_address(process)
+        token = command(folder / "a", "token", "create")
+        local = launch_worker(
+            folder, "mac-1", "--listen", f"{host}:{ports[0]}", "--state-dir", str(folder / "a")
+        )
+        other = launch_worker(
+            folder,
+            "mac-2",
+            "--listen",
+            f"{host}:{ports[1]}",
+            "--state-dir",
+            str(folder / "b"),
+            env={"MTP_JOIN_TOKEN": token},
+        )
+        with ending(local), ending(other):
+            yield as_coordinator(process), [local, other], token
+
+
+def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
+    """Two workers join and serve over mutual TLS. The token works once, and no secret reaches logs or process lists."""
+    with joined_cluster(host, tmp_path) as (coordinator, workers, token):
+        assert completion(coordinator.url)["choices"][0]["text"]
+        assert len(coordinator.records("machine joined")) == 2
+        again = launch_worker(
+            tmp_path,
+            "late",
+            "--listen",
+            f"{host}:0",
+            "--state-dir",
+            str(tmp_path / "c"),
+            env={"MTP_JOIN_TOKEN": token},
+        )
+        with ending(again):
+            assert again.wait(DEADLINE) == 1
+        assert "mtp-coord token create" in again.text()
+        assert coordinator.records("join refused")[0]["reason"] == "the token has no uses left"
+        processes = [coordinator, *workers]
+        lists = [Path(f"/proc/{p.pid}/cmdline") for p in processes]
+        seen = b"".join(f.read_bytes() for f in lists if f.exists())
+    logs = "".join(p.text() for p in (*processes, again))
+    keys = [f.read_text() for f in tmp_path.rglob("*.key")]
+    bodies = [line for key in keys for line in key.splitlines() if "-----" not in line]
+    local = (tmp_path / "a" / "authority").glob("local.token")
+    assert bodies
+    assert not list(local), "the token for this machine ends with the coordinator"
+    for secret in (token, JoinToken.parse(token).secret.hex(), PROMPT, *bodies):
+        assert secret not in logs
+        assert secret.encode() not in seen
+    assert (tmp_path / "b" / "worker" / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_removed_machine_is_refused_within_a_second(host: str, tmp_path: Path) -> None:
+    """`node remove` disconnects the machine, the plan goes on without it, and it cannot come back."""
+    with joined_cluster(host, tmp_path) as (coordinator, workers, _):
+        assert "mac-2" in command(tmp_path / "a", "node", "list")
+        command(tmp_path / "a", "node", "remove", "mac-2")
+        removed_at = time.time()
+        lost = coordinator.wait_for("worker lost")
+        stamp = time.strptime(lost["time"][:19], "%Y-%m-%dT%H:%M:%S")
+        assert lost["error"] == "was removed from the cluster"
+        assert _utc(stamp) - removed_at < 1.0
+        coordinator.wait_for("serving", count=1)
+        assert completion(coordinator.url)["choices"][0]["text"]
+        refused = coordinator.wait_for("no worker")
+        while "removed" not in refused["error"]:
+            refused = coordinator.records("no worker")[-1]
+            assert time.time() < removed_at + DEADLINE
+            time.sleep(0.1)
+        assert "removed" in command(tmp_path / "a", "node", "list")
+        assert workers[1].running
+
+
+def _utc(stamp: time.struct_time) -> float:
+    import calendar
+
+    return float(calendar.timegm(stamp))
+
+
+def test_a_secured_coordinator_refuses_plaintext(host: str, tmp_path: Path) -> None:
+    """No downgrade: a worker without a certificate is refused with the reason, and so is a plaintext coordinator."""
+    port = free_port(host)
+    stranger = launch_worker(tmp_path, "stranger", "--listen", f"{host}:{port}", "--insecure")
+    listen = ("--listen", f"{host}:0", "--state-dir", str(tmp_path / "a"))
+    with ending(stranger):
+        as_worker(stranger)
+        process = launch_coordinator(
+            tmp_path, *listen, "--nodes", "1", "--wait", "3", "--worker", f"{host}:{port}"
+        )
+        with ending(process):
+            process.wait_for("no worker")
+            assert process.wait(DEADLINE) != 0
+        assert not process.records("worker joined")
+
+
+def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
+    """A server without the authority of the token gets a TLS handshake and not one byte of the join."""
+    from proto.trust.identity import Role
+    from tests.support.trust.cluster_ca import make_authority, trust_of
+
+    mine, false = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")
+    impostor = trust_of(false, Role.COORDINATOR)
+    pem = tmp_path / "impostor.pem"
+    pem.write_text(impostor.key_pem + impostor.certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    received: list[bytes] = []
+
+    def serve(listener: socket.socket) -> None:
+        """Accept one join, offer the other authority, and record what comes."""
+        plain, _ = listener.accept()
+        with plain, context.wrap_socket(plain, server_side=True) as secured:
+            secured.sendall(
+                json.dumps({"authorities": mine.bundle + false.bundle}).encode() + b"\n"
+            )
+            received.append(secured.recv(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        token = new_token(mine.cluster, mine.fingerprint, address)
+        worker = launch_worker(
+            tmp_path,
+            "w",
+            "--listen",
+            "0.0.0.0:0",
+            "--state-dir",
+            str(tmp_path / "w"),
+            env={"MTP_JOIN_TOKEN": str(token)},
+        )
+        with ending(worker):
+            assert worker.wait(DEADLINE) == 1
+        server.join(DEADLINE)
+    assert received == [b""]
+    assert "is not the coordinator of the token" in worker.text()
+
+
+def test_http_off_loopback(host: str, tmp_path: Path) -> None:
+    """HTTP on a network has TLS and needs a key. Keys work at once, by scope, and names are checked."""
+    state = tmp_path / "a"
+    key = command(state, "key", "create", "laptop")
+    process = launch_coordinator(
+        tmp_path, "--host", host, "--single-node", "--state-dir", str(state)
+    )
+    with ending(process):
+        coordinator = as_coordinator(process)
+        assert coordinator.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(state / "authority" / "authorities.pem"))
+        assert completion(coordinator.url, key, context)["choices"][0]["text"]
+        reader = command(state, "key", "create", "grafana", "--scope", "metrics")
+        expected: list[tuple[str, str, dict[str, str], int]] = [
+            ("/status", "", {}, 401),
+            ("/status", key, {}, 403),
+            ("/status", reader, {}, 200),
+            ("/v1/models", reader, {}, 403),
+            ("/v1/models", key, {}, 200),
+            ("/health", "", {"Host": "evil.example"}, 421),
+        ]
+        for path, text, headers, status in expected:
+            assert _status(coordinator.url + path, text, headers, context) == status, path
+        command(state, "key", "revoke", "laptop")
+        assert _status(coordinator.url + "/v1/models", key, {}, context) == 401
+        with pytest.raises((urllib.error.URLError, OSError)):
+            urllib.request.urlopen(coordinator.url.replace("https", "http"), timeout=5)
+    assert key not in process.text()
+
+
+def _status(url: str, key: str, headers: dict[str, str], context: ssl.SSLContext) -> int:
+    sent = headers | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        request = urllib.request.Request(url, headers=sent)
+        with urllib.request.urlopen(request, timeout=DEADLINE, context=context) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
