@@ -41,22 +41,22 @@ def test_frames_come_in_order_and_of_this_epoch(checkpoints: Checkpoints) -> Non
     """A frame with a wrong number or epoch is refused, and the expected frame still runs."""
     engine = Chain(checkpoints(layers=4)).engines[0]
     admit = Frame(EPOCH, 0, (Admit(0, 100, 3),), (_chunk(),))
-    with pytest.raises(ProtocolError, match="frame 1 came where 0 was expected"):
+    with pytest.raises(ProtocolError, match="frame 1 arrived where 0 was expected"):
         engine.process(replace(admit, number=1))
     for epoch in (EPOCH - 1, EPOCH + 1):
         with pytest.raises(StaleEpochError, match=f"epoch {epoch}"):
             engine.process(replace(admit, epoch=epoch))
     out = engine.process(admit)
     assert out.outcomes == (Outcome(0, 0, accepted_length=3),)
-    with pytest.raises(ProtocolError, match="frame 0 came where 1 was expected"):
+    with pytest.raises(ProtocolError, match="frame 0 arrived where 1 was expected"):
         engine.process(admit)
 
 
 BAD_OPS: list[tuple[Op, str]] = [
     (Admit(0, 100, 3), "admitted twice"),
-    (Commit(7, 0, 1), "sequence 7 was never admitted"),
+    (Commit(7, 0, 1), "sequence 7 is not admitted"),
     (Commit(0, 9, 1), "window 9, which is not open"),
-    (SavePrefix(7, 1), "sequence 7 was never admitted"),
+    (SavePrefix(7, 1), "sequence 7 is not admitted"),
     (SavePrefix(0, 1), "saved while a window is open"),
     (RestorePrefix(0, 1), "prefix 1 cannot be restored"),
     (RestorePrefix(1, 2), "prefix 2 cannot be restored"),
@@ -83,12 +83,12 @@ def test_an_operation_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ((_chunk(7),), "sequence 7 was never admitted"),
+        ((_chunk(7),), "sequence 7 is not admitted"),
         ((_chunk(), _chunk(window=1, position=3)), "sequence 0 has two segments"),
         ((_chunk(tokens=(1, VOCAB)),), f"token {VOCAB}: the vocabulary has {VOCAB}"),
         ((_chunk(position=1),), "does not follow"),
         ((_chunk(tokens=()),), "does not follow"),
-        ((_chunk(tokens=(1,) * 101),), "more than the 100 that sequence 0 was admitted with"),
+        ((_chunk(tokens=(1,) * 101),), "exceed the capacity of 100 tokens of sequence 0"),
     ],
     ids=["stranger", "twice", "no such token", "gap", "empty", "too long"],
 )

@@ -1,7 +1,6 @@
-"""One sequence's state in one GatedDeltaNet layer, and the tapes that let its open windows be rolled back.
+"""The state of one sequence in one GatedDeltaNet layer, with the tapes to roll back its open windows.
 
-MLX arrays do not change once made, so the state before a window is kept by keeping its reference: a snapshot
-costs memory, not a copy.
+MLX arrays are immutable, so a reference to the state before a window is a snapshot. It costs memory, but no copy.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 @dataclass(frozen=True)
 class Tape:
-    """What is needed to advance a state over some of a window's tokens again, without its projections.
+    """The inputs to advance a state over tokens of a window again, without the projections.
 
-    `conv_before`, `state_before`: the snapshot. `qkv [1, w, conv_dim]`: the convolution's inputs. `k, v, a, b`: the
-    recurrence's inputs, `[1, w, heads, dim]` and `[1, w, v_heads]`.
+    `conv_before` and `state_before` are the snapshot. `qkv [1, w, conv_dim]` are the inputs of the convolution. `k`,
+    `v`, `a` and `b` are those of the recurrence, `[1, w, heads, dim]` and `[1, w, v_heads]`.
     """
 
     conv_before: mx.array
@@ -32,9 +31,9 @@ class Tape:
 
 @dataclass
 class GDNCache:
-    """The present state and, oldest first, the tapes of the open windows.
+    """The present state and the tapes of the open windows, oldest first.
 
-    `conv [1, kernel - 1, conv_dim]`: the convolution's last inputs. `state [1, v_heads, v_dim, k_dim]`, fp32.
+    `conv [1, kernel - 1, conv_dim]` are the last inputs of the convolution. `state [1, v_heads, v_dim, k_dim]` is fp32.
     """
 
     layer: GatedDeltaNet
@@ -44,13 +43,17 @@ class GDNCache:
 
     @classmethod
     def empty(cls, layer: GatedDeltaNet, dtype: mx.Dtype) -> GDNCache:
+        """Return the state before the first token, with `conv` of `dtype`."""
         conv = mx.zeros((1, layer.conv_kernel_size - 1, layer.conv_dim), dtype)
         shape = (1, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
         return cls(layer, conv, mx.zeros(shape, mx.float32))
 
     def settle(self, whole: int, cut: int | None) -> None:
-        """Forget the tapes of `whole` windows; with `cut`, go back to the next one's snapshot and forward over
-        its first `cut` tokens (the recurrence alone, the same arithmetic), forgetting all later windows."""
+        """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next window.
+
+        The state then becomes the snapshot of this window, advanced over its first `cut` tokens. This runs only the
+        recurrence, with the same arithmetic. All tapes are removed.
+        """
         if cut is None:
             del self.tapes[:whole]
             return
@@ -62,7 +65,7 @@ class GDNCache:
         self.conv = mx.concatenate([self.conv, tape.qkv[:, :cut]], axis=1)[:, cut:]
         k = tape.k[:, :cut]
         _, self.state = gated_delta_update(
-            k,  # stands in for q, which only the output needs
+            k,  # in place of q, which only the output depends on
             k,
             tape.v[:, :cut],
             tape.a[:, :cut],
@@ -73,11 +76,11 @@ class GDNCache:
         )
 
     def copy(self) -> GDNCache:
-        """The same state under another owner. Of its own memory: rows that ran together share theirs."""
+        """Return an independent copy in its own memory. Rows that ran together share their memory."""
         return GDNCache(self.layer, mx.contiguous(self.conv), mx.contiguous(self.state))
 
     def arrays(self) -> list[mx.array]:
-        """The arrays of the present state, for `mx.eval` and for counting bytes."""
+        """Return the arrays of the present state, for `mx.eval` and for counting bytes."""
         return [self.conv, self.state]
 
     @property

@@ -1,4 +1,4 @@
-"""What the last stage keeps of a sequence besides its layers: its tokens, its head, what it expects next."""
+"""The state of a sequence on the last stage besides its layers: its tokens, its head, and the expected token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from proto.params import SamplingParams
 
 @dataclass
 class LastStageState:
-    """What the last stage keeps of a sequence besides its layers.
+    """The state of a sequence on the last stage besides its layers.
 
-    `tokens` are the verified ones. `expected` is the target's choice for the next position: a window whose first
-    token differs was built on a vain hope. `draft_scores` belong to the drafts last handed out.
+    `tokens` are the verified ones. `expected` is the target's choice for the next position: a window with another first
+    token is a misspeculation. `draft_scores` belong to the newest drafts.
     """
 
     admitted: Admit
@@ -36,14 +36,16 @@ class LastStageState:
 
     @property
     def params(self) -> SamplingParams:
+        """The sampling parameters of the request."""
         return self.admitted.params
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the head's state."""
         return 0 if self.head is None else sum(a.nbytes for a in self.head.arrays())
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Verified tokens join the sequence."""
+        """Append verified tokens to the sequence and to its history."""
         if self.history is not None:
             self.history.extend(tokens)
         self.tokens.extend(tokens)

@@ -1,4 +1,4 @@
-"""A prefix entry: one stage's part of the state after some prompt, kept for the next prompt that starts the same."""
+"""A prefix entry: the state of one stage after a prompt, for later prompts that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from worker.cache.sequence_cache import LayerCache, arrays_of
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """State after `length` tokens. `last_stage` is what the last stage keeps besides its layers."""
+    """The state after `length` tokens. `last_stage` is the state of the last stage besides its layers."""
 
     length: int
     layers: list[LayerCache]
     last_stage: LastStageState | None = None
 
     def arrays(self) -> Iterator[mx.array]:
-        """Every array of the entry."""
+        """Yield every array of the entry."""
         yield from arrays_of(self.layers)
         if self.last_stage is not None and self.last_stage.head is not None:
             yield from self.last_stage.head.arrays()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the entry."""
         return sum(array.nbytes for array in self.arrays())

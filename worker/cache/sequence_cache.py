@@ -1,4 +1,4 @@
-"""One sequence on one stage: its window state machine and its layers' caches, kept in step."""
+"""One sequence on one stage: its window stack and the caches of its layers, which change together."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ LayerCache = KV | StateCache
 
 @dataclass
 class SequenceCache:
-    """What this stage holds of a sequence: `layers[i]` belongs to the span's i-th layer."""
+    """The state of one sequence on this stage. `layers[i]` belongs to the i-th layer of the span."""
 
     admitted: Admit
     layers: list[LayerCache]
     stack: WindowStack = field(default_factory=WindowStack)
 
     def extend(self, segment: Segment) -> None:
-        """Register a segment that is about to run; its rows are appended by the layers themselves.
+        """Register a segment before it runs. The layers append its rows to the caches themselves.
 
-        Raises ProtocolError when it does not fit the sequence's end or goes beyond what was admitted.
+        Raises ProtocolError when the segment does not follow the end of the sequence or exceeds the admitted capacity.
         """
         if self.stack.length + segment.width > self.admitted.capacity:
             raise ProtocolError(
-                f"{segment.width} tokens at {segment.position} are more than the {self.admitted.capacity}"
-                f" that sequence {segment.seq_id} was admitted with"
+                f"{segment.width} tokens at {segment.position} exceed the capacity of {self.admitted.capacity}"
+                f" tokens of sequence {segment.seq_id}"
             )
         self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
 
     def commit(self, window: int, accepted_length: int, *, in_header: bool) -> Settled:
-        """Apply a commit to the state machine and to every layer's cache."""
+        """Apply a commit to the window stack and to the cache of every layer."""
         settled = self.stack.commit(window, accepted_length, in_header=in_header)
         if settled is NOTHING:
             return settled
@@ -51,11 +51,12 @@ class SequenceCache:
         return settled
 
     def arrays(self) -> Iterator[mx.array]:
-        """Every array of the present state; open windows' tapes are not among them."""
+        """Return every array of the present state, without the tapes of open windows."""
         return arrays_of(self.layers)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the present state."""
         return sum(
             cache.nbytes
             if isinstance(cache, StateCache)
@@ -65,11 +66,11 @@ class SequenceCache:
 
 
 def arrays_of(layers: Sequence[LayerCache]) -> Iterator[mx.array]:
-    """Every array of the caches' present state."""
+    """Yield every array of the present state of the caches."""
     for cache in layers:
         yield from cache.arrays() if isinstance(cache, StateCache) else state_of(cache)
 
 
 def copies_of(layers: Sequence[LayerCache]) -> list[LayerCache]:
-    """Caches of the same state that may be written to on their own. No window may be open."""
+    """Return independent copies of the caches. No window may be open."""
     return [c.copy() if isinstance(c, StateCache) else copy_of(c) for c in layers]

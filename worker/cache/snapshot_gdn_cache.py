@@ -1,10 +1,9 @@
-"""One sequence's state in one GatedDeltaNet layer, for the kernel that runs a whole window.
+"""The state of one sequence in one GatedDeltaNet layer, for the kernel that runs a whole window.
 
-The kernel advances a state over the tokens of the window before, as many as were accepted, and then over the new
-ones. So the cache holds the state before the newest window and that window's rows. A rejection changes a number:
-nothing is computed.
+The kernel advances a state over the accepted tokens of the window before, and then over the new ones. So the cache
+holds the state before the newest window and the rows of this window. A rejection changes only a number.
 
-The states of sequences that run together stay in one array, one slot each, as long as they run together.
+The states of sequences that run together are slots of one array as long as they run together.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Snapshots:
-    """States of sequences that ran together: `conv [slots, 3, channels]`, `state [slots, value_heads, 128, 128]` in
-    fp32."""
+    """The states of sequences that ran together.
+
+    The shapes are `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]` in fp32.
+    """
 
     conv: mx.array
     state: mx.array
@@ -43,9 +44,9 @@ class Point:
 
 @dataclass
 class SnapshotGDNCache:
-    """The present state and, oldest first, the open windows: each as the state before it and its rows.
+    """The present state and the open windows, oldest first, each as the state before it and its rows.
 
-    `constants` are the layer's, as `gated_delta_window` takes them.
+    `constants` are those of the layer, an argument of `gated_delta_window`.
     """
 
     shape: GatedDeltaShape
@@ -57,13 +58,13 @@ class SnapshotGDNCache:
     def empty(
         cls, shape: GatedDeltaShape, constants: tuple[mx.array, ...], dtype: mx.Dtype
     ) -> SnapshotGDNCache:
+        """Return the state before the first token, with `conv` of `dtype`."""
         conv = mx.zeros((1, TAPS - 1, shape.channels), dtype)
         state = mx.zeros((1, shape.value_heads, HEAD_DIM, HEAD_DIM), mx.float32)
         return cls(shape, constants, Point(Snapshots(conv, state), 0))
 
     def settle(self, whole: int, cut: int | None) -> None:
-        """Forget the tapes of `whole` windows. With `cut`, keep that many tokens of the next one and forget all later
-        ones."""
+        """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next one, and no tape."""
         if cut is None:
             del self.tapes[:whole]
             return
@@ -106,13 +107,13 @@ class Window:
 
     @property
     def saved_after(self) -> int:
-        """Tokens from the snapshot on after which the state is saved: those that no rejection of this window takes."""
+        """Tokens after the snapshot at which the state is saved: those that a rejection of this window keeps."""
         return self.point.count if self.stays_open else self.point.count + self.count
 
 
 @dataclass(frozen=True)
 class WindowArrays:
-    """What the kernel takes of some windows besides their rows: `past [any, row]`, `conv`, `state`, `spans`."""
+    """The arguments of the kernel for some windows besides their rows: `past [any, row]`, `conv`, `state`, `spans`."""
 
     past: mx.array
     conv: mx.array
@@ -167,7 +168,7 @@ def record_windows(
     rows: mx.array,
     saved: Snapshots,
 ) -> None:
-    """Let each cache stand after its window of `rows`, whose saved states are `saved`."""
+    """Move each cache to the end of its window of `rows`, whose saved states are `saved`."""
     for slot, (cache, window) in enumerate(zip(caches, windows, strict=True)):
         if window.stays_open:
             cache.point = Point(saved, slot, rows, window.start, window.count)

@@ -1,15 +1,15 @@
-"""The state machine every stage is a replica of: which windows of a sequence are open, and what a commit undoes.
+"""The window stack of a sequence: its open windows, and the effect of a commit. Every stage has a replica.
 
-Plain integers, no arrays: the same code runs in every stage, in the protocol's exhaustive exploration, and
-in thought. The rules, for one sequence:
+The stack has plain integers and no arrays. The same code runs in every stage and in the exhaustive exploration of the
+protocol. The rules for one sequence are:
 
-* A segment extends the sequence where it ends. A prompt chunk is permanent at once; a window stays open.
-* `commit(j, accepted_length)` closes window j and, with all their tokens, the windows before it: had one of those
-  lost a token, j would have been dropped. If `accepted_length` is below the width of j, the rest of j and all later
+* A segment extends the sequence at its end. A prompt chunk is permanent at once; a window stays open.
+* `commit(j, accepted_length)` closes window j and the windows before it. Those keep all their tokens: if one of them
+  had lost a token, j would have been dropped. If `accepted_length` is below the width of j, the rest of j and all later
   windows are dropped.
-* The news of a rejection comes twice: by signal, at once, and in the header of the first frame that builds
-  on it. Between the two, frames already on their way still build on what is gone: they are `stale`.
-* Each piece of news may come first, twice, or, for the signal, never. The end state is the same.
+* A rejection arrives twice: at once by signal, and in the header of the first frame that builds on it. Frames that
+  arrive between the two may still build on dropped tokens. They are `stale`.
+* The two may arrive in any order and repeatedly, and the signal may be lost. The resulting state is the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proto.errors import ProtocolError
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """Window `number`, `width` tokens from `position` on, not yet settled."""
+    """The open window `number` of `width` tokens, which begins at `position`."""
 
     number: int
     position: int
@@ -30,8 +30,11 @@ class OpenWindow:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a commit did: `whole` windows became permanent, then, if `cut` is set, the next one was cut down to
-    `cut` tokens and `dropped` windows after it went. `trim` tokens left the sequence's end."""
+    """The result of a commit.
+
+    `whole` windows became permanent. If `cut` is set, the next window was cut to `cut` tokens, and the `dropped`
+    windows after it were removed. `trim` tokens were removed from the end of the sequence.
+    """
 
     whole: int
     cut: int | None = None
@@ -44,31 +47,31 @@ NOTHING = Settled(0)
 
 @dataclass
 class WindowStack:
-    """Length and open windows of one sequence on one stage."""
+    """The length and the open windows of one sequence on one stage."""
 
     length: int = 0
     windows: list[OpenWindow] = field(default_factory=list)
     newest: int = -1
-    """Highest window number that ever ran here."""
+    """Highest window number that has run here."""
     settled: int = -1
-    """Highest window number that is permanent, cut down or dropped for good."""
+    """Highest window number that is permanent, cut or dropped."""
     awaiting: int | None = None
-    """A window whose rejection came by signal while its commit has not come in a header yet."""
+    """The window whose rejection arrived by signal and whose commit has not arrived in a header yet."""
     ended: bool = False
-    """Cancelled by signal: nothing of it runs any more, the header's Evict will follow."""
+    """True after a cancellation by signal. No segment of the sequence runs until the header evicts it."""
 
     @property
     def committed(self) -> int:
-        """Tokens that no rollback can take."""
+        """Tokens that no rollback can remove."""
         return self.windows[0].position if self.windows else self.length
 
     @property
     def stale(self) -> bool:
-        """Whether segments that arrive now build on a rejected window or on nothing."""
+        """True if arriving segments build on a rejected window or belong to a cancelled sequence."""
         return self.ended or self.awaiting is not None
 
     def extend(self, number: int, position: int, width: int, *, stays_open: bool) -> None:
-        """Take a segment that is about to run. Raises ProtocolError when it does not fit the sequence's end."""
+        """Register a segment before it runs. Raises ProtocolError when it does not follow the end of the sequence."""
         if number <= self.newest or position != self.length or width < 1:
             raise ProtocolError(
                 f"window {number} of {width} tokens at {position} does not follow"
@@ -85,10 +88,10 @@ class WindowStack:
         self.check()
 
     def commit(self, number: int, accepted_length: int, *, in_header: bool) -> Settled:
-        """Settle window `number`; the same news again is `NOTHING`.
+        """Commit window `number` and return the result. A repeated commit returns `NOTHING`.
 
-        Raises ProtocolError when the header names a window that never ran here, or keeps more than there is.
-        A signal for one that has not arrived is ignored: the header will say it again.
+        Raises ProtocolError when the header names a window that has not run here, or an accepted length above its
+        width. A signal for a window that has not arrived is ignored: the header repeats it.
         """
         if in_header and self.awaiting == number:
             self.awaiting = None
@@ -96,14 +99,14 @@ class WindowStack:
             return NOTHING
         index = next((i for i, w in enumerate(self.windows) if w.number == number), None)
         if index is None:
-            # One of which nothing is kept was sent on hope. Nobody need have run it: the client may be gone.
+            # An invalidated window may never have run here, for example after a cancellation.
             if in_header and accepted_length:
                 raise ProtocolError(f"commit of window {number}, which is not open here")
             return NOTHING
         window = self.windows[index]
         if accepted_length > window.width:
             raise ProtocolError(
-                f"commit keeps {accepted_length} of window {number}'s {window.width} tokens"
+                f"commit of {accepted_length} tokens exceeds the {window.width} tokens of window {number}"
             )
         self.settled = number
         if accepted_length == window.width:
@@ -124,11 +127,11 @@ class WindowStack:
         return Settled(whole=index, cut=accepted_length, dropped=dropped, trim=trim)
 
     def end(self) -> None:
-        """The client is gone: what still arrives of this sequence is stale until it is evicted."""
+        """Mark the sequence as cancelled. Arriving segments are stale until it is evicted."""
         self.ended = True
 
     def check(self) -> None:
-        """Invariants, for constructors of tests and idle loops."""
+        """Assert the invariants. Tests and idle loops call it."""
         position = self.committed
         for window in self.windows:
             assert window.position == position and window.width > 0, self

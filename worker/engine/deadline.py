@@ -1,18 +1,20 @@
-"""How long a frame may keep the engine busy before it counts as stuck. Plain data, no clock."""
+"""The deadline estimate of a frame, after which the engine counts as stuck. Plain data, without a clock."""
 
 from __future__ import annotations
 
 from proto.frame import Admit, Frame
 
 FIRST_SECONDS = 30.0
-"""For the first frame of all, and at most for one of a new size: kernels are compiled, pages are read, and nobody
-knows how slow this machine is."""
+"""Seconds. Deadline of the first frame, and upper bound for a frame of a new size.
+
+Kernels are compiled and pages are read then, and the speed of the machine is unknown.
+"""
 
 NEW_SIZE_SECONDS = 2.0
-"""For the first frame of its size, over what smaller or larger ones let expect: kernels of another shape."""
+"""Seconds added for the first frame of a size, whose kernels may have to be compiled."""
 
 SLACK = 4.0
-"""Times what frames of the size usually take: other programs, swapping, a hot machine."""
+"""Factor over the usual time of a size, for other programs, swapping and a hot machine."""
 
 VOCABULARY_SECONDS = 20.0
 """Seconds added for a frame that brings a vocabulary. The last stage prepares 250,000 tokens in about 1.4 s."""
@@ -21,18 +23,18 @@ SMOOTHING = 0.2
 """Weight of the newest frame in the usual time."""
 
 Size = tuple[int, int]
-"""Rows and the farthest position, as powers of two: what a pass takes follows from these."""
+"""The rows and the farthest position, as powers of two. The time of a pass depends on these."""
 
 
 class DeadlineEstimate:
-    """Learns what frames take, by size. Any may take `least` seconds, whatever is learned."""
+    """The learned times of frames by size. No deadline is below `least` seconds."""
 
     def __init__(self, least: float = 0.0) -> None:
         self._least = least
         self._usual: dict[Size, float] = {}
 
     def seconds(self, frame: Frame) -> float:
-        """How long this frame may take."""
+        """Return the deadline of `frame` in seconds."""
         extra = VOCABULARY_SECONDS if _brings_vocabulary(frame) else 0.0
         return max(self._least, self._learned(frame)) + extra
 
@@ -45,7 +47,7 @@ class DeadlineEstimate:
         return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
 
     def _expected(self, size: Size) -> float:
-        """Seconds for a size not seen yet. A pass costs no more than rows times positions: grown from those seen."""
+        """Return the expected seconds of a new size. The cost grows at most with rows times positions."""
         rows, end = size
         return min(
             usual * 2.0 ** (max(0, rows - seen_rows) + max(0, end - seen_end))
@@ -53,7 +55,7 @@ class DeadlineEstimate:
         )
 
     def observe(self, frame: Frame, seconds: float) -> None:
-        """A frame took so long."""
+        """Record that `frame` took `seconds`."""
         if _brings_vocabulary(frame):
             return
         size = _size(frame)

@@ -1,7 +1,7 @@
-"""The one thread of a worker that touches MLX. The event loop gives it work and gets results back.
+"""The one thread of a worker that uses MLX. The event loop submits work and receives the results.
 
-Three kinds of work, by urgency: signals go first, so that a rollback happens while frames that it makes stale
-are still queued; frames and calls (load, measure, look) keep their order.
+Signals run first, so that a rollback happens while frames that it makes stale are still queued. Frames and calls (load,
+measure, report) keep their order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 Work = Callable[[], None]
 
 USUAL_SECONDS = 1.0
-"""What a piece of work may take that expects nothing else."""
+"""Seconds. Deadline of a piece of work that sets no other."""
 
 IDLE_SECONDS = 1.0
 """Seconds without work after which the thread calls `on_idle`, once."""
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for the work in hand. The thread is a daemon: a process that must go, goes."""
+"""Seconds that `close` waits for the present work. The thread is a daemon, so it does not hold up the process."""
 
 
 class EngineThread:
-    """Runs work one piece at a time. Made on the event loop that waits for its results."""
+    """A thread that runs one piece of work at a time. Construct it on the event loop that waits for its results."""
 
     def __init__(self) -> None:
         self.on_idle: Work = _nothing
@@ -49,21 +49,21 @@ class EngineThread:
     # ---- from the event loop
 
     def submit(self, work: Work) -> None:
-        """Queue work that reports by itself; it must not raise."""
+        """Queue work that reports its own result. It must not raise."""
         self._queue.put(work)
 
     def submit_urgent(self, work: Work) -> None:
-        """Queue work that goes before everything queued by `submit`."""
+        """Queue work that runs before everything queued by `submit`."""
         self._urgent.append(work)
         self._queue.put(_nothing)  # wakes the thread if it sleeps
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` after what is queued, and return its result or raise its error."""
+        """Run `function` after the queued work, and return its result or raise its error."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
             if future.cancelled():
-                return  # nobody waits any more, and what is queued behind it does
+                return  # the caller was cancelled
             try:
                 result = function()
             except Exception as error:
@@ -76,34 +76,35 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it may still be at work, closed or not."""
+        """True while the thread runs, even after `close`."""
         return self._thread.is_alive()
 
     @property
     def queued(self) -> int:
+        """Pieces of work in the queue."""
         return self._queue.qsize()
 
     @property
     def stall(self) -> float:
-        """Seconds for which the work in hand should have been finished; 0 while it may take its time."""
+        """Seconds by which the present work exceeds its deadline; 0 before the deadline."""
         due = self._due
         return 0.0 if due is None else max(0.0, time.monotonic() - due)
 
     @property
     def busy_us(self) -> int:
-        """Microseconds spent working since the start, the work in hand included."""
+        """Microseconds of work since the start, the present work included."""
         since = self._working_since
         return self._busy_us + (0 if since is None else int((time.monotonic() - since) * 1e6))
 
     async def close(self) -> None:
-        """End after the work in hand, or leave the thread behind when that takes too long."""
+        """End after the present work, or give up waiting after CLOSE_SECONDS."""
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
 
     # ---- on the thread
 
     def expect(self, seconds: float) -> None:
-        """The work in hand, or its next part, may take so long from now on; beyond that it counts as stuck."""
+        """Set the deadline of the present work, or of its next part, to `seconds` from now."""
         self._due = time.monotonic() + seconds
 
     def post(self, function: Callable[..., None], *args: object) -> None:
@@ -128,7 +129,7 @@ class EngineThread:
             work()
             self._due = self._working_since = None
             self._busy_us += int((time.monotonic() - started) * 1e6)
-        # MLX's own threads of this thread must be gone before the process ends, or it aborts now and then.
+        # Without this, MLX's own threads may still run when the process ends, which sometimes aborts it.
         mx.clear_streams()
 
 

@@ -126,7 +126,7 @@ def test_a_prompt_chunk_may_not_follow_an_open_window() -> None:
 def test_a_commit_beyond_the_window_is_refused(in_header: bool) -> None:
     """A refused commit changes nothing."""
     stack = _open(3, 2)
-    with pytest.raises(ProtocolError, match="keeps 4 of window 1's 3 tokens"):
+    with pytest.raises(ProtocolError, match="commit of 4 tokens exceeds the 3 tokens of window 1"):
         stack.commit(1, 4, in_header=in_header)
     assert stack == _open(3, 2)
 

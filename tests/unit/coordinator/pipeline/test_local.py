@@ -122,7 +122,7 @@ async def test_an_engine_that_fails_raises_for_every_later_call(model: LocalMode
     ("frame", "said"),
     [
         (Frame(1, 5, segments=FRAME.segments), "frame 5"),
-        (replace(FRAME, ops=()), "never admitted"),  # an error with another in its context
+        (replace(FRAME, ops=()), "not admitted"),  # an error with another in its context
     ],
 )
 async def test_an_engine_that_failed_frees_its_weights(
