@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -16,6 +17,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from coordinator.workers import dns_sd
 from proto.address import join_address, parse_address
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import ProtocolError
@@ -111,6 +113,9 @@ class Discovery:
                         await asyncio.sleep(RESCAN_SECONDS)
                         await zeroconf.zeroconf.async_update_interfaces()
             except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
+                if sys.platform == "darwin":
+                    with contextlib.suppress(OSError):  # no dns-sd
+                        await self._browse_by_dns_sd()
                 if not warned:
                     log.warning(
                         "mDNS is unavailable. Name workers with --worker HOST:PORT",
@@ -118,6 +123,34 @@ class Discovery:
                     )
                 warned = True
                 await asyncio.sleep(RESCAN_SECONDS)
+
+    async def _browse_by_dns_sd(self) -> None:
+        """Ask macOS's own responder until cancelled. Raises OSError if the program `dns-sd` is missing."""
+        service = SERVICE_TYPE.removesuffix(".local.")
+        earlier: set[str] = set()
+        while True:
+            records = await dns_sd.scan(service, dns_sd.SCAN_SECONDS)
+            for record in records:
+                await self._add_record(record)
+            names = {record.instance for record in records}
+            for name in earlier - names:
+                self._known.pop(name, None)
+            earlier = names
+            await asyncio.sleep(RESCAN_SECONDS)
+
+    async def _add_record(self, record: dns_sd.ServiceRecord) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            announcement = Announcement.from_txt(record.txt, record.port)
+            found = await loop.getaddrinfo(record.host, record.port, family=socket.AF_INET)
+        except (ProtocolError, OSError) as error:
+            details = {"instance": record.instance, "error": str(error)}
+            log.debug("mDNS record ignored", extra=details)
+            return
+        hosts = order_hosts([str(entry[4][0]) for entry in found], own_networks())
+        addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
+        if addresses and not set(addresses) & set(self._static):
+            self._add_candidate(Candidate(record.instance, tuple(addresses), announcement))
 
     def _on_change(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
         """Handle the change of one service instance, on the event loop."""

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import psutil
@@ -17,6 +18,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from proto.announcement import SERVICE_TYPE, Announcement
+from worker.node.dns_sd import registered_by_dns_sd
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,11 @@ async def _announce(announcement: Announcement, host: str) -> None:
                 log.debug("announced by mDNS", extra={"addresses": " ".join(addresses)})
                 await _change_of(host, addresses)
         except (OSError, TimeoutError, ZeroconfError) as error:
+            if sys.platform == "darwin":
+                with contextlib.suppress(OSError):  # no dns-sd
+                    async with registered_by_dns_sd(announcement) as process:
+                        log.info("announced by macOS's own mDNS responder")
+                        await process.wait()
             if not warned:
                 log.warning(
                     "mDNS is unavailable. Pass this worker's address to the coordinator with --worker",
