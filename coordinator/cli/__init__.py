@@ -1,8 +1,8 @@
-"""`mtp-coord`: one file a command, and this one, which joins them.
+"""The commands of `mtp-coord`, one file per command.
 
-A command NAME is the function `NAME` in `NAME_command.py`, whose signature typer reads. The
-file is imported when its command is called, not before, so `mtp-coord --help` answers at once and a command
-is free to import what it needs at the top of its file. To add one: write the file, and its line in COMMANDS.
+A command NAME is the function `NAME` in `NAME_command.py`, whose signature typer reads. The file is imported when its
+command is called. So `mtp-coord --help` answers at once, and a command imports its modules at the top of its file. To
+add a command, write the file and its line in COMMANDS.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ COMMANDS: dict[str, str] = {
     "ca": "Rotate, export or import the certificate authority of the cluster.",
     "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
 }
-"""Every command and its line on the help page, in the order a newcomer meets them."""
+"""Every command and its line on the help page, in the order in which a new user needs them."""
 
 
 def load_command(name: str) -> TyperCommand:
-    """The command `name` as its own file defines it; imports that file."""
+    """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
     module = import_module(f"{__name__}.{function}_command")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -52,11 +52,12 @@ def load_command(name: str) -> TyperCommand:
 
 
 class LazyGroup(TyperGroup):
-    """Shows commands by their summaries, and puts the real one in place when one is called."""
+    """A group that shows the summaries of commands, and loads a command when it is called."""
 
     def resolve_command(
         self, ctx: Any, args: list[str]
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
+        """Return the loaded command that `args` name. See click."""
         name, known, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name and known else None, rest
 
@@ -71,7 +72,7 @@ app = typer.Typer(
 
 
 def not_loaded() -> None:
-    """Stands on the help page for a command whose file has not been imported."""
+    """Represent a command on the help page before its file is imported."""
 
 
 for _name, _summary in COMMANDS.items():
@@ -79,6 +80,7 @@ for _name, _summary in COMMANDS.items():
 
 
 def show_version(asked: bool) -> None:
+    """Print the versions and exit, if `asked`."""
     if asked:
         typer.echo(console.version_line(PROGRAM))
         raise typer.Exit

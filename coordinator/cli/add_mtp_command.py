@@ -19,7 +19,7 @@ from proto.terminal.progress_bar import byte_bar
 from proto.terminal.size import format_size
 
 _DOWNLOADS = "mtp-source"
-"""Directory in the checkpoint's own for what comes from the hub, removed when the head is in."""
+"""Directory inside the checkpoint for downloaded files. It is removed when the head is added."""
 
 
 def add_mtp(
@@ -27,7 +27,7 @@ def add_mtp(
     hf_path: Annotated[
         str,
         typer.Option(
-            help="Where the head is: the raw checkpoint it was converted from, as a directory, a hub repo, or "
+            help="The checkpoint with the head, from which the model was converted: a directory, a hub repo, or "
             "'builtin'."
         ),
     ],
@@ -37,25 +37,23 @@ def add_mtp(
     ] = None,
     mtp_dtype: Annotated[
         FloatType | None,
-        typer.Option(help="Type of what is not quantized.  [default: as the model's own]"),
+        typer.Option(help="Type of unquantized weights.  [default: as the model's own]"),
     ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Put it in the place of a head that is there.")
-    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and tell; read no weight, write nothing.")
+        bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
     ] = False,
 ) -> None:
     """Add the MTP head to an MLX checkpoint that lacks it.
 
-    Of a hub repo only the head's own bytes are downloaded. The model's files stay as they are: the head goes into
-    one of its own, and the index and config.json are told of it.
+    From a hub repo, only the bytes of the head are downloaded. The files of the model do not change. The head gets a
+    file of its own, and the index and config.json are updated.
 
     `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
     """
     if not mlx_path.is_dir():
         raise UsageError(
-            f"--mlx-path {mlx_path}: no such directory; of a hub repo, make a copy to add to with "
+            f"--mlx-path {mlx_path}: no such directory. Copy a hub repo first: "
             f"hf download {mlx_path} --local-dir DIRECTORY"
         )
     target = Checkpoint.open(mlx_path)

@@ -15,11 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
+from coordinator.cli.state_option import StateOption
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
 from coordinator.doctor.finding import Finding, Verdict
+from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.workers.connection import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import resolve_model
+from proto.trust.state_dir import state_dir
 
 SIGNS = {
     Verdict.OK: "[green]✓[/]",
@@ -47,6 +50,7 @@ def doctor(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
+    state: StateOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
     ] = False,
@@ -58,7 +62,8 @@ def doctor(
     """
     logging.getLogger().setLevel(logging.ERROR)
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
-    policy = ConnectionPolicy(insecure=insecure)
+    trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
+    policy = ConnectionPolicy(trust.trust if trust else None, insecure)
     options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)
     findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())

@@ -30,7 +30,7 @@ from proto.terminal.size import format_size, parse_size
 
 @dataclass(frozen=True)
 class Question:
-    """What the command line asks about one model."""
+    """The question of the command line about one model."""
 
     objective: Objective
     spare: bool
@@ -52,7 +52,7 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=64, help="So many equal machines of --memory each.")
+        int | None, typer.Option(min=1, max=64, help="Number of equal machines with --memory each.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of each of --nodes.")
@@ -119,7 +119,7 @@ def plan(
 
 
 def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> list[NodeSpec]:
-    """The machines of --node and --nodes. Raises UsageError."""
+    """Return the machines of --node and --nodes. Raises UsageError."""
     if (count is None) != (memory is None):
         raise UsageError("--nodes and --memory go together, as in --nodes 3 --memory 64GB")
     specs = [parse_node(text) for text in texts]
@@ -152,7 +152,7 @@ def parse_node(text: str) -> NodeSpec:
 
 
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
-    """The object that --json prints, but for the workers refused. Sizes in bytes, times in seconds."""
+    """Return the object that --json prints, without the refused workers. Sizes are bytes, times are seconds."""
     costs = model_costs(
         checkpoint,
         dtype=question.dtype,
@@ -195,7 +195,7 @@ def _stage_facts(stage: StagePlan) -> dict[str, Any]:
 async def _ask(
     checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None
 ) -> tuple[list[NodeSpec], dict[str, str]]:
-    """The nodes that answer, and by address why the others are left out."""
+    """Return the nodes that answer, and by address why the others are left out."""
     # gRPC and zeroconf, which a plan on paper does not need.
     from coordinator.workers.connection import ConnectionPolicy
     from coordinator.workers.describe import describe_all

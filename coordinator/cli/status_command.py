@@ -145,7 +145,10 @@ def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
     table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}{first}")
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
-        table.add_row("prefill", f"{escape(prompt.request_id)} {prompt.done}/{prompt.total}")
+        left = prompt.seconds_left
+        expected = "" if left is None or left < 1 else f", about {duration(left)} left"
+        progress = f"{prompt.done}/{prompt.total}{expected}"
+        table.add_row("prefill", f"{escape(prompt.request_id)} {progress}")
     idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
     if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 4
 """Consecutive pipeline failures after which the running requests are failed, because one of them may be the cause."""
 
+LONG_PREFILL_SECONDS = 5.0
+"""Seconds. Expected time to the first token from which the log announces it."""
+
 RETRY_SECONDS = 1.0
 """Seconds. Delay before retrying `acquire`, to avoid a busy loop on a source that fails at once."""
 
@@ -94,6 +97,7 @@ class GenerationLoop:
                     s.computed_tokens,
                     s.prefill_tokens,
                     s.stats(now),
+                    meter.prefill.expected_seconds(s.computed_tokens, s.prefill_tokens),
                 )
                 for s in running
             ),
@@ -129,6 +133,13 @@ class GenerationLoop:
         sequence = self.scheduler.submit(request, self.clock())
         queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
         self._listeners[sequence.seq_id] = sequence, queue
+        expected = self.meter.prefill.expected_seconds(0, len(request.prompt))
+        if expected is not None and expected >= LONG_PREFILL_SECONDS:
+            log.info(
+                "long prompt: the first token is expected in %.0f s",
+                expected,
+                extra={"id": request.request_id, "tokens": len(request.prompt)},
+            )
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         try:
             self._send_frames()

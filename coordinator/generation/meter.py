@@ -6,6 +6,7 @@ from collections import deque
 
 from coordinator.generation.draft_counts import DraftCounts
 from coordinator.generation.frame_outcome import FrameOutcome
+from coordinator.generation.prefill_rate import PrefillRate
 from proto.frame import Frame
 
 RATE_SECONDS = 10.0
@@ -20,11 +21,13 @@ class Meter:
 
     def __init__(self) -> None:
         self.drafts = DraftCounts()
+        self.prefill = PrefillRate()
         self.stage_ms: list[float] = []
         self._emitted: deque[tuple[float, int]] = deque()
 
     def record_frame(self, frame: Frame, outcome: FrameOutcome, now: float) -> None:
         """Count a returned frame and its outcome."""
+        self.prefill.record_frame(frame)
         self.drafts.record_drafts(outcome.draft_results)
         if outcome.token_count:
             self._drop_old_tokens(now)  # the queue stays short even if no client asks for the rate

@@ -10,12 +10,16 @@ from mtp.depth.report import SearchReport
 
 @dataclass(frozen=True)
 class RequestSnapshot:
-    """One admitted request. The last stage has computed `computed_tokens` of its `prefill_tokens`."""
+    """One admitted request. The last stage has computed `computed_tokens` of its `prefill_tokens`.
+
+    `prefill_seconds` are expected for the remaining ones; None before the server has computed a chunk.
+    """
 
     request_id: str
     computed_tokens: int
     prefill_tokens: int
     stats: GenerationStats
+    prefill_seconds: float | None = None
 
     @property
     def prefilling(self) -> bool:

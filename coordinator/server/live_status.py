@@ -67,7 +67,7 @@ class LiveStatus:
             drafted_by_position=loop.drafted_by_position,
             accepted_by_position=loop.accepted_by_position,
             prefilling=tuple(
-                PrefillStatus(r.request_id, r.computed_tokens, r.prefill_tokens)
+                PrefillStatus(r.request_id, r.computed_tokens, r.prefill_tokens, r.prefill_seconds)
                 for r in loop.requests
                 if r.prefilling
             ),

@@ -51,7 +51,7 @@ class ServeOptions:
     name: str
     insecure: bool = False
     join_address: tuple[str, int] | None = None
-    """Where machines join the cluster; None lets none join."""
+    """Address at which machines join the cluster; with None no machine can join."""
     state: Path = field(default_factory=lambda: state_dir(None))
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -87,11 +87,12 @@ class MtpChoices:
 
 @dataclass(frozen=True)
 class PrefillStatus:
-    """The progress of one prompt: `done` of `total` tokens are computed."""
+    """The progress of one prompt: `done` of `total` tokens are computed, and `seconds_left` are expected."""
 
     request_id: str
     done: int
     total: int
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True)
