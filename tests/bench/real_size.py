@@ -65,11 +65,19 @@ class Setup:
 # ---- programs
 
 
+@dataclass(frozen=True)
+class Program:
+    """A running program and the file of its log."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 @contextmanager
 def program(
     folder: Path, name: str, root: Path, gpu: int | None, module: str, *arguments: str
-) -> Iterator[Path]:
-    """Run `main` of `module` in the checkout at `root`. Yield the file of its log."""
+) -> Iterator[Program]:
+    """Run `main` of `module` in the checkout at `root`."""
     log = folder / f"{name}.log"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *_search_path()])}
     if gpu is not None:
@@ -80,7 +88,7 @@ def program(
             [sys.executable, "-c", start, *arguments], stdout=output, stderr=output, env=env
         )
         try:
-            yield log
+            yield Program(process, log)
         finally:
             process.terminate()
             try:
@@ -119,22 +127,23 @@ def serving(
             *flags,
         ]
         name = f"{setup.mtp}-{setup.workers}"
-        log = stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
+        server = stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
         url = f"http://127.0.0.1:{port}"
-        _wait(url, log)
+        wait_until_serving(url, server)
         yield url
 
 
-def _wait(url: str, log: Path) -> None:
+def wait_until_serving(url: str, server: Program) -> None:
+    """Wait until `server` answers at `url`. Raises AssertionError with the end of its log if it does not."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=2.0).status_code == httpx.codes.OK:
+            if httpx.get(f"{url}/ready", timeout=2.0).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
             pass
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{url} does not serve: {log.read_text()[-3000:]}")
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"{url} does not serve: {server.log.read_text()[-3000:]}")
         time.sleep(0.2)
 
 
