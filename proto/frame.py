@@ -1,10 +1,10 @@
 """The frame, one message along the pipeline: a header and, on middle hops, a hidden-state tensor.
 
-On the wire: magic `b"MTPF"`, version u8, three zero bytes, header length u32 and a zero u32 (little
-endian), the msgpack header, zero bytes up to a multiple of 16, the tensor's bytes. The header lists
-state operations, which stages apply in order, and segments. A segment is a run of tokens of one
-sequence; segments follow each other in the tensor's first axis. All stages see the same frames in the
-same order, so the header alone keeps them replicas of one state machine (DESIGN §3).
+On the wire, a prefix of 16 bytes comes first: magic `b"MTPF"`, version u8, three zero bytes, header length u32, a zero
+u32 (little endian). Then follow the msgpack header, zero bytes up to a multiple of 16, and the bytes of the tensor. The
+header lists the state operations, which stages apply in order, and the segments. A segment is a run of tokens of one
+sequence. Segments follow each other in the tensor's first axis. All stages process the same frames in the same order,
+so the header alone keeps them replicas of one state machine (DESIGN §3).
 """
 
 from __future__ import annotations

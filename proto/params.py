@@ -86,17 +86,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def ratio(self) -> bool:
-        """Whether the ratio rule applies. Under it the tokens depend on the drafts."""
+        """True if the ratio rule applies, under which the tokens depend on the drafts."""
         return self.acceptance == "ratio" and not self.greedy
 
     @property
     def penalized(self) -> bool:
-        """Whether the history of the sequence changes its logits."""
+        """True if the history of the sequence changes its logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

@@ -56,7 +56,7 @@ class ClusterTrust:
         chain = authority.issue(self._key.public_key(), identity)
         self.trust = NodeTrust(self._key, chain, authority.bundle, self.registry.removed())
         self._sent: dict[SecuredWorker, float] = {}
-        """When each worker got its last update (monotonic seconds)."""
+        """Monotonic seconds of the last update of each worker."""
         self._updates: set[asyncio.Task[None]] = set()
 
     @classmethod

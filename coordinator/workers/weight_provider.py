@@ -36,7 +36,7 @@ class WeightProvider:
 
     @property
     def can_provide(self) -> bool:
-        """Whether a worker without the files can get them."""
+        """True if a worker without the files can receive them."""
         return self.share or bool(self.ref.repo and self.ref.revision)
 
     async def provide_weights(

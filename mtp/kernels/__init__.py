@@ -1,1 +1,1 @@
-"""Kernels that this project brings for MLX's CUDA backend, each beside the mlx-lm operations it stands for."""
+"""Kernels for MLX's CUDA backend. Each has the same results as the mlx-lm operations that it replaces."""

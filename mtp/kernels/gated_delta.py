@@ -4,9 +4,9 @@ A block computes one value head of one sequence: convolution, silu, the norms of
 and the gated norm of its output. The state stays in registers in fp32. The order of every sum is fixed, so a token's
 result does not depend on the tokens that run with it.
 
-A sequence's tokens are those of an earlier window that follow its state (`past`), then those that run now. The kernel
-saves the state after any number of them, so that a window is rolled back by saving after fewer tokens, and nothing is
-computed twice by different arithmetic.
+The tokens of a sequence are those of an earlier window that follow its state (`past`), then those that run now. The
+kernel saves the state after any number of them. So a rollback saves after fewer tokens, and nothing is computed twice
+with different arithmetic.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import mlx.core as mx
 from mtp.kernels.cuda import CudaKernel
 
 HEAD_DIM = 128
-"""Of keys and of values: what the kernel is written for."""
+"""Dimension of keys and values; the kernel supports only this one."""
 
 TAPS = 4
 """Inputs of the convolution."""
 
 SPAN_FIELDS = 6
-"""Integers for each sequence: slot of its state, start and number of its past rows, start and number of the rows that
-run now, number of tokens after which its state is saved."""
+"""Integers for each sequence, in this order.
+
+They are the slot of its state; start and number of its past rows; start and number of the rows that run now; and the
+number of tokens after which its state is saved.
+"""
 
 _window = CudaKernel(
     "gated_delta_window",
@@ -233,8 +236,7 @@ def gated_delta_window(
     spans: mx.array,
     constants: tuple[mx.array, ...],
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run `spans` int32 `[n, SPAN_FIELDS]`. Return the outputs `[rows, value_heads * 128]` and the saved conv and
-    state.
+    """Run `spans` int32 `[n, SPAN_FIELDS]`. Return outputs `[rows, value_heads * 128]`, and the saved conv and state.
 
     `rows` and `past` are `[any, shape.row]`; `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]`
     are what the spans' slots index. `constants` are the layer's convolution weights, A_log, dt_bias, norm weight and

@@ -1,8 +1,8 @@
 """Products of few rows with 4-bit weights on the tensor cores of an NVIDIA GPU.
 
 MLX multiplies up to 7 rows by reading the weights once for each row. This kernel reads them once for up to 32 rows. It
-accumulates in fp32, in an order that does not depend on the number of rows, so a row's result is bit for bit the same
-alone and with others.
+accumulates in fp32, in an order that does not depend on the number of rows. So the result of a row has the same bits
+alone and with other rows.
 
 The weights are stored in tiles, in the order in which the tensor cores take them. `w [tiles, chunks, 128]` uint32: a
 tile is 16 outputs, a chunk 64 inputs; lane 4 g + t of a warp finds there the 16 nibbles 16 t ... 16 t + 15 of outputs
@@ -298,8 +298,7 @@ def unpack(
 
 
 def pack(w: mx.array, scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
-    """Return `w` and `factors` of a 4-bit matrix as MLX stores it: `w [N, K / 8]`, `scales` and `biases [N, K /
-    64]`."""
+    """Return `w` and `factors` of a 4-bit matrix of MLX: `w [N, K / 8]`, `scales` and `biases [N, K / 64]`."""
     tiles, chunks = w.shape[0] // TILE, w.shape[1] // 8
     packed = w.reshape(tiles, 2, 8, chunks, 4, 2).transpose(0, 3, 2, 4, 1, 5)
     both = mx.stack([scales, biases], axis=-1).view(mx.uint32).reshape(tiles, 2, 8, chunks)

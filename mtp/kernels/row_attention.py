@@ -220,8 +220,9 @@ def attend_rows(
     keys: Sequence[mx.array],
     values: Sequence[mx.array],
 ) -> mx.array:
-    """Return the attention of `q [rows, query_heads, 256]` times the sigmoid of the gates in `x`: `[rows, query_heads
-    * 256]`.
+    """Return the attention of `q [rows, query_heads, 256]` times the sigmoid of the gates in `x`.
+
+    The result has the shape `[rows, query_heads * 256]`.
 
     `keys` and `values`, up to `SLOTS` of each, are `[1, kv_heads, cap, 256]`; `caps` int32 `[SLOTS]` has their
     lengths. A row attends to the keys of its slot up to its position.

@@ -1,7 +1,7 @@
 """GatedDeltaNet over flat rows: many sequences in one pass, each with its own state.
 
-The module and its weights are mlx-lm's (`qwen3_5.GatedDeltaNet`); the forward is ours because it runs rows of
-several sequences at once and records the tape of each open window.
+The module and its weights are mlx-lm's (`qwen3_5.GatedDeltaNet`). This project has its own forward pass, which runs
+rows of several sequences at once and records the tape of each open window.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def mix(
     widths: Sequence[int],
     taped: Sequence[bool],
 ) -> mx.array:
-    """GDN of `x` `[rows, hidden]`, where sequence i owns the next `widths[i]` rows. Returns `[rows, hidden]`.
+    """Return the GDN of `x [rows, hidden]`, where sequence i owns the next `widths[i]` rows: `[rows, hidden]`.
 
-    Advances each cache, and leaves a tape on those whose window is open (`taped`).
+    Advances each cache, and appends a tape to those whose window is open (`taped`).
     """
     inputs = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     z = layer.in_proj_z(x).reshape(-1, layer.num_v_heads, layer.head_v_dim)
@@ -38,7 +38,7 @@ def mix(
         qkv, a, b = (t[start:end].reshape(len(rows), width, -1) for t in inputs)
         keep = [row[2] for row in rows]
         if any(keep) and not all(taped):
-            # Beside prompt chunks a tape of views would keep the chunks' rows alive while its window is open.
+            # In a frame with prompt chunks, a tape of views would keep the rows of the chunks in memory.
             qkv, a, b = mx.contiguous(qkv), mx.contiguous(a), mx.contiguous(b)
         out = _advance([row[0] for row in rows], qkv, a, b, keep)
         outputs.append(out.reshape(-1, layer.num_v_heads, layer.head_v_dim))
@@ -50,7 +50,7 @@ def mix(
 def _advance(
     caches: Sequence[GDNCache], qkv: mx.array, a: mx.array, b: mx.array, keep: Sequence[bool]
 ) -> mx.array:
-    """Advance n sequences over `[n, w, …]` inputs; returns their outputs `[n, w, v_heads, v_dim]`."""
+    """Advance n sequences over `[n, w, …]` inputs. Returns their outputs `[n, w, v_heads, v_dim]`."""
     layer = caches[0].layer
     count, width = qkv.shape[:2]
     conv_input = mx.concatenate([_joined([c.conv for c in caches]), qkv], axis=1)
@@ -62,7 +62,7 @@ def _advance(
     q, k = normalize_qk(q, k, inv_scale=layer.head_k_dim**-0.5, eps=1e-6)
     before = _joined([c.state for c in caches])
     out, state = gated_delta_update(q, k, v, a, b, layer.A_log, layer.dt_bias, before)
-    # A contiguous copy: a view would keep the whole chunk's inputs alive for three rows of it.
+    # A contiguous copy, since a view of three rows would keep the inputs of the whole chunk in memory.
     conv = mx.contiguous(conv_input[:, width:])
     for i, cache in enumerate(caches):
         own = slice(i, i + 1)
@@ -74,5 +74,5 @@ def _advance(
 
 
 def _joined(states: Sequence[mx.array]) -> mx.array:
-    """States `[1, …]` of n sequences as one `[n, …]`."""
+    """Return the states `[1, …]` of n sequences as one `[n, …]`."""
     return states[0] if len(states) == 1 else mx.concatenate(list(states))

@@ -1,4 +1,4 @@
-"""Build a stage's modules and read their weights: its span, the ends it owns, and nothing else."""
+"""The loader of a stage: it builds the modules of the stage's parts and reads their weights."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from proto.progress import OnProgress
 from proto.span import Span
 
 DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
-"""What `--dtype` takes."""
+"""The values of `--dtype`."""
 
 
 @dataclass
 class StageModules:
-    """What one stage computes with. A part it does not own is None.
+    """The modules of one stage. A part that the stage does not own is None.
 
-    `embed_tokens` is there on the first stage, and on the last where a tied lm_head or the MTP head needs it.
-    `lm_head` is None on a last stage with tied embeddings. `layers` stand in the order of `span`.
+    The first stage has `embed_tokens`. The last stage has it if a tied lm_head or the MTP head needs it. `lm_head` is
+    None on a last stage with tied embeddings. `layers` have the order of `span`.
     """
 
     config: ModelConfig
@@ -55,20 +55,20 @@ def load_stage(
     with_head: bool = True,
     on_progress: OnProgress | None = None,
 ) -> StageModules:
-    """Load the layers of `span` and the ends this stage owns; `dtype` None keeps what is stored.
+    """Load the layers of `span` and the other parts of the stage. `dtype` None keeps the stored types.
 
-    Names, shapes and types of the whole stage are checked before the first weight is read; then part by part is
-    read, so peak memory stays near the stage's own. Without the head's tensors the head is None and
-    `checkpoint.mtp` says what is missing.
+    Names, shapes and types of the whole stage are checked before the first weight is read. Then the parts are read one
+    after another, so the peak memory stays close to that of the stage. Without the head's tensors the head is None, and
+    `checkpoint.mtp` lists the missing ones.
 
-    Raises SpanError, CheckpointError naming tensor and file, and UsageError for a dtype that cannot run here.
+    Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
     """
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
-            f"no part of this model ({len(checkpoint.unknown)} such): config.json is of another checkpoint; "
-            "download both again"
+            f"no part of this model ({len(checkpoint.unknown)} in total): config.json may belong to another "
+            "checkpoint. Download both again."
         )
     if missing := missing_tensors(checkpoint, parts):
         raise checkpoint.missing_tensors_error(missing)
@@ -96,7 +96,7 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgre
         if on_progress:
             on_progress(done, total)
         for weight in dict(tree_flatten(module.parameters())).values():
-            # One at a time, so that what it is cast, split or stacked from goes before the next comes.
+            # One at a time, so that the source of one weight is released before the next is read.
             mx.eval(weight)
             mx.clear_cache()
         done += sizes[part]
@@ -105,7 +105,7 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgre
 
 
 def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> nn.Module:
-    """A part's module, quantized as its tensors are, holding lazy weights."""
+    """Return the module of a part with lazy weights, quantized like its tensors."""
     weights = read_part(checkpoint, part, dtype)
     module = _quantize(checkpoint, part, part_module(checkpoint.config, part), weights)
     _check(checkpoint, part, module, weights)
@@ -119,12 +119,12 @@ def _quantize(
 ) -> nn.Module:
     """Replace every module whose weight is stored with scales by a quantized one.
 
-    Bits, group size and mode of each follow from its shapes, by mlx-lm's own rule, so exceptions that
-    config.json lists by path need no looking up.
+    Bits, group size and mode follow from the shapes, by mlx-lm's own rule. So the exceptions that config.json lists by
+    path are not needed.
     """
     if checkpoint.config.quantization is None:
         return module
-    # nn.quantize replaces leaves of a module: held in one, a part that is itself a leaf is replaced too.
+    # nn.quantize replaces the leaves of a module. The holder makes a part that is itself a leaf replaceable.
     holder = nn.Module()
     holder.part = module
     stored = {f"part.{name}": weight for name, weight in weights.items()}
@@ -141,7 +141,7 @@ def _quantize(
         nn.quantize(holder, class_predicate=parameters)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}: {part} is quantized in a way that cannot be loaded: {error}"
+            f"{checkpoint.path}: the quantization of {part} is not supported: {error}"
         ) from error
     quantized: nn.Module = holder.part
     return quantized
@@ -150,36 +150,36 @@ def _quantize(
 def _check(
     checkpoint: Checkpoint, part: str, module: nn.Module, weights: dict[str, mx.array]
 ) -> None:
-    """No names but the module's, and shapes just as it has them. Nothing is read for it."""
+    """Raise unless the names and shapes of `weights` are those of the module. Reads no weight."""
     expected = dict(tree_flatten(module.parameters()))
     plan = checkpoint.plans[part]
     for name in weights.keys() - expected.keys():
         stored = plan[name].stored[0]
         hint = (
-            "it is quantized, and config.json does not say so: convert the checkpoint again"
+            "it is quantized, but config.json has no quantization. Convert the checkpoint again."
             if name.endswith("scales")
-            else "config.json is of another checkpoint: download both again"
+            else "config.json may belong to another checkpoint. Download both again."
         )
         raise CheckpointError(
-            f"{checkpoint.tensors[stored].file}: tensor {stored} is not one this model has; {hint}"
+            f"{checkpoint.tensors[stored].file}: tensor {stored} is not part of this model: {hint}"
         )
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             stored = plan[name].stored[0]
             raise CheckpointError(
                 f"{checkpoint.tensors[stored].file}: tensor {stored} gives {module_path(part, name)} the "
-                f"shape {weight.shape}, config.json asks for {expected[name].shape}"
+                f"shape {weight.shape}, but config.json requires {expected[name].shape}. Download both again."
             )
 
 
 def _check_experts(part: str, module: nn.Module, weights: dict[str, mx.array]) -> None:
-    """MLX's CPU backend multiplies unquantized experts in float32 only: say so before the first token."""
+    """Raise for unquantized experts in another type than float32 on the CPU, which MLX cannot multiply."""
     if mx.default_device().type != mx.cpu:
         return
     for path, leaf in module.named_modules():
         if isinstance(leaf, SwitchLinear) and weights[f"{path}.weight"].dtype != mx.float32:
             dtype = str(weights[f"{path}.weight"].dtype).removeprefix("mlx.core.")
             raise UsageError(
-                f"{module_path(part, path)} is {dtype}, and the CPU runs unquantized experts in float32 "
-                "only: use --dtype float32, or a quantized checkpoint"
+                f"{module_path(part, path)} is {dtype}, but the CPU backend runs unquantized experts in float32 "
+                "only. Use --dtype float32, or a quantized checkpoint."
             )

@@ -56,6 +56,7 @@ class PackedGDN(nn.Module):
         mx.eval(self.constants)
 
     def new_cache(self) -> SnapshotGDNCache:
+        """Return the empty cache of a new sequence."""
         return SnapshotGDNCache.empty(self.shape, self.constants, self.dtype)
 
     def add(

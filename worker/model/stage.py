@@ -1,4 +1,4 @@
-"""One stage's forward pass: the span's layers over flat rows of many sequences."""
+"""The forward pass of one stage: the layers of the span over flat rows of many sequences."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Stage:
         self._cadence = CADENCE[backend()]
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
+        """Return the empty caches of an admitted sequence."""
         return SequenceCache(admitted, [self._new_cache(layer) for layer in self.modules.layers])
 
     def _new_cache(self, layer: DecoderLayer) -> LayerCache:
@@ -53,7 +54,7 @@ class Stage:
         return GDNCache.empty(layer.linear_attn, self.dtype)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
-        """Embedding rows of `tokens`: `[len(tokens), hidden]`. First stage only."""
+        """Return the embeddings of `tokens`: `[len(tokens), hidden]`. First stage only."""
         embed_tokens = self.modules.embed_tokens
         assert embed_tokens is not None, "this stage is not the first"
         embedded: mx.array = embed_tokens(mx.array(list(tokens), mx.uint32))
@@ -62,8 +63,8 @@ class Stage:
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run `x [rows, hidden]` through the span. Rows belong to `runs` in order.
 
-        Extends every sequence's state machine and caches. Raises ProtocolError, before any layer has run, when a
-        segment does not fit its sequence's end.
+        Extends the window stack and the caches of every sequence. Raises ProtocolError, before any layer has run, when
+        a segment does not follow the end of its sequence.
         """
         for sequence, segment in runs:
             sequence.extend(segment)

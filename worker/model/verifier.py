@@ -1,8 +1,8 @@
-"""What only the last stage does: final norm, logits, the target's choice, comparing drafts with it, drafting on.
+"""The verifier of the last stage: final norm, logits, the target's choice, its comparison with the drafts, new drafts.
 
-Logits never leave this stage. For each window `[t0, d1 … dk]` the target's own tokens are computed at every row;
-a draft is right when it equals the target's token before it (coupled), or passes the ratio test. The hidden
-states of the kept rows feed the MTP head, which drafts what follows.
+Logits never leave this stage. For each window `[t0, d1 … dk]` the target's own token is computed at every row. A draft
+is accepted when it equals the target's token (coupled), or passes the ratio test. The hidden states of the accepted
+rows are the input of the MTP head, which drafts the next tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[int, int]
 
 
 class Verifier:
-    """The last stage's ends: norm, lm_head (or tied embedding), and the MTP head where the checkpoint has it."""
+    """The parts after the layers: norm, lm_head (or tied embedding), and the MTP head if the checkpoint has it."""
 
     def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
         assert modules.norm is not None, "this stage is not the last"
@@ -50,28 +50,30 @@ class Verifier:
         self.vocabulary = b""
         """The tokenizer's packed vocabulary, from the first sequence with a grammar."""
 
-    # ---- a sequence's life
+    # ---- sequences
 
     def admit(self, op: Admit) -> None:
+        """Create the state of a sequence."""
         head = None if self.drafter is None else self.drafter.new_state()
         history = History(self.vocab, op.prompt) if op.params.penalized else None
         self.vocabulary = op.vocabulary or self.vocabulary
         grammar = GrammarState.make(op.params, self.vocabulary)
-        # Without the vocabulary, which may have megabytes.
+        # The vocabulary may have megabytes, so the state does not include it.
         admitted = replace(op, vocabulary=b"") if op.vocabulary else op
         self.states[op.seq_id] = LastStageState(admitted, head, history=history, grammar=grammar)
 
     def evict(self, seq_id: int) -> None:
+        """Remove the state of a sequence, if there is one."""
         self.states.pop(seq_id, None)
 
     def save(self, seq_id: int) -> LastStageState:
-        """A copy of what this stage keeps, for a prefix entry; what the request wanted is not part of it."""
+        """Return a copy of a sequence's state for a prefix entry, without the parameters of the request."""
         state = self.states[seq_id]
         head = None if state.head is None else state.head.copy()
         return LastStageState(state.admitted, head, tokens=list(state.tokens))
 
     def restore(self, seq_id: int, saved: LastStageState) -> None:
-        """Start a just admitted sequence from a saved copy."""
+        """Continue an admitted sequence from a saved copy."""
         state = self.states[seq_id]
         state.head = None if saved.head is None else saved.head.copy()
         state.take(saved.tokens)
@@ -85,9 +87,9 @@ class Verifier:
         states: Sequence[mx.array],
         stamps: FrameStamps,
     ) -> dict[Key, Outcome]:
-        """Decide every segment of `x [rows, hidden]`. `states` are evaluated on the way, so that they do not pile up.
+        """Return the outcome of every segment of `x [rows, hidden]`. Evaluates `states`, so that no lazy graph grows.
 
-        Raises ProtocolError when drafts are wanted and this checkpoint has no head.
+        Raises ProtocolError when drafts are requested and this checkpoint has no head.
         """
         normed = self.norm(x)
         logits = self._logits(normed, runs)
@@ -104,14 +106,14 @@ class Verifier:
     def outcomes(
         self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]
     ) -> tuple[Outcome, ...]:
-        """Outcomes in the order of `segments`; a cancelled segment's says so."""
+        """Return the outcomes in the order of `segments`. A segment that did not run is marked as cancelled."""
         return tuple(
             decided.get(_key(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
             for s in segments
         )
 
     def _logits(self, normed: mx.array, runs: Sequence[Run]) -> list[tuple[Segment, mx.array]]:
-        """Logit rows `[w, vocab]` of the segments that want any: all rows of a window, the last of a prompt."""
+        """Return the logits `[w, vocab]` of sampled segments: of all rows of a window, of the last row of a prompt."""
         wanted: list[tuple[Segment, int, int]] = []
         start = 0
         for _, segment in runs:
@@ -133,7 +135,7 @@ class Verifier:
         return parts
 
     def _targets(self, state: LastStageState, segment: Segment, logits: mx.array) -> mx.array:
-        """The target's token after each row: int32 `[w]`, lazy."""
+        """Return the target's token after each row: int32 `[w]`, lazy."""
         params, rows = state.params, logits.shape[0]
         if state.grammar is not None:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
@@ -156,7 +158,7 @@ class Verifier:
     def _settle(
         self, normed: mx.array, runs: Sequence[Run], outcomes: Mapping[Key, Outcome]
     ) -> None:
-        """Let verified tokens join their sequences' histories and their heads' pairs."""
+        """Append the verified tokens to the histories and to the pairs of the heads."""
         start = 0
         for _, segment in runs:
             outcome, state = outcomes[_key(segment)], self.states[segment.seq_id]
@@ -173,7 +175,7 @@ class Verifier:
     def _with_logprobs(
         self, logits: Sequence[tuple[Segment, mx.array]], outcomes: Mapping[Key, Outcome]
     ) -> dict[Key, Outcome]:
-        """Add the target's log-probabilities of the tokens each outcome emits, where they are asked for."""
+        """Add the target's log-probabilities of the emitted tokens to the outcomes that request them."""
         result = dict(outcomes)
         for segment, rows in logits:
             outcome = outcomes[_key(segment)]
@@ -195,7 +197,7 @@ class Verifier:
             if not segment.drafts or outcome.token is None:
                 continue
             if state.head is None:
-                raise ProtocolError("drafts are wanted, but this checkpoint has no MTP head")
+                raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
             position = segment.position + outcome.accepted_length
             jobs[_key(segment)] = DraftJob(
                 state.head,
@@ -219,7 +221,7 @@ class Verifier:
 
 
 def _unembedding(modules: StageModules) -> Callable[[mx.array], mx.array]:
-    """lm_head, or the embedding it is tied to."""
+    """Return lm_head, or the embedding that it is tied to."""
     if modules.lm_head is not None:
         return modules.lm_head
     assert modules.embed_tokens is not None, "a tied lm_head needs the embedding beside it"

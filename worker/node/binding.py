@@ -90,7 +90,7 @@ class Place:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last stage."""
+        """True on the last stage."""
         return self.stage == self.num_stages - 1
 
 
@@ -120,7 +120,7 @@ class Binding:
         self.results: asyncio.Queue[Result | ClusterError] = asyncio.Queue()
         self.fault: pb.Fault | None = None
         self.bound = False
-        """Whether the stage accepts frames."""
+        """True while the stage accepts frames."""
         self._received, self._started = Tally(), Tally()
         """Frames received, counted on the event loop, and frames started, counted on the engine thread."""
         self._closed = False

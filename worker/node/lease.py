@@ -25,7 +25,7 @@ class Lease:
 
     @property
     def lapsed(self) -> bool:
-        """Whether the lease has expired."""
+        """True after the lease has expired."""
         return time.monotonic() > self.expires
 
     def renew(self) -> None:

@@ -29,7 +29,6 @@ WORDS: dict[str, str] = {
     "hears?|heard": "receives, received",
     "hop(es?|ed)(?= (that|of|on|for|is|was))|(vain|a|the) hope": "unverified prefix",
     "in vain": "without effect",
-    "lanes?": "micro-batch",
     "lately": "recently",
     "let go|lets go": "release",
     "lest": "so that … not",
