@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import uuid
@@ -27,6 +26,7 @@ from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import UsageError
 from proto.span import Span
 from tests.support.processes.mdns_peer import PORT
+from tests.support.processes.network_namespaces import two_machines
 from tests.support.processes.processes import ending, launch
 from worker.node import announce as announce_module
 from worker.node.announce import announced
@@ -271,39 +271,11 @@ def test_processes_of_one_machine_find_each_other() -> None:
         assert browse(name=name) == [f"127.0.0.1:{PORT}"]
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
-
-
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a cable: 10.213.x.1 and .2, with nothing but it and loopback."""
-    if sys.platform != "linux" or shutil.which("ip") is None:
-        pytest.skip("network namespaces need Linux and iproute2")
-    token = uuid.uuid4().hex[:8]
-    pair = (f"mtp-a-{token}", f"mtp-b-{token}")
-    made = []
-    try:
-        try:
-            for namespace in pair:
-                ip("netns", "add", namespace)
-                made.append(namespace)
-            cable = ("link", "add", f"v{token}", "netns", pair[0], "type", "veth")
-            ip(*cable, "peer", "name", f"v{token}", "netns", pair[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(
-                f"network namespaces are not permitted here: {error.stderr.decode().strip()}"
-            )
-        for number, namespace in enumerate(pair, 1):
-            inside = ("-n", namespace)
-            ip(*inside, "link", "set", "lo", "up")
-            ip(*inside, "addr", "add", f"10.213.77.{number}/24", "dev", f"v{token}")
-            ip(*inside, "link", "set", f"v{token}", "up")
-            ip(*inside, "route", "add", "224.0.0.0/4", "dev", f"v{token}")
-        yield pair
-    finally:
-        for namespace in made:
-            ip("netns", "del", namespace)
+    """Return the names of two network namespaces joined by a cable: 10.213.77.1 and .2."""
+    with two_machines() as (first, second):
+        yield first.name, second.name
 
 
 def test_machines_on_one_network_find_each_other(namespaces: tuple[str, str]) -> None:
@@ -342,7 +314,7 @@ def test_a_stranger_is_never_planned(namespaces: tuple[str, str], tmp_path: Path
 def test_real_programs_on_two_machines_find_each_other(
     namespaces: tuple[str, str], tmp_path: Path
 ) -> None:
-    """With --insecure on both, `mtp-coord serve` serves over the `mtp-worker` of another machine without its address."""
+    """With --insecure on both, `mtp-coord serve` serves over the `mtp-worker` of another machine, found by mDNS."""
     here, there = (("ip", "netns", "exec", namespace) for namespace in namespaces)
     listen = ("--listen", "0.0.0.0:0", "--insecure", "--name", "mac-1")
     wait = ("serve", "--port", "0", "--nodes", "1", "--wait", "90", "--insecure")
