@@ -160,8 +160,13 @@ function drawStrip(strip, status, stages) {
     const name = group.node ? `${group.node.name}: layers ${group.start} to ${group.end - 1}` : "No machine holds layers yet";
     return h("div", { class: "span", "data-health": group.node?.health ?? "none", vars: { "--grow": group.end - group.start + (last && model.has_head ? 1 : 0) } },
       h("div", { class: "cells", role: "img", "aria-label": name }, cells),
-      h("span", { class: "span-label", "aria-hidden": "true" }, group.node ? group.node.name : "not loaded", " ", group.node && h("span", { class: "hint" }, group.node.span)));
+      h("span", { class: "span-label", "aria-hidden": "true" }, group.node ? group.node.name : "not loaded", " ", group.node && h("span", { class: "hint" }, layersText(group.node.span).replace(/^layers? /, ""))));
   }));
+}
+
+function layersText(span) {
+  const { start, end } = range(span);
+  return end - start === 1 ? `layer ${start}` : `layers ${span}`;
 }
 
 function range(span) {
@@ -180,7 +185,7 @@ function machine(node, index, stages, busy) {
   return h("li", { class: `machine${slow ? " slow" : ""}`, "data-health": node.health },
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "badge" }, `layers ${node.span}`), slow && h("span", { class: "badge warn" }, "slowest")),
+      h("span", { class: "badge" }, layersText(node.span)), slow && h("span", { class: "badge warn" }, "slowest")),
     h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
     node.health === "loading" ? loading(node) : stageTime(node, slowest, busy),
     memory(node),

@@ -17,8 +17,8 @@ export class SpeedView {
     this.mtp = h("div", {});
     root.append(
       h("h2", { class: "hidden" }, "Speed"),
-      h("section", { class: "card", "aria-labelledby": "mtp-title" }, h("div", { class: "card-head" }, h("h3", { id: "mtp-title" }, "Multi-token prediction")), this.mtp),
-      h("section", { class: "card", "aria-labelledby": "history-title" }, h("div", { class: "card-head" }, h("h3", { id: "history-title" }, "Last ten minutes")), this.charts));
+      h("section", { class: "card", "aria-labelledby": "history-title" }, h("div", { class: "card-head" }, h("h3", { id: "history-title" }, "Last ten minutes")), this.charts),
+      h("section", { class: "card", "aria-labelledby": "mtp-title" }, h("div", { class: "card-head" }, h("h3", { id: "mtp-title" }, "Multi-token prediction")), this.mtp));
   }
 
   setVisible(visible) {
@@ -64,7 +64,7 @@ export class SpeedView {
       h("p", { class: "lead" }, modeLine(status.mtp)),
       ...lines.map((line) => h("p", { class: "hint" }, line)),
       rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Acceptance by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "",
-      ...chosen);
+      chosen.length ? h("div", { class: "choices" }, chosen) : "");
   }
 }
 

@@ -2,6 +2,7 @@
 
 import { h, setText } from "./dom.js";
 import { count, seconds, share } from "./format.js";
+import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
 
 const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], i: ["wasted", "invalidated window"] };
@@ -9,6 +10,7 @@ const DELAY = 0.6; // seconds behind the present, so that frames arrive before t
 const SHORTEST = 0.05;
 const LONGEST = 20;
 const DRAW_MS = 50;
+const TRACE_SECONDS = 20;
 const LANE = 46;
 const GAP = 12;
 const AXIS = 22;
@@ -38,7 +40,7 @@ export class TimelineView {
           h("div", { class: "controls" }, this.spanText,
             h("button", { "aria-label": "Show less time", onclick: () => this.zoom(0.5) }, "+"),
             h("button", { "aria-label": "Show more time", onclick: () => this.zoom(2) }, "−"),
-            this.pause, h("button", { onclick: () => this.export() }, "Export"))),
+            this.pause, (this.exportButton = h("button", { onclick: () => this.export() }, "Export")))),
         this.canvas, this.detail,
         h("p", { class: "layer-legend" }, Object.entries(KINDS).map(([, [name, text]]) => h("span", {}, h("i", { class: `block ${name}` }), name === "wasted" ? "rejected or invalidated" : text)))),
       h("section", { class: "card", "aria-label": "Share of time computed" }, h("div", { class: "card-head" }, h("h3", {}, "Share of time computed"), h("span", { class: "hint" }, "in the time shown")), this.summary,
@@ -105,13 +107,21 @@ export class TimelineView {
     actions[event.key]();
   }
 
-  export() {
-    const names = this.lanes();
-    const trace = traceOf(this.frames().map(parseFrame), names);
+  // The exact trace of all processes where the coordinator has one; else the frames that this page has.
+  async export() {
+    this.exportButton.disabled = true;
+    let trace = null;
+    try {
+      const response = await fetch(`/trace?seconds=${TRACE_SECONDS}`, { headers: authorization() });
+      if (response.ok && this.pausedAt === null) trace = (await response.json()).trace;
+    } catch {
+      // The coordinator does not answer: the page's own frames remain.
+    }
+    trace ??= traceOf(this.frames().map(parseFrame), this.lanes());
     const url = URL.createObjectURL(new Blob([JSON.stringify(trace)], { type: "application/json" }));
-    const link = h("a", { href: url, download: "mtp-cluster-trace.json" });
-    link.click();
+    h("a", { href: url, download: "mtp-cluster-trace.json" }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);
+    this.exportButton.disabled = false;
   }
 
   // ---- drawing

@@ -1,0 +1,110 @@
+"""The pictures of docs/page.md: `python -m tests.browser.pictures` makes them from two real workers.
+
+It needs Chromium and about a minute. Each picture has few colours, to keep the repository small.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from PIL import Image
+from playwright.sync_api import Browser
+
+from tests.support.browser.chromium import WatchedPage, running_browser
+from tests.support.processes.processes import running_cluster
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
+COLOURS = 200
+"""Colours of a picture. Fewer would show steps in the shadows."""
+
+QUESTIONS = (
+    "Write a function that reads a JSON file and returns its keys.",
+    "What does the function os.path.join do?",
+)
+STREAMS = 3
+WARM_UP_MS = 30_000
+"""Milliseconds under load before the first picture, so that the charts have a history."""
+
+
+@contextmanager
+def load(url: str) -> Iterator[None]:
+    """Keep STREAMS requests running."""
+    stop = threading.Event()
+
+    def ask(seed: int) -> None:
+        """Ask one question after another."""
+        while not stop.is_set():
+            body = {
+                "messages": [{"role": "user", "content": QUESTIONS[seed % 2]}],
+                "max_tokens": 200,
+                "seed": seed,
+            }
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            seed += STREAMS
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: int) -> None:
+    """Write one picture of `view`."""
+    phone = width < 600
+    watched = WatchedPage.open(
+        browser,
+        url,
+        color_scheme=scheme,
+        viewport={"width": width, "height": 844 if phone else 760},
+        device_scale_factor=2,
+    )
+    page = watched.page
+    page.wait_for_selector(".machine")
+    if view == "chat":
+        watched.show("chat")
+        page.click(".parameters summary")
+        page.fill("input[name=temperature]", "0")
+        page.fill("input[name=max_tokens]", "200")
+        page.click(".parameters summary")
+        for question in reversed(QUESTIONS):
+            watched.ask(question)
+    watched.show(view)
+    page.wait_for_timeout(4000)
+    path = FOLDER / f"page-{name}.png"
+    page.screenshot(path=path)
+    watched.close()
+    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size // 1000} kB")
+
+
+def main() -> None:
+    """Write all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    with (
+        TemporaryDirectory() as folder,
+        running_cluster(Path(folder), "builtin", 2) as cluster,
+        running_browser() as browser,
+    ):
+        with load(cluster.url):
+            warm = WatchedPage.open(browser, cluster.url)
+            warm.page.wait_for_timeout(WARM_UP_MS)
+            take(browser, cluster.url, "cluster", "cluster", "light", 1180)
+            take(browser, cluster.url, "timeline", "timeline", "dark", 1180)
+            take(browser, cluster.url, "speed", "speed", "dark", 1180)
+            take(browser, cluster.url, "phone", "cluster", "light", 390)
+        take(browser, cluster.url, "chat", "chat", "light", 1180)
+        take(browser, cluster.url, "phone-chat", "chat", "dark", 390)
+
+
+if __name__ == "__main__":
+    main()
