@@ -6,8 +6,13 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from proto.rpc.bind import own_addresses
 from tests.cluster.conftest import Pool
+from tests.cluster.test_join import joined_cluster
 
 SECONDS = 100.0
 
@@ -37,3 +42,18 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool) -> None:
     assert found["exactness"]["values"]["exact"] == 8
     assert found["answer with 2 drafts"]["values"]["first_difference"] is None
     assert found["speed"]["values"]["plain_tokens_per_second"] > 0
+
+
+def test_the_doctor_measures_secured_links(tmp_path: Path) -> None:
+    """With the cluster's state directory, links and hops between joined workers are measured over mutual TLS."""
+    hosts = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
+    if not hosts:
+        pytest.skip("this machine has no network address")
+    with joined_cluster(hosts[0], tmp_path) as (_, workers, _):
+        addresses = [str(w.wait_for("worker ready")["address"]) for w in workers]
+        named = [flag for address in addresses for flag in ("--worker", address)]
+        done = doctor("--no-mdns", "--json", "--state-dir", str(tmp_path / "a"), *named)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
+    for name in ("link to mac-1", "hop from mac-1 to mac-2", "hop from mac-2 to mac-1"):
+        assert found[name]["values"]["p50"] > 0
