@@ -1,4 +1,4 @@
-"""`mtp-coord add-mtp`: give an MLX checkpoint the MTP head its conversion dropped."""
+"""`mtp-coord add-mtp`: the MTP head for an MLX checkpoint whose conversion dropped it."""
 
 from __future__ import annotations
 

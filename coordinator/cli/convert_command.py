@@ -1,4 +1,4 @@
-"""`mtp-coord convert`: a raw checkpoint becomes an MLX one, with the MTP head that mlx-lm's converter drops."""
+"""`mtp-coord convert`: conversion of a raw checkpoint for MLX, with its MTP head."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint for MLX, and keep its MTP head.
 
-    The output works here and in mlx-lm, which leaves the head alone. Converting needs the memory of the largest
-    layer's experts, not of the model. Interrupted, it goes on where it was when the same command is given again.
+    The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
+    experts, not of the model. After an interruption, the same command continues.
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """

@@ -1,4 +1,4 @@
-"""`mtp-coord inspect MODEL`: what a checkpoint holds, whether its MTP head works, who would hold what."""
+"""`mtp-coord inspect MODEL`: the content of a checkpoint, its MTP head, and its cut over equal machines."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ def inspect(
 ) -> None:
     """Show a checkpoint's layers, sizes, quantization and MTP head.
 
-    The last line says whether drafting with the head will work. Where this machine can hold the model, that was
-    tried: it answers a short prompt, and the head's drafts are counted. Of a hub repo that is not on this machine
-    only headers are read.
+    The last line says whether drafting with the head will work. If this machine can hold the model, the head was tried
+    on a short prompt. For a hub repo that is not on this machine, only headers are read.
 
-    --nodes cuts for equal machines with room for anything, and charges the last one no drafts. mtp-coord plan and
-    serve charge them, and know each machine's memory and speed: theirs may cut elsewhere.
+    --nodes cuts for equal machines without memory limits, and ignores the time of drafts. mtp-coord plan and serve
+    use each machine's memory and speed, and the time of drafts, so their cuts may differ.
     """
     model = required_model(argument, option)
     checkpoint = open_model(model)

@@ -1,4 +1,4 @@
-"""`mtp-coord plan MODEL`: who would hold what, and how fast, without loading a weight."""
+"""`mtp-coord plan MODEL`: the layers of each machine and the expected speed, without loading weights."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def plan(
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
-    Machines are those given by --node, --nodes with --memory, --worker and --discover. Times are what
-    reading the active weights takes at each machine's bandwidth: a bound that real passes come near.
+    The machines are those of --node, --nodes with --memory, --worker and --discover. The times are those of reading the
+    active weights at each machine's bandwidth. They are lower bounds that real passes come near.
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
@@ -130,7 +130,7 @@ def given_nodes(texts: Sequence[str], count: int | None, memory: str | None) -> 
 
 
 def parse_node(text: str) -> NodeSpec:
-    """`NAME=SIZE[,speed=X][,layers=A-B]`. Raises UsageError, and SpanError for the layers."""
+    """Return the machine in `NAME=SIZE[,speed=X][,layers=A-B]`. Raises UsageError, and SpanError for the layers."""
     name, equals, rest = text.partition("=")
     size, *settings = rest.split(",")
     if not (name.strip() and equals and size):

@@ -1,4 +1,4 @@
-"""`mtp-coord serve`: one OpenAI-compatible endpoint over the workers there are, or over this process alone."""
+"""`mtp-coord serve`: one OpenAI-compatible endpoint over workers, or over this process alone."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients at http://HOST:PORT/v1.
 
-    Finds workers by mDNS and --worker, splits the layers over them, and goes on when one is lost. With no
-    worker the same engine runs in this process.
+    The server finds workers by mDNS and --worker, splits the layers over them, and continues when one is lost. Without
+    workers the same engine runs in this process.
     """
     configure(log_level, log_format)
     if (tls_cert is None) != (tls_key is None):

@@ -1,4 +1,4 @@
-"""One answer, however it is made: real workers behind real HTTP against `mtp-coord generate`."""
+"""Real workers behind HTTP give the same answers as `mtp-coord generate`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Answer:
-    """What both ways of asking say."""
+    """The parts of an answer that both commands report."""
 
     tokens: list[str]
     logprobs: list[float]
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """The same request in both languages: flags of `generate`, fields of a completion."""
+    """One request, as flags of `generate` and as fields of a completion."""
 
     temperature: float
     top_p: float
@@ -73,7 +73,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def expected(tokenizer: Tokenizer) -> Iterator[dict[Asked, Answer]]:
-    """What `mtp-coord generate`, one process and one token at a time, says in float32."""
+    """Return the float32 answers of `mtp-coord generate`, in one process and one token at a time."""
     prompt = ",".join(map(str, tokenizer.encode(PROMPT)))
     start = f"{WITHOUT_TORCH}; from coordinator.cli import main; main()"
     command = [sys.executable, "-c", start, "generate", "--tokens", prompt, "--mtp", "off"]
@@ -102,7 +102,7 @@ def _generated(output: bytes, tokenizer: Tokenizer) -> Answer:
 
 
 def completed(url: str, prompt: tuple[int, ...], asked: Asked) -> Answer:
-    """The answer over HTTP."""
+    """Return the answer over HTTP."""
     body = {"prompt": list(prompt), "max_tokens": TOKENS, "logprobs": 0, **asked.fields}
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -123,7 +123,7 @@ def test_any_number_of_workers_gives_one_answer(
     workers: int,
     mode: str,
 ) -> None:
-    """N workers, with MTP or without, give the tokens and the very log-probabilities of one process without either."""
+    """Any number of workers, with and without MTP, gives the same tokens and log-probabilities."""
     prompt = tokenizer.encode(PROMPT)
     flags = ("--mtp", mode, "--dtype", "float32")
     with serving(tmp_path, "builtin", pool(workers), *flags) as coordinator:

@@ -1,4 +1,4 @@
-"""`make demo`'s command: a whole cluster on this machine, an answer, its figures, and nothing left running."""
+"""`mtp-coord demo` runs a whole cluster, prints an answer with its figures, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ COMMAND = [
 
 @contextmanager
 def demo(*flags: str, terminal: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """The demo in a session of its own, so that whatever it starts can be told from the rest.
+    """Run the demo in a session of its own, to find the processes it starts.
 
-    `terminal` is what it reads from and writes to; without one nothing.
-    """
+    It reads from and writes to `terminal`, or has no terminal."""
     with subprocess.Popen(
         [*COMMAND, *flags],
         stdin=subprocess.DEVNULL if terminal is None else terminal,
@@ -65,7 +64,7 @@ def demo(*flags: str, terminal: int | None = None) -> Iterator[subprocess.Popen[
 
 
 class Terminal:
-    """A terminal, by the end that a person sits at."""
+    """The user's end of a terminal."""
 
     def __init__(self) -> None:
         self.person, self.program = os.openpty()
@@ -73,11 +72,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was shown so far, what was typed too, without colours."""
+        """Return the text on the terminal, without colours."""
         return STYLE.sub("", self._shown.decode(errors="replace")).replace("\r", "")
 
     def look(self) -> None:
-        """Take note of what is there to see."""
+        """Record what is on the terminal."""
         while select.select([self.person], [], [], 0)[0]:
             self._shown += os.read(self.person, 65536)
 
@@ -96,7 +95,7 @@ STYLE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Every living process that `pid` started, directly or not."""
+    """Return every living process that `pid` started, directly or not."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -104,7 +103,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def words_of(processes: list[psutil.Process]) -> set[str]:
-    """Every word of their command lines."""
+    """Return every word of the command lines of these processes."""
     words: set[str] = set()
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -116,7 +115,7 @@ def words_of(processes: list[psutil.Process]) -> set[str]:
 def refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
-    """`refused(status, *flags)`: the demo in this process, where Python ends at once; what it says on stderr."""
+    """Return `refused(status, *flags)`, which runs the demo in this process and returns its stderr."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'no Python today' >&2\nexit 3\n")
     python.chmod(0o755)
@@ -133,21 +132,20 @@ def refused(
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_a_mode_that_is_none_is_told_before_anything_starts(refused: Callable[..., str]) -> None:
-    """Status 2, and what can be written."""
+def test_an_invalid_mode_is_refused_before_anything_starts(refused: Callable[..., str]) -> None:
+    """An invalid mode ends with status 2 and the valid modes, before any process starts."""
     assert "--mtp 'banana': write auto" in refused(2, "--mtp", "banana")
 
 
 @pytest.mark.timeout(60)
 def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., str]) -> None:
-    """Status 1, and what it said last."""
+    """A process that ends early ends the demo with status 1 and its last lines."""
     assert "worker-1 ended with status 3: no Python today" in refused(1, "--workers", "1")
 
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_the_demo_from_start_to_end() -> None:
-    """Three workers with a third of the layers each, text through HTTP, the share of drafts accepted, the table of
-    stages; on a terminal a chat, which answers until Ctrl-D; status 0, and every process it started has ended."""
+    """The demo prints text, accepted drafts and the stages, chats on a terminal, and ends all its processes."""
     flags = ("--max-tokens", "24", "--prompt", PROMPT)
     with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
         started: dict[int, psutil.Process] = {}
@@ -182,7 +180,7 @@ def test_the_demo_from_start_to_end() -> None:
 
 
 def test_a_chat_shows_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is asked to answer at once; what it reasons all the same is dim, and no part of the next turn."""
+    """Reasoning in the chat is dim and no part of the next turn."""
     asked: list[dict[str, Any]] = []
     questions = iter(["first?", "second?", ""])
     said = {"first?": ({"reasoning_content": "let me [see]"}, {"content": "an [answer]"})}
@@ -212,7 +210,7 @@ def test_a_chat_shows_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @pytest.mark.timeout(DEMO_SECONDS + 120)
 def test_the_demo_interrupted(number: signal.Signals) -> None:
-    """However it is ended, what it started ends with it: here with worker and coordinator both under way."""
+    """An interrupted demo ends all its processes."""
     with demo("--workers", "1", "--max-tokens", "4000") as process:
         deadline = time.monotonic() + DEMO_SECONDS
         while not {"--listen", "serve"} <= words_of(started := descendants(process.pid)):

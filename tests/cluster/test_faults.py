@@ -1,4 +1,4 @@
-"""One fault at a time, on real processes: noticed in time, and no answer is other than it would have been."""
+"""Single faults on real processes: each is detected in time, and no answer changes."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from tests.support.processes.team import Team, running_team
 pytestmark = pytest.mark.chaos
 
 Wanted = dict[str, list[int]]
-"""Tokens by what was asked."""
+"""Expected tokens by request."""
 
 SLACK = 1.5
-"""Seconds over the failure timeout that two busy cores may cost."""
+"""Seconds. Delay beyond the failure timeout that two busy cores may cause."""
 
 USUAL = ManagerOptions.failure_timeout
-"""What users have: two faults are tried with it."""
+"""Seconds. The default failure timeout, for two of the faults."""
 
 AT_ONCE = 1.5
-"""What breaks tells of itself: no timeout has to pass."""
+"""Seconds. Limit for faults that are detected without a timeout."""
 
 FIRST = repr(requests(1)[0])
 
 LOADED = 5
-"""Tokens every client has when the fault comes."""
+"""Tokens that every client has before the fault."""
 
 TRIES = 3
-"""What takes too long three times in a row is no hiccup of a machine that others use."""
+"""Tries of a test whose times exceed their limits. Other load seldom causes three failures in a row."""
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +70,29 @@ def team(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Team]:
 
 @pytest.fixture(autouse=True)
 def healthy(team: Team) -> Iterator[None]:
-    """Every test finds the workers well."""
+    """Return a cluster whose workers are all well, repaired if an earlier test broke one."""
     yield
     team.end_faults()
 
 
 @pytest.fixture(scope="module")
 def wanted() -> Wanted:
-    """What undisturbed answers were."""
+    """Return the undisturbed answers."""
     return {}
 
 
 class SlowError(AssertionError):
-    """All is as it should be, but for the time it took."""
+    """Failure of a time limit only. Everything else was right."""
 
 
 def in_time(seconds: float, limit: float) -> None:
-    """Raises SlowError when it took longer than it may."""
+    """Raise SlowError if `seconds` exceed their limit."""
     if seconds >= limit:
         raise SlowError(f"it took {seconds:.2f} s, and {limit:.2f} s are too long")
 
 
 def again_if_slow(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """A test whose times may be over their limits now and then; all else it finds is final."""
+    """Mark a test that runs again after a SlowError, because other load may delay it. Other failures are final."""
 
     @functools.wraps(test)
     async def tried(team: Team, toy: Path, **fixtures: object) -> None:
@@ -112,7 +112,7 @@ def again_if_slow(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitab
 
 @dataclass
 class Load:
-    """Clients that have had some tokens each and wait for more."""
+    """Clients that have some tokens each and wait for more."""
 
     head: InProcessCoordinator
     told: list[ReceivedAnswer]
@@ -120,7 +120,7 @@ class Load:
     wanted: list[list[int]]
 
     async def noticed(self, fault: Callable[[], None], limit: float) -> None:
-        """Inject a fault; the plan is given up within so many seconds."""
+        """Inject a fault, and check that the plan ends within its limit."""
         pipeline = self.head.manager.pipeline
         fault()
         seconds = await self.head.until(
@@ -129,7 +129,7 @@ class Load:
         in_time(seconds, limit)
 
     async def end_well(self) -> None:
-        """All answers end, and are what they would have been."""
+        """Check that all answers end and equal the undisturbed ones."""
         await self.answers
         assert [t.reason for t in self.told] == ["length"] * len(self.told)
         assert [t.tokens for t in self.told] == self.wanted
@@ -139,11 +139,11 @@ class Load:
 async def load(
     head: InProcessCoordinator, wanted: Wanted, asked: list[GenerationRequest]
 ) -> AsyncIterator[Load]:
-    """Clients under way on a healthy cluster; inside, something happens to it."""
+    """Run clients on a healthy cluster while the block injects a fault."""
     for request in asked:
         if repr(request) not in wanted:
             wanted[repr(request)] = (await head.answer(request)).tokens
-    await head.answers(asked)  # together: the engines have seen frames of such a size
+    await head.answers(asked)  # together, so that the engines know frames of this size
     told = [ReceivedAnswer() for _ in asked]
     answers = asyncio.gather(*(head.answer(r, t) for r, t in zip(asked, told, strict=True)))
     try:
@@ -154,12 +154,12 @@ async def load(
         await asyncio.gather(answers, return_exceptions=True)
 
 
-# ---- what is noticed, and when
+# ---- detection
 
 
 @again_if_slow
 async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) -> None:
-    """It answers heartbeats and computes nothing: lost within the timeout, shown why, used again once it is well."""
+    """A worker that answers heartbeats and computes nothing is lost within the timeout, and used again later."""
     first, second = team.addresses
     async with (
         running_coordinator(toy, team.addresses, timeout=USUAL) as head,
@@ -177,7 +177,7 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
 
 @again_if_slow
 async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -> None:
-    """SIGSTOP: its connections stand and nobody speaks. Continued, it drops what it held and joins again."""
+    """After SIGSTOP a worker is lost. Continued, it drops its state and joins again."""
     first, second = team.addresses
     async with (
         running_coordinator(toy, team.addresses, timeout=USUAL) as head,
@@ -208,8 +208,7 @@ async def test_a_connection(
     toy: Path,
     wanted: Wanted,
 ) -> None:
-    """Cut, it is noticed at once; gone silent, after the timeout. Between workers, too, where both are well:
-    cut, they serve on with the weights they have."""
+    """A cut connection is detected at once, and a silent one after the timeout, also between two workers."""
     async with (
         running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
@@ -231,13 +230,13 @@ async def test_a_connection(
 
 
 def stages_loaded(team: Team) -> list[int]:
-    """How often each worker has read weights."""
+    """Return how often each worker has read weights."""
     return [len(worker.records("stage loaded")) for worker in team.workers]
 
 
 @pytest.mark.slow
 async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wanted) -> None:
-    """It did not listen for longer than the timeout: that is no reason to take its workers for lost."""
+    """A coordinator that was blocked for longer than the timeout loses no worker."""
     async with (
         running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
@@ -252,8 +251,8 @@ async def test_a_coordinator_that_was_held_up(team: Team, toy: Path, wanted: Wan
 async def test_frames_slower_than_the_timeout_are_no_fault(
     team: Team, toy: Path, wanted: Wanted
 ) -> None:
-    """A slow machine computes: what its frames take is learned from the first, and nobody is lost."""
-    team.restart(1, toy)  # one that has learned nothing
+    """Frames that compute for longer than the timeout are no failure."""
+    team.restart(1, toy)  # a process without learned times
     (request,) = requests(1, tokens=4)
     async with running_coordinator(toy, team.addresses, timeout=0.7) as head:
         wanted[repr(request)] = (await head.answer(request)).tokens
@@ -267,7 +266,7 @@ async def test_frames_slower_than_the_timeout_are_no_fault(
 
 @pytest.mark.slow
 async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
-    """The first plan's load makes no progress on one worker: it is lost, and the others serve."""
+    """A worker whose load makes no progress is lost, and the others serve."""
     first, second = team.addresses
     team.set_fault(1, "hang")
     async with running_coordinator(toy, team.addresses, timeout=1.0) as head:
@@ -276,19 +275,19 @@ async def test_a_load_that_hangs(team: Team, toy: Path) -> None:
         assert (await head.answer(requests(1)[0])).reason == "length"
 
 
-# ---- who may serve
+# ---- workers that may not serve
 
 
 async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted: Wanted) -> None:
-    """Used again at once the first time; then held back, longer each time, and shown so."""
+    """A worker is used again at once after its first failure, and after growing back-offs later."""
     first, second = team.addresses
-    holds: dict[int, float] = {}
+    back_offs: dict[int, float] = {}
 
     def noting(view: View, event: Event, now: float) -> View:
-        """Seconds it is held back from its so manieth loss on."""
+        """Record the back-off in seconds of each failure from the given one on."""
         after = apply(view, event, now)
         if (member := after.members.get(second)) and member.failure_count:
-            holds.setdefault(member.failure_count, member.backoff_until - now)
+            back_offs.setdefault(member.failure_count, member.backoff_until - now)
         return after
 
     async with (
@@ -297,9 +296,9 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
     ):
         with patch.object(manager, "apply", noting):
             team.set_fault(1, "raise")
-            await head.until(lambda: 2 in holds, "blamed twice")
-        assert holds[1] <= 0.0
-        assert holds[2] == pytest.approx(2.0)
+            await head.until(lambda: 2 in back_offs, "blamed twice")
+        assert back_offs[1] <= 0.0
+        assert back_offs[2] == pytest.approx(2.0)
         (node,) = (n for n in head.status.status().nodes if n.address == second)
         assert (node.health, node.detail[:9]) == ("idle", "held back")
         await head.served_by(first)
@@ -309,13 +308,13 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
         await head.served_by(first, second)
         with patch.object(manager, "apply", noting):
             again = asyncio.create_task(head.answer(requests(1)[0]))
-            await head.until(lambda: 3 in holds, "blamed again")
-        assert holds[3] == pytest.approx(4.0)
+            await head.until(lambda: 3 in back_offs, "blamed again")
+        assert back_offs[3] == pytest.approx(4.0)
         assert (await again).tokens == wanted[FIRST]
 
 
 async def test_a_second_coordinator(team: Team, toy: Path) -> None:
-    """It is told who holds the workers, and the first goes on undisturbed; when that leaves, it may have them."""
+    """A second coordinator receives the name of the first, and gets the workers when the first ends."""
     impatient = Settings(
         nodes=2, wait=3.0, recovery_wait=3.0, why_not_alone="it serves nothing alone here"
     )
@@ -334,7 +333,7 @@ async def test_a_second_coordinator(team: Team, toy: Path) -> None:
 async def test_a_worker_back_with_another_checkpoint(
     team: Team, toy: Path, tmp_path: Path, wanted: Wanted
 ) -> None:
-    """Killed, noticed at once, and back with other weights at the same address: refused, and the answers stay."""
+    """A worker that returns with other weights is refused, and the answers do not change."""
     first, second = team.addresses
     other = write_checkpoint(tmp_path / "other", seed=9)
     async with (
@@ -358,7 +357,7 @@ async def test_a_worker_back_with_another_checkpoint(
 
 
 async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> None:
-    """It disturbs nobody by coming; asked for, the next plan uses it, and the answers go on."""
+    """A join changes nothing. The requested replan uses the worker, and the answers continue."""
     first, second = team.addresses
     team.proxies[1].refuse()
     alone = Settings(
@@ -377,8 +376,8 @@ async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> Non
         await clients.end_well()
 
 
-async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> None:
-    """SIGTERM under load: the plan changes, then it goes, with status 0; no request fails, and it is forgotten."""
+async def test_a_worker_that_leaves(team: Team, toy: Path, wanted: Wanted) -> None:
+    """After SIGTERM under load the plan changes, the worker ends with status 0, and no request fails."""
     first, second = team.addresses
     async with (
         running_coordinator(toy, team.addresses) as head,
@@ -393,12 +392,12 @@ async def test_a_worker_told_to_leave(team: Team, toy: Path, wanted: Wanted) -> 
     await asyncio.to_thread(team.restart, 1, toy)
 
 
-# ---- when nothing can serve
+# ---- no plan
 
 
 @again_if_slow
 async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -> None:
-    """All workers are out of reach for a while: what was running goes on, what came meanwhile is answered."""
+    """While no worker is reachable, running answers pause and new requests wait."""
     async with (
         running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests()) as clients,
@@ -420,8 +419,10 @@ async def test_requests_wait_for_a_plan(team: Team, toy: Path, wanted: Wanted) -
 
 
 @again_if_slow
-async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wanted) -> None:
-    """Nobody comes back in time: every answer ends with an error that says why, and later ones are served."""
+async def test_requests_that_no_plan_can_serve_end_with_the_reason(
+    team: Team, toy: Path, wanted: Wanted
+) -> None:
+    """If no worker returns in time, every answer ends with the reason, and later requests are served."""
     settings = Settings(
         nodes=2, wait=40.0, recovery_wait=2.0, why_not_alone="it serves nothing alone here"
     )
@@ -447,15 +448,15 @@ async def test_what_no_plan_can_serve_is_told(team: Team, toy: Path, wanted: Wan
 
 
 def stream(url: str, model: str) -> Iterator[str]:
-    """Lines of one long streamed answer."""
+    """Yield the lines of one long streamed answer."""
     body = {"model": model, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
         assert reply.status_code == 200
         yield from reply.iter_lines()
 
 
-def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> None:
-    """SIGTERM under load: open streams go on for a while, then end with an error event; status 0, workers freed."""
+def test_a_coordinator_that_stops(team: Team, toy: Path, tmp_path: Path) -> None:
+    """After SIGTERM open streams continue for a while and end with an error event. The workers are released."""
     team.set_fault(0, "slow 0.1")
     lapsed = len(team.workers[0].records("claim lapsed"))
     with serving(tmp_path, toy, team.addresses, "--dtype", "float32") as coordinator:
@@ -470,7 +471,7 @@ def test_a_coordinator_told_to_stop(team: Team, toy: Path, tmp_path: Path) -> No
 
 
 async def let_go(team: Team, seconds: float) -> None:
-    """Within so many seconds nobody claims the workers and they hold no sequence; their weights stay."""
+    """Check that the workers are released within `seconds`, hold no sequence, and keep their weights."""
     started = time.monotonic()
     for worker in team.workers:
         client = WorkerClient(worker.address, pb.Coordinator(id="onlooker", name="onlooker"))
@@ -488,7 +489,7 @@ async def let_go(team: Team, seconds: float) -> None:
 
 @again_if_slow
 async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wanted: Wanted) -> None:
-    """Its streams are cut, but its workers drop what they held and serve the next one, without being started anew."""
+    """After a kill, the workers drop their state and serve the next coordinator without a restart."""
     team.set_fault(0, "slow 0.1")
 
     def killed() -> None:
@@ -497,7 +498,7 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
             lines = stream(coordinator.url, toy.name)
             assert "choices" in next(line for line in lines if line.startswith("data: "))
             coordinator.kill()
-            asyncio.run(let_go(team, AT_ONCE))  # long before its lease ends
+            asyncio.run(let_go(team, AT_ONCE))  # long before the lease ends
             with pytest.raises(httpx.HTTPError):
                 list(lines)
 
@@ -514,7 +515,7 @@ async def test_a_coordinator_killed(team: Team, toy: Path, tmp_path: Path, wante
 
 @again_if_slow
 async def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> None:
-    """SIGSTOP: its connections stand and nobody speaks. After three timeouts its workers drop what they held for it."""
+    """After SIGSTOP and three timeouts, the workers drop the state of their coordinator."""
     await asyncio.to_thread(stop_a_coordinator, team, toy, tmp_path)
 
 
@@ -533,4 +534,4 @@ def stop_a_coordinator(team: Team, toy: Path, tmp_path: Path) -> None:
             in_time(time.monotonic() - stopped, 3.0 + SLACK)
             asyncio.run(let_go(team, AT_ONCE))
         finally:
-            coordinator.kill()  # it would hear no SIGTERM
+            coordinator.kill()  # a stopped process ignores SIGTERM

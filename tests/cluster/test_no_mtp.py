@@ -1,4 +1,4 @@
-"""Config says MTP, and the tensors are not there: said once on either side, and answers come without drafts."""
+"""A checkpoint that announces a head and lacks its tensors: one message per process, and answers without drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker.node.service import make_server
 
 @asynccontextmanager
 async def worker(model: Path) -> AsyncIterator[str]:
-    """The address of a worker in this process."""
+    """Return the address of a worker in this process."""
     models = LocalModels(model)
     await asyncio.to_thread(models.open, model)
     node = WorkerNode(Identity("w", None, 2**32, models, bytes_per_second=1e11))
@@ -42,15 +42,14 @@ async def worker(model: Path) -> AsyncIterator[str]:
     [(True, False, (1, 1)), (False, False, (0, 1)), (True, True, (0, 0))],
     ids=["lost", "never had one", "whole"],
 )
-async def test_a_head_that_is_not_there_is_told_once(
+async def test_a_missing_head_is_reported_once(
     checkpoints: Checkpoints,
     caplog: pytest.LogCaptureFixture,
     announced: bool,
     head: bool,
     told: tuple[int, int],
 ) -> None:
-    """By the worker that was to load what config.json announces, and by the coordinator that wanted drafts, however
-    many plans there are."""
+    """The worker and the coordinator each report a missing head once, for any number of plans."""
     model = checkpoints(mtp=head, announce_mtp=announced)
     assert Checkpoint.open(model).mtp.complete is head
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""`mtp-coord add-mtp`: a head where there was none, as if the conversion had kept it."""
+"""`mtp-coord add-mtp` gives the same checkpoint as a conversion that keeps the head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def head_of(path: Path) -> Weights:
 
 
 def stripped(source: Path, path: Path, settings: Settings) -> Path:
-    """A conversion as most are published: no head, and a config.json that announces one."""
+    """Return a conversion without a head whose config.json announces one, like most published ones."""
     convert(Checkpoint.open(source), path, settings, shard_bytes=500_000)
     (path / "mtp.safetensors").unlink()
     index = path / "model.safetensors.index.json"
@@ -64,7 +64,7 @@ def stripped(source: Path, path: Path, settings: Settings) -> Path:
 
 
 def says(path: Path) -> list[Any]:
-    """All that config.json and the index say; a mode is affine where none is named."""
+    """Return the content of config.json and of the index. A quantization without a mode is affine."""
     config = json.loads((path / "config.json").read_text())
     for value in config.get("quantization", {}).values():
         if isinstance(value, dict):
@@ -85,7 +85,7 @@ def test_the_result_is_that_of_a_conversion_that_keeps_it(
     options: dict[str, Any],
     quantization: Quantization | None,
 ) -> None:
-    """Same tensors, same bits, packed like the backbone; and the model's own files are left alone."""
+    """The tensors have the same bits and packing as in a full conversion, and the model's own files do not change."""
     source, settings = checkpoints(**options), Settings(quantization)
     target = stripped(source, tmp_path / "target", settings)
     before = content(target)
@@ -103,7 +103,7 @@ def test_the_result_is_that_of_a_conversion_that_keeps_it(
 
 
 def test_a_recipe_is_followed(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Each of the head's modules is packed like the same module of the last attention layer."""
+    """Each module of the head is packed like the same module of the last attention layer."""
     source = checkpoints()
     settings = Settings(Quantization(4, 64), recipe="mixed_3_6")
     target = stripped(source, tmp_path / "target", settings)
@@ -118,7 +118,7 @@ def test_a_recipe_is_followed(checkpoints: Checkpoints, tmp_path: Path) -> None:
 def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """One file without an index gets one; the head takes the model's type; mlx-lm still loads both."""
+    """A single file gets an index, the head gets the model's type, and mlx-lm loads both."""
     source = checkpoints()
     one_file = tmp_path / "one"
     shutil.copytree(checkpoints(mtp=False, layout="mlx", quantize=4), one_file)
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_mlx_lms_own_and_a_float16_one(
 def test_an_already_converted_source_is_not_shifted_again(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Raw or converted, packed or not: the head is the same head."""
+    """Raw and converted sources, packed or not, give the same head."""
     source = checkpoints()
     for number, (quantize, settings) in enumerate(
         [(None, Settings()), (4, Settings(Quantization(4, 64)))]
@@ -151,7 +151,7 @@ def test_an_already_converted_source_is_not_shifted_again(
 def test_bits_and_type_of_its_own(
     checkpoints: Checkpoints, tmp_path: Path, bits: str, scales: int
 ) -> None:
-    """`--mtp-bits` and `--mtp-dtype` override the match."""
+    """`--mtp-bits` and `--mtp-dtype` override the types of the model."""
     source = checkpoints()
     target = stripped(source, tmp_path / "target", Settings(Quantization(4, 64)))
     add(target, source, "--mtp-bits", bits, "--mtp-dtype", "bfloat16")
@@ -167,7 +167,7 @@ def test_bits_and_type_of_its_own(
 def test_dry_run_touches_nothing(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says what would be written, to the byte, and refuses what the real one would."""
+    """A dry run reports the exact size, and refuses what the real run would refuse."""
     source = checkpoints()
     settings = Settings(Quantization(4, 64), dtype="float16")
     target = stripped(source, tmp_path / "target", settings)
@@ -195,7 +195,7 @@ def test_dry_run_touches_nothing(
 def test_a_head_that_does_not_fit(
     checkpoints: Checkpoints, tmp_path: Path, other: dict[str, Any], message: str
 ) -> None:
-    """Named before anything is written."""
+    """A head of another model is refused before anything is written."""
     target = stripped(checkpoints(), tmp_path / "target", Settings())
     before = content(target)
     with pytest.raises(CheckpointError, match=message):
@@ -204,7 +204,7 @@ def test_a_head_that_does_not_fit(
 
 
 def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """A source whose config.json lies."""
+    """A source whose config.json contradicts its tensors is refused."""
     source = write_checkpoint(tmp_path / "raw")
     weights = read_tensors(source)
     weights["mtp.fc.weight"] = weights["mtp.fc.weight"][:, :64]
@@ -217,8 +217,10 @@ def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path
 
 
 def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """A raw one, one that is no directory, one that has a head."""
-    with pytest.raises(UsageError, match=r"is a raw checkpoint\. Convert it with mtp-coord convert"):
+    """Raw checkpoints, missing directories and checkpoints with a head are refused."""
+    with pytest.raises(
+        UsageError, match=r"is a raw checkpoint\. Convert it with mtp-coord convert"
+    ):
         add(checkpoints(mtp=False), checkpoints())
     with pytest.raises(UsageError, match="hf download mlx-community/some --local-dir"):
         add(Path("mlx-community/some"), checkpoints())
@@ -230,7 +232,7 @@ def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> 
 
 
 def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """One with raw norms amid the model's own tensors, under other names: the new one counts."""
+    """A head with raw norms under other names is replaced by the new one."""
     source = checkpoints()
     target = tmp_path / "target"
     shutil.copytree(checkpoints(layout="mlx", quantize=4, mtp=False), target)
@@ -265,7 +267,7 @@ def test_of_a_hub_repo_only_the_head_is_read(
     options: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Sharded or not: its tensors, and the headers of the files they are in and of one that tells the layout."""
+    """The command downloads the head's tensors, and the headers of their files and of one other file."""
     source = checkpoints(**options)
     hub.add(REPO, source)
     settings = Settings(Quantization(4, 64))
@@ -288,7 +290,7 @@ def test_of_a_hub_repo_only_the_head_is_read(
 
 
 def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """When the hub gives out the error says so; the same command fetches the rest, and leaves nothing behind."""
+    """After an interrupted download, the same command fetches the rest and leaves no file behind."""
     source = checkpoints()
     hub.add(REPO, source)
     target = stripped(source, tmp_path / "target", Settings())
@@ -306,10 +308,10 @@ def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub
 
 
 @pytest.mark.parametrize("damage", ["a bit", "no note", "half a note", "lost bytes"])
-def test_after_a_crash_nothing_is_believed_unseen(
+def test_after_a_crash_the_bytes_are_checked(
     checkpoints: Checkpoints, tmp_path: Path, hub: Hub, damage: str
 ) -> None:
-    """A machine that loses power may keep a file's length and not its bytes: the head is right all the same."""
+    """After a power loss that kept a file's length but not its bytes, the head is still right."""
     source = checkpoints()
     hub.add(REPO, source)
     target = stripped(source, tmp_path / "target", Settings())
@@ -338,7 +340,7 @@ def test_after_a_crash_nothing_is_believed_unseen(
 
 
 def test_a_damaged_header_is_refused(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """Of ranges the hub has no hash, but what says where they lie must make sense; nothing is written."""
+    """A header that places tensors outside the file is refused, and nothing is written."""
     source = checkpoints()
     hub.add(REPO, source)
     target = stripped(source, tmp_path / "target", Settings())
@@ -353,7 +355,7 @@ def test_a_damaged_header_is_refused(checkpoints: Checkpoints, tmp_path: Path, h
 def test_a_full_disk(
     checkpoints: Checkpoints, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told before the head is fetched; and when others fill the disk meanwhile, in the middle. With room it goes on."""
+    """A full disk is an error before the download, or during it. With room the command continues."""
     source = checkpoints()
     hub.add(REPO, source)
     made = stripped(source, tmp_path / "made", Settings())
@@ -378,7 +380,7 @@ def test_a_full_disk(
 
 
 def test_a_repo_without_access(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """One error; the checkpoint is as it was."""
+    """A repo without access gives one error, and the checkpoint does not change."""
     target = stripped(checkpoints(), tmp_path / "target", Settings())
     before = content(target)
     hub.add(REPO, checkpoints(), gate="GatedRepo")

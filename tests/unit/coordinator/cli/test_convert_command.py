@@ -1,4 +1,4 @@
-"""`mtp-coord convert` as people type it."""
+"""The command line of `mtp-coord convert`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def command(*args: str | Path) -> None:
 def test_mlx_lms_own_flags(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command line for mlx_lm.convert works here, and says what became of the head."""
+    """A command line for mlx_lm.convert works, and the output tells whether the head was kept."""
     out = tmp_path / "out"
     flags = ("-q", "--q-bits", "8", "--q-group-size", "32", "--dtype", "bfloat16")
     command("--hf-path", checkpoints(), "--mlx-path", out, *flags)
@@ -37,7 +37,7 @@ def test_mlx_lms_own_flags(
 
 
 def test_what_a_tokenizer_is_made_of_is_copied_as_it_is(tmp_path: Path) -> None:
-    """A sentencepiece model is no text, and line ends are none of ours."""
+    """Files of the tokenizer are copied byte by byte."""
     source, out = write_checkpoint(tmp_path / "raw"), tmp_path / "out"
     files = {"tokenizer.model": b"\x0a\xff\xfe\r\n", "merges.txt": b"a b\r\nc d\n"}
     for name, content in files.items():
@@ -46,10 +46,10 @@ def test_what_a_tokenizer_is_made_of_is_copied_as_it_is(tmp_path: Path) -> None:
     assert {name: (out / name).read_bytes() for name in files} == files
 
 
-def test_a_source_without_a_head_is_told(
+def test_a_source_without_a_head_is_reported(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what adds one."""
+    """For a source without a head, the output names the command that adds one."""
     command("--model", checkpoints(mtp=False), "--mlx-path", tmp_path / "out")
     said = capsys.readouterr().out
     assert "mtp-coord add-mtp" in said
@@ -62,7 +62,7 @@ def test_a_source_without_a_head_is_told(
 def test_a_flag_without_effect_is_refused(
     checkpoints: Checkpoints, tmp_path: Path, flag: tuple[str, str]
 ) -> None:
-    """mlx-lm would write an unquantized model and say nothing."""
+    """A quantization flag without --quantize is an error. mlx-lm would ignore it."""
     with pytest.raises(UsageError, match=f"{flag[0]} needs --quantize"):
         command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", *flag)
 
@@ -70,7 +70,7 @@ def test_a_flag_without_effect_is_refused(
 def test_progress_reaches_the_end(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the bar is told: bytes, never backwards, all of them at last."""
+    """The progress in bytes never decreases, and ends at the total."""
     told: list[tuple[int, int]] = []
 
     @contextmanager
@@ -87,7 +87,7 @@ def test_progress_reaches_the_end(
 
 
 def test_an_unknown_source(tmp_path: Path) -> None:
-    """The message is resolve's; nothing is made."""
+    """An unknown source is an error, and nothing is written."""
     with pytest.raises(CheckpointError, match="no such directory"):
         command("--hf-path", tmp_path / "nothing", "--mlx-path", tmp_path / "out")
     assert not (tmp_path / "out").exists()

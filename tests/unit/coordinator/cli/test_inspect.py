@@ -1,4 +1,4 @@
-"""`mtp-coord inspect`: what it says is what the loader would load."""
+"""The output of `mtp-coord inspect` agrees with what the loader loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.model.loader import load_stage
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal wide enough that no line wraps."""
+    """Set a terminal width at which no line wraps."""
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -35,7 +35,7 @@ def _facts(path: Path, capsys: pytest.CaptureFixture[str], nodes: int = 1) -> di
 def test_json_has_the_promised_keys(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scripts read these; values describe the fixture."""
+    """The JSON object has the keys that scripts read, with the values of the fixture."""
     facts = _facts(checkpoints(moe=True, layout="mlx", quantize=4, overrides=True), capsys)
     assert facts["model_type"] == "qwen3_5_moe"
     assert facts["num_layers"] == 8
@@ -54,7 +54,7 @@ def test_json_has_the_promised_keys(
 def test_parameters_are_those_the_loader_builds(
     checkpoints: Checkpoints, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Counted from a loaded model, head included; a quantized copy of it has as many."""
+    """The number of parameters equals that of a loaded model with its head, also for a quantized copy."""
     raw = checkpoints(**options)
     stage = load_stage(Checkpoint.open(raw), Span(0, 8), first=True, last=True, dtype=None)
     modules: list[Any] = [stage.embed_tokens, stage.norm, stage.lm_head, stage.head, *stage.layers]
@@ -68,7 +68,7 @@ def test_parameters_are_those_the_loader_builds(
 def test_nodes_cover_the_model_and_their_bytes_add_up(
     checkpoints: Checkpoints, nodes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every layer is on one node; all parts are counted once, the embedding again on the last of several."""
+    """Every layer is on one node. The bytes add up, with the embedding twice for several nodes."""
     facts = _facts(checkpoints(tie=False), capsys, nodes)
     spans = [Span.parse(node["layers"]) for node in facts["nodes"]]
     assert len(spans) == nodes
@@ -82,7 +82,7 @@ def test_nodes_cover_the_model_and_their_bytes_add_up(
 def test_the_table_says_what_people_look_for(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A conversion that lost its head is told apart from one that has it, in words."""
+    """The table distinguishes a conversion without its head from one with it."""
     inspect(str(checkpoints(mtp=False, layout="mlx", quantize=4)), nodes=2)
     lost = capsys.readouterr().out
     assert "none: config.json announces one, its tensors are missing" in lost
@@ -95,7 +95,7 @@ def test_the_table_says_what_people_look_for(
 def test_a_model_that_is_not_whole_is_shown_as_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What no stage could load is named in JSON, in the table and in the verdict; a whole model has none."""
+    """Missing tensors are named in JSON, in the table and in the verdict."""
     whole = write_checkpoint(tmp_path / "m", tie=False)
     assert _facts(whole, capsys)["missing_tensors"] == []
     gone = [
@@ -117,7 +117,7 @@ def test_a_model_that_is_not_whole_is_shown_as_that(
 def test_errors_end_with_status_2_and_one_line(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wrong directory, a wrong name, more nodes than layers: no traceback."""
+    """Wrong directories, names and node counts end with status 2 and one line."""
     jobs: list[tuple[str | None, str | None, int, str]] = [
         (str(tmp_path), None, 1, "config.json"),
         (None, "no-such-model", 1, "no-such-model"),

@@ -1,4 +1,4 @@
-"""`mtp-coord plan` on paper: machines described by flags, nothing loaded, nothing asked."""
+"""`mtp-coord plan` for machines described by flags, without loading and without the network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> str:
-    """Standard output of `mtp-coord plan …`; raises what the command raises."""
+    """Return the standard output of `mtp-coord plan …`. Raises the errors of the command."""
     result = CliRunner().invoke(
         app, ["plan", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False
     )
@@ -37,7 +37,7 @@ def facts_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_json_has_the_promised_keys(model: Path) -> None:
-    """Scripts read these; layers cover the model, bytes fit the limits."""
+    """The JSON object has the keys that scripts read. Layers cover the model, and bytes fit the limits."""
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
         "objective", "drafts", "slowest_seconds", "pass_seconds", "capacity", "unused", "stages",
@@ -54,7 +54,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
 
 
 def test_the_table_names_what_matters(model: Path) -> None:
-    """Nodes, inclusive layers, sizes, times and what there is room for."""
+    """The table has nodes, inclusive layers, sizes, times and the capacity."""
     text = run(str(model), "--node", "mac-1=1GB,layers=0-4", "--node", "mac-2=64GB")
     assert "mac-1" in text
     assert "0-4" in text
@@ -64,7 +64,7 @@ def test_the_table_names_what_matters(model: Path) -> None:
 
 
 def test_a_model_is_an_argument_or_an_option(model: Path) -> None:
-    """As all other commands take it, `--model`, or first; one of the two."""
+    """The model is an argument or --model. Two different models are an error."""
     nodes = ("--nodes", "2", "--memory", "1GB")
     assert facts_of("--model", str(model), *nodes) == facts_of(str(model), *nodes)
     for words in ((), (str(model), "--model", str(model))):
@@ -73,7 +73,7 @@ def test_a_model_is_an_argument_or_an_option(model: Path) -> None:
 
 
 def test_flags_change_the_plan(model: Path) -> None:
-    """Speed and drafts move the cut, --spare leaves a slow machine out, --objective is passed on."""
+    """Speed and drafts move the cut, --spare leaves a slow machine out, and --objective is passed on."""
     equal = facts_of(str(model), "--node", "a=1GB", "--node", "b=1GB", "--mtp", "0")
     fast = facts_of(str(model), "--node", "a=1GB", "--node", "b=1GB,speed=3", "--mtp", "0")
     assert fast["pass_seconds"] < equal["pass_seconds"]
@@ -89,17 +89,17 @@ def test_flags_change_the_plan(model: Path) -> None:
 
 
 def test_no_plan_is_an_error_that_says_why(model: Path) -> None:
-    """Too little memory, a gap, no machine at all."""
+    """Too little memory, a gap and no machine are errors that name the cause."""
     with pytest.raises(MemoryLimitError, match=r"a \(limit 1 MB\) lacks"):
         run(str(model), "--node", "a=1MB")
-    with pytest.raises(SpanError, match="no worker holds layers 4-7"):
+    with pytest.raises(SpanError, match="no worker back_offs layers 4-7"):
         run(str(model), "--node", "a=1GB,layers=0-3")
     with pytest.raises(NotReadyError, match="--nodes 2 --memory"):
         run(str(model))
 
 
 def test_a_model_that_is_not_whole_has_no_plan(tmp_path: Path) -> None:
-    """Nobody could load it: the tensor and its file are named, and the exit status is 2."""
+    """A missing tensor ends with status 2 and an error that names tensor and file."""
     gone = "model.language_model.layers.1.mlp.up_proj.weight"
     path = without(write_checkpoint(tmp_path), gone)
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_whole_has_no_plan(tmp_path: Path) -> None:
 
 
 def test_a_node_is_read_as_written() -> None:
-    """Name, size, and settings in any order."""
+    """A node has a name, a size, and settings in any order."""
     assert parse_node("a=64GB") == NodeSpec("a", 64 * 10**9)
     assert parse_node("a=1GiB,layers=0-3,speed=2.5") == NodeSpec("a", 2**30, 2.5, Span(0, 4))
 
@@ -120,13 +120,13 @@ def test_a_node_is_read_as_written() -> None:
     ["", "a", "a=", "=1GB", "a=x", "a=1GB,speed=fast", "a=1GB,speed=0", "a=1GB,cores=8", "a=1GB,"],
 )
 def test_what_is_no_node_is_refused(text: str) -> None:
-    """A UsageError that shows the form or names the setting."""
+    """A malformed node is a UsageError that shows the form or names the setting."""
     with pytest.raises(UsageError):
         parse_node(text)
 
 
 def test_equal_nodes_need_their_memory() -> None:
-    """--nodes without --memory, or the other way round, is half a question."""
+    """--nodes without --memory is an error, and so is --memory without --nodes."""
     assert [node.name for node in given_nodes(["x=1GB"], 2, "1GB")] == ["x", "node-1", "node-2"]
     with pytest.raises(UsageError, match="go together"):
         given_nodes([], 3, None)
@@ -135,6 +135,6 @@ def test_equal_nodes_need_their_memory() -> None:
 
 
 def test_unknown_types_are_refused(model: Path) -> None:
-    """Before anything is read."""
+    """An unknown type is refused before anything is read."""
     with pytest.raises(UsageError, match="--dtype"):
         run(str(model), "--node", "a=1GB", "--dtype", "int8")

@@ -1,4 +1,4 @@
-"""Events change what is known of the cluster; holds grow with losses and are mended by time."""
+"""Events change the view of the cluster. Back-offs grow with failures, and time lowers the failure count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.protocol.cluster_walk import worker
 
 
 def after(view: View, *events: Event, seconds: float = 0.0) -> View:
-    """The view after these events, all of them `seconds` later."""
+    """Return the view after these events, all of them `seconds` later."""
     now = view.now + seconds
     for event in events:
         view = apply(view, event, now)
@@ -41,7 +41,7 @@ def after(view: View, *events: Event, seconds: float = 0.0) -> View:
 
 @pytest.fixture
 def view() -> View:
-    """One worker serves."""
+    """Return the view of a cluster over one worker that serves."""
     return after(
         View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)), PlanServing(1)
     )
@@ -51,8 +51,8 @@ def member(view: View) -> Member:
     return view.members["a"]
 
 
-def holds(view: View, fault: Event, times: int) -> list[float]:
-    """Seconds a worker is held back after each of so many faults, returning as soon as it may."""
+def back_offs(view: View, fault: Event, times: int) -> list[float]:
+    """Return the back-off in seconds after each of `times` failures of a worker that returns at once."""
     found = []
     for _ in range(times):
         view = after(view, fault)
@@ -61,15 +61,15 @@ def holds(view: View, fault: Event, times: int) -> list[float]:
     return found
 
 
-def test_holds_double_with_each_loss(view: View) -> None:
-    """Lost once, it may return at once; then 2 s, 4 s, … and no more than five minutes."""
-    found = holds(view, WorkerLost("a", "silent"), 12)
+def test_back_offs_double_with_each_failure(view: View) -> None:
+    """After one loss a worker may return at once. Later back-offs double up to five minutes."""
+    found = back_offs(view, WorkerLost("a", "silent"), 12)
     assert found[:5] == [0.0, 2.0, 4.0, 8.0, 16.0]
     assert found[-1] == LONGEST_BACKOFF
 
 
-def test_a_hold_counts_from_the_loss_through_whatever_comes_next(view: View) -> None:
-    """Turned away in between, restarted, seen again: nothing shortens it, and time does."""
+def test_a_back_off_counts_from_the_failure(view: View) -> None:
+    """Neither a refusal nor a restart shortens a back-off. Only time ends it."""
     view = after(
         view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
     )
@@ -86,8 +86,8 @@ def test_a_hold_counts_from_the_loss_through_whatever_comes_next(view: View) -> 
     assert member(after(view, TimePassed(), seconds=1.0)).usable(until)
 
 
-def test_losses_are_mended_one_by_one(view: View) -> None:
-    """Ready for a minute, one loss less; held or lost, none."""
+def test_failures_are_forgiven_one_by_one(view: View) -> None:
+    """Each minute of a ready worker lowers its failure count by one. A lost worker keeps its count."""
     view = after(
         view, WorkerLost("a", "silent"), WorkerJoined(worker("a")), WorkerLost("a", "silent")
     )
@@ -102,8 +102,8 @@ def test_losses_are_mended_one_by_one(view: View) -> None:
     assert member(view).failure_count == 0
 
 
-def test_who_keeps_a_plan_from_starting_is_held_at_once() -> None:
-    """It could not load, and would not a second later; one whose plan had served may return, once."""
+def test_a_worker_that_fails_a_start_backs_off_at_once() -> None:
+    """A worker that could not load backs off at once. One whose plan had served may return once."""
     start = after(View(Settings()), WorkerJoined(worker("a")), PlanStarting(1, ("a",)))
     failed = after(start, PlanFailed(1, "cannot load", "a"))
     assert member(failed).backoff_until == failed.now + FIRST_BACKOFF
@@ -113,7 +113,7 @@ def test_who_keeps_a_plan_from_starting_is_held_at_once() -> None:
 
 
 def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
-    """Lost, turned away, or another process at its address; one that only wants to leave serves on."""
+    """A plan ends when a worker is lost, refused or restarted, and not when one is draining."""
     ends: tuple[Event, ...] = (
         WorkerLost("a", "silent"),
         WorkerRefused(worker("a"), "another checkpoint"),
@@ -129,8 +129,8 @@ def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
     )
 
 
-def test_news_of_older_plans_change_nothing(view: View) -> None:
-    """A load that ends after its plan was replaced neither serves nor fails the new one."""
+def test_events_of_older_plans_change_nothing(view: View) -> None:
+    """A load that ends after its plan was replaced changes nothing."""
     view = after(view, PlanStarting(2, ("a",)))
     for event in (PlanServing(1), PlanFailed(1, "late"), PlanFailed(1, "late", "a")):
         assert after(view, event) == view
@@ -140,14 +140,14 @@ def test_news_of_older_plans_change_nothing(view: View) -> None:
 
 
 def test_a_loss_is_counted_once(view: View) -> None:
-    """A stream that breaks and a probe that fails tell of the same loss; of a stranger nothing is known."""
+    """A broken stream and a failed probe are one loss. Events of unknown workers change nothing."""
     lost = after(view, WorkerLost("a", "silent"))
     assert after(lost, WorkerLost("a", "no answer")) == lost
     assert after(view, WorkerLost("b", "silent"), WorkerDraining("b")) == view
 
 
 def test_waiting_is_counted_over_plans_that_do_not_start(view: View) -> None:
-    """Only a plan that serves, or someone who asks anew, starts the clock again."""
+    """Only a plan that serves, or a new wait, restarts the count of waited seconds."""
     view = after(view, WorkerLost("a", "silent"))
     view = after(view, WorkerJoined(worker("a")), PlanStarting(2, ("a",)), seconds=3.0)
     view = after(view, PlanFailed(2, "no link"), seconds=10.0)
@@ -159,7 +159,7 @@ def test_waiting_is_counted_over_plans_that_do_not_start(view: View) -> None:
 
 
 def test_times_come_with_events_only() -> None:
-    """Pure: the same events at the same times give the same view, and the view before is untouched."""
+    """Equal events at equal times give equal views, and the earlier view does not change."""
     start = View(Settings())
     kept = replace(start)
     assert after(start, WorkerJoined(worker("a")), seconds=1.0) == after(

@@ -1,4 +1,4 @@
-"""What the manager does with events; what it decides is `decide`'s, and tested there."""
+"""The effects of the manager. Its decisions are tested with `decide`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ async def no_pipeline(epoch: int) -> Any:
     raise MemoryLimitError("this machine serves nothing alone in this test")
 
 
-async def test_workers_that_are_let_go_are_not_planned_with(
+async def test_closing_causes_no_new_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Closing asks all workers at once, and the first to go ends its stream while another does not answer: the one that
-    is left gets no plan, and no Load after its Unload."""
+    """A worker that ends its stream during the close causes no new plan over the others."""
 
     async def serve(self: ClusterManager, plan: Plan) -> None:
-        """The test says itself when a plan serves."""
+        """Do nothing: the test itself reports that a plan serves."""
 
     monkeypatch.setattr(ClusterManager, "_serve", serve)
     model: Any = SimpleNamespace(planner=lambda link_seconds: planner_for(1))
