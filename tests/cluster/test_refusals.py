@@ -115,7 +115,7 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
             "no-such-model",
             "--single-node",
             "Its addresses are 127.0.0.1",
-            "two models are named",
+            "name one model, not both",
         )
         for (status, line), word in zip(found, words, strict=True):
             assert status == 2, line
@@ -128,7 +128,7 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pinned(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    """Workers with pinned layers, by their layers."""
+    """Start workers with pinned layers. Return their addresses by layers."""
     folder = tmp_path_factory.mktemp("pinned")
     with ExitStack() as stack:
         started = {

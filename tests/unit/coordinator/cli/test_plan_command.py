@@ -92,7 +92,7 @@ def test_no_plan_is_an_error_that_says_why(model: Path) -> None:
     """Too little memory, a gap and no machine are errors that name the cause."""
     with pytest.raises(MemoryLimitError, match=r"a \(limit 1 MB\) lacks"):
         run(str(model), "--node", "a=1MB")
-    with pytest.raises(SpanError, match="no worker back_offs layers 4-7"):
+    with pytest.raises(SpanError, match="no worker holds layers 4-7"):
         run(str(model), "--node", "a=1GB,layers=0-3")
     with pytest.raises(NotReadyError, match="--nodes 2 --memory"):
         run(str(model))
