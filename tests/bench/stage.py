@@ -1,11 +1,11 @@
-"""One pass of a stage at a real model's width, random weights at 4 bits: what rows cost, and when layers are evaluated.
+"""A bench of one pass of a stage at a real model's width, with random 4-bit weights: the cost of rows.
 
     python -m tests.bench.stage
 
 On a GPU 16 layers as wide as Qwen3.5-27B's, 5 GB; on a CPU 4 of an eighth of that width.
 
-A pass is timed from its tokens to its hidden states and caches, in turn with each layer evaluated as soon as it is
-built, as `Stage.forward` does, and with all of them at the end.
+A pass is timed from its tokens to its hidden states and caches. Passes alternate between two orders: each layer is
+evaluated as soon as it is built, as in `Stage.forward`, or all layers are evaluated at the end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
 
 SHAPES = ((1, 1), (1, 2), (1, 4), (4, 1), (8, 1), (4, 2))
-"""Sequences, and tokens of each."""
+"""Number of sequences, and tokens of each."""
 
 CAPACITY = 4096
 
 
 class LateStage(Stage):
-    """Builds every layer before it computes the first."""
+    """A stage that builds every layer before it computes the first."""
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         for sequence, segment in runs:
@@ -49,7 +49,7 @@ class LateStage(Stage):
 
 
 def wide_config(eighths: int, layers: int) -> ModelConfig:
-    """Layers of so many eighths of the width of Qwen3.5-27B's; eight make its own."""
+    """Return layers of `eighths` eighths of the width of Qwen3.5-27B."""
     config = config_of(
         moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16
     )
@@ -67,7 +67,7 @@ def wide_config(eighths: int, layers: int) -> ModelConfig:
 
 
 def random_stage(config: ModelConfig) -> StageModules:
-    """All layers and the embedding."""
+    """Return all layers and the embedding."""
 
     def part(name: str) -> Any:
         holder = nn.Module()
@@ -82,7 +82,7 @@ def random_stage(config: ModelConfig) -> StageModules:
 
 
 class Passes:
-    """Decode steps of `count` sequences, `width` tokens each, through one stage."""
+    """Time decode steps of `count` sequences with `width` tokens each through one stage."""
 
     def __init__(self, stage: Stage, count: int, width: int) -> None:
         self.stage = stage
@@ -104,7 +104,7 @@ class Passes:
 
     @property
     def ms(self) -> float:
-        """The median, but for the first steps: they compile."""
+        """Return the median without the first steps, which compile."""
         return statistics.median(self.seconds[2:]) * 1e3
 
 

@@ -1,4 +1,4 @@
-"""Who may call what on a secured worker: every RPC, made by every kind of peer, against the table of the rules."""
+"""The access rules of a secured worker: every RPC by every kind of peer, compared with the table of rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNARY = {
 CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals")
 METHODS = (*CONTROL, FRAMES, RESULTS, REACH, STREAM)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
-"""What a peer sees that fails the handshake, or the check of its call."""
+"""The statuses that a peer receives when the handshake or the check of its call fails."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Workers are asked who they are, over real gRPC, before anyone plans with them."""
+"""Workers are described over real gRPC before a plan uses them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = pb.ModelRef(fingerprint="f" * 64)
 
 
 class FakeWorker:
-    """Answers Describe, and nothing else."""
+    """A worker that answers only Describe."""
 
     def __init__(self, info: pb.WorkerInfo, delay: float = 0.0) -> None:
         self.info = info
@@ -64,7 +64,7 @@ def info(worker_id: str, **changed: Any) -> pb.WorkerInfo:
 
 @contextlib.asynccontextmanager
 async def serving(*workers: FakeWorker) -> AsyncIterator[list[str]]:
-    """Addresses of running fake workers."""
+    """Yield the addresses of running fake workers."""
     servers, addresses = [], []
     try:
         for worker in workers:
@@ -84,7 +84,7 @@ def named(*addresses: str) -> list[Candidate]:
 
 
 async def test_a_worker_becomes_a_node() -> None:
-    """Memory, speed relative to 100 GB/s, and pinned layers are the worker's own words."""
+    """The node has the reported memory, speed relative to 100 GB/s, and pinned layers."""
     worker = FakeWorker(info("a", pinned=pb.Span(start=0, end=4)))
     async with serving(worker) as addresses:
         (answer,) = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
@@ -93,7 +93,7 @@ async def test_a_worker_becomes_a_node() -> None:
 
 
 async def test_unusable_workers_come_with_a_reason() -> None:
-    """Another checkpoint, another release, one that leaves, nobody there: said, and planned without."""
+    """A worker with another checkpoint or release, one that leaves, and a silent address are left out with a reason."""
     workers = (
         FakeWorker(info("other", fingerprint="e" * 64)),
         FakeWorker(info("old", protocol_version=VERSION + 1)),
@@ -113,14 +113,14 @@ async def test_unusable_workers_come_with_a_reason() -> None:
 
 
 async def test_one_worker_under_two_addresses_counts_once() -> None:
-    """Named by the user and found by mDNS, or at two interfaces: one machine's memory, once."""
+    """A worker under two addresses counts once, with its memory."""
     async with serving(FakeWorker(info("a")), FakeWorker(info("a"))) as addresses:
         answers = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
     assert [answer.address for answer in answers] == [addresses[0]]
 
 
 async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
-    """Of announced addresses, the one whose worker bears the announced id is used: a stranger's is not."""
+    """Among announced addresses, the one whose worker has the announced id is used."""
     async with serving(FakeWorker(info("stranger")), FakeWorker(info("meant"))) as addresses:
         announced = Announcement("meant", "m", 1)
         (answer,) = await describe_all(
@@ -136,7 +136,7 @@ async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
 
 
 async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that accepts the call and never answers is left out after the deadline."""
+    """A worker that accepts the call and never answers is left out after the deadline."""
     async with serving(FakeWorker(info("a"), delay=100.0), FakeWorker(info("b"))) as addresses:
         for seconds in (0.3, 1.0, 10.0):  # on a busy machine the quick one may take some, too
             monkeypatch.setattr(describe, "ASK_SECONDS", seconds)
@@ -150,7 +150,7 @@ async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_plan_command_plans_with_those_who_answer(tmp_path: Path) -> None:
-    """--worker asks; equal names are told apart by address; who is left out is shown, with the reason."""
+    """--worker asks workers. Equal names get their address, and workers left out are shown with the reason."""
     path = write_checkpoint(tmp_path / "m")
     workers = [FakeWorker(info(i, name="mac", fingerprint="")) for i in ("a", "b")]
     workers.append(FakeWorker(info("c", name="other", fingerprint="e" * 64)))

@@ -1,4 +1,4 @@
-"""Workers are found by real mDNS: on loopback, across processes, across network namespaces."""
+"""Discovery over real mDNS: on loopback, between processes, between network namespaces."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PATIENCE = 60.0
 
 
 def unique_announcement(pinned: Span | None = None, fingerprint: str = "") -> Announcement:
-    """Of a worker nobody else on this network announces."""
+    """Return the announcement of a worker with a unique id."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     return Announcement(uuid.uuid4().hex, name, 4242, pinned, fingerprint)
 
 
 async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:4242") -> Candidate:
-    """The candidate that says it is this worker at this address, once it is there."""
+    """Wait for the candidate with this worker id and address."""
     async with asyncio.timeout(PATIENCE):
         while True:
             for candidate in discovery.candidates():
@@ -55,7 +55,7 @@ async def known(discovery: Discovery, worker_id: str, address: str = "127.0.0.1:
 
 
 async def gone(discovery: Discovery, candidate: Candidate) -> None:
-    """Once it is not among the candidates any more."""
+    """Wait until the worker is not among the candidates any more."""
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while candidate in discovery.candidates():
         assert asyncio.get_running_loop().time() < deadline
@@ -66,7 +66,7 @@ async def gone(discovery: Discovery, candidate: Candidate) -> None:
 
 
 async def test_a_worker_on_loopback_is_found_and_lost() -> None:
-    """Found with all it announces while it runs; lost, by its goodbye, soon after it left."""
+    """A running worker is found with its announced fields, and is removed soon after its goodbye."""
     announcement = unique_announcement(pinned=Span(0, 32), fingerprint="ab" * 32)
     async with Discovery() as discovery:
         async with announced(announcement, "127.0.0.1"):
@@ -79,7 +79,7 @@ async def test_a_worker_on_loopback_is_found_and_lost() -> None:
 
 
 async def test_a_worker_that_was_there_first_is_found() -> None:
-    """Discovery asks; it does not only listen."""
+    """A worker that was announced before the search is found, because discovery sends queries."""
     announcement = unique_announcement()
     async with announced(announcement, "127.0.0.1"):
         await asyncio.sleep(1.5)
@@ -88,8 +88,7 @@ async def test_a_worker_that_was_there_first_is_found() -> None:
 
 
 async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose network comes up, or changes, after its start is announced again, and known by its new
-    addresses alone."""
+    """A worker whose addresses change after its start is announced again, with the new addresses only."""
     addresses = ["127.0.0.1"]
     monkeypatch.setattr(announce_module, "RESCAN_SECONDS", 0.1)
     monkeypatch.setattr(announce_module, "reachable_addresses", lambda _: list(addresses))
@@ -102,7 +101,7 @@ async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_malformed_records_are_passed_over() -> None:
-    """Nonsense under our service type neither appears nor stops the search."""
+    """Malformed records under our service type are ignored and do not stop the search."""
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     good = unique_announcement()
@@ -144,7 +143,7 @@ async def test_malformed_records_are_passed_over() -> None:
 
 
 async def test_named_workers_are_found_at_once_and_once() -> None:
-    """--worker needs no mDNS; naming one twice is naming it once."""
+    """A named worker needs no mDNS, and naming it twice has no effect."""
     named = ["10.9.8.7:1", "mac.local:2", "10.9.8.7:1"]
     async with Discovery(named, mdns=False) as discovery:
         candidates = await collect(discovery, 0.0)
@@ -152,7 +151,7 @@ async def test_named_workers_are_found_at_once_and_once() -> None:
 
 
 async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
-    """What mDNS says of an address the user gave adds nothing, and its goodbye loses nothing."""
+    """mDNS records of a named address add no candidate, and their goodbye removes none."""
     announcement = unique_announcement()
     async with Discovery(["127.0.0.1:4242"]) as discovery:
         async with announced(announcement, "127.0.0.1"):
@@ -162,7 +161,7 @@ async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
 
 
 def test_a_malformed_named_worker_is_refused() -> None:
-    """A typing error ends the program with a message before anything starts."""
+    """A malformed address ends the program with a message before anything starts."""
     with pytest.raises(UsageError, match="--worker"):
         Discovery(["mac-2"])
 
@@ -173,7 +172,7 @@ def test_a_malformed_named_worker_is_refused() -> None:
 async def test_blocked_multicast_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither side fails, hangs or repeats itself; the warning names the way around."""
+    """With blocked multicast neither side fails or hangs; one warning names the alternative."""
 
     tries: Counter[str] = Counter()
 
@@ -199,7 +198,7 @@ async def test_blocked_multicast_is_one_warning(
 
 
 async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network that is up later than the program is found without a restart."""
+    """A network that comes up after the program is used without a restart."""
     monkeypatch.setattr(discovery_module, "RESCAN_SECONDS", 0.05)
     attempts = []
 
@@ -217,7 +216,7 @@ async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_leaving_early_is_quick_and_clean() -> None:
-    """Ending in the middle of announcing and resolving leaves no task and no socket."""
+    """An end during announcing and resolving leaves no task and no socket."""
     before = asyncio.all_tasks()
     seconds: list[float] = []
     while (
@@ -238,7 +237,7 @@ async def test_leaving_early_is_quick_and_clean() -> None:
 
 @contextlib.contextmanager
 def announcing(*prefix: str, name: str, host: str) -> Iterator[None]:
-    """A process that announces a worker, inside; `prefix` is a command to run it under."""
+    """Run a process that announces a worker, under the command `prefix`."""
     command = [*prefix, sys.executable, str(PEER), "announce", name, host]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
@@ -256,7 +255,7 @@ def announcing(*prefix: str, name: str, host: str) -> Iterator[None]:
 
 
 def browse(*prefix: str, name: str) -> list[str] | None:
-    """The addresses another process finds for the worker `name`."""
+    """Return the addresses that another process finds for the worker `name`."""
     command = [*prefix, sys.executable, str(PEER), "browse", name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     output = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100)
@@ -265,7 +264,7 @@ def browse(*prefix: str, name: str) -> list[str] | None:
 
 
 def test_processes_of_one_machine_find_each_other() -> None:
-    """A worker and a coordinator on one machine, both on port 5353, loopback only."""
+    """A worker and a coordinator on one machine find each other on loopback, both on port 5353."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     with announcing(name=name, host="127.0.0.1"):
         assert browse(name=name) == [f"127.0.0.1:{PORT}"]
@@ -279,8 +278,10 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 def test_machines_on_one_network_find_each_other(namespaces: tuple[str, str]) -> None:
-    """A worker on every interface of one machine is found by another, at its network address; one on
-    loopback is found on its own machine, at that address alone."""
+    """Another machine finds a worker on all interfaces at its network address, and a worker on loopback not at all.
+
+    The own machine finds the worker on loopback, at that address only.
+    """
     here = ("ip", "netns", "exec", namespaces[0])
     there = ("ip", "netns", "exec", namespaces[1])
     name = f"test-{uuid.uuid4().hex[:12]}"
@@ -329,5 +330,5 @@ def test_real_programs_on_two_machines_find_each_other(
 
 
 def test_the_service_type_is_what_users_can_browse_for() -> None:
-    """Named on the man page and in other tools' configurations: it does not change."""
+    """The service type is constant, since other tools may browse for it."""
     assert SERVICE_TYPE == "_mtp-worker._tcp.local."

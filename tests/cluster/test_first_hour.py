@@ -120,7 +120,7 @@ def test_too_few_workers_are_an_error_or_a_warning(tmp_path: Path, toy: Path) ->
 
 @pytest.fixture(scope="module")
 def hub(toy: Path) -> Iterator[Hub]:
-    """A hub that stops sending after some bytes of weights."""
+    """Yield a hub that stops sending after some bytes of weights."""
     with Hub() as hub:
         hub.add(REPO, toy)
         yield hub

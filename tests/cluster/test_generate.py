@@ -57,13 +57,13 @@ Call = Callable[..., Done]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with head and tokenizer."""
+    """Write a random checkpoint with head and tokenizer."""
     return write_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), vocab=512))
 
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without MTP tensors whose config announces them, like most conversions."""
+    """Write a checkpoint without MTP tensors whose config announces them, like most conversions."""
     path = write_checkpoint(tmp_path_factory.mktemp("headless"), vocab=512, mtp=False, layout="mlx")
     return write_tokenizer(path)
 
@@ -97,7 +97,7 @@ def result_of(done: Done) -> dict[str, Any]:
 
 
 def test_json_has_tokens_text_reason_and_figures(call: Call) -> None:
-    """One object, whose parts agree with each other; nothing else on stdout, nothing on stderr."""
+    """--json prints one consistent object on stdout and nothing on stderr."""
     model = checkpoint_dir()  # its drafts are often right
     flags = ("--raw", "--prompt", PROMPT, "--max-tokens", "24", "--temp", "1", "--seed", "1")
     done = call(model, *flags, "--mtp", "2", "--json")
@@ -131,7 +131,7 @@ def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
 
 
 def test_flags_that_change_speed_do_not_change_the_answer(call: Call, model: Path) -> None:
-    """Drafts and stages, greedy and sampled."""
+    """Drafts and stages do not change the answer, greedy or sampled."""
     for sampling in ((), ("--temp", "0.9", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.01")):
         flags = ("--prompt", PROMPT, "--max-tokens", "16", "--json", *sampling)
         plain = result_of(call(model, *flags, "--mtp", "off"))
@@ -142,7 +142,7 @@ def test_flags_that_change_speed_do_not_change_the_answer(call: Call, model: Pat
 def test_a_prompt_may_be_text_a_file_stdin_or_tokens(
     call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt from anywhere; with a chat template unless --raw says otherwise."""
+    """A prompt from a flag, a file, stdin or tokens gives the same answer. Only --raw omits the chat template."""
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
@@ -157,7 +157,7 @@ def test_a_prompt_may_be_text_a_file_stdin_or_tokens(
 
 
 def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
-    """Text up to the first stop string, tokens up to the one that completed it, and a summary all the same."""
+    """The text ends before the stop string, and the tokens end with the one that completed it."""
     flags = ("--raw", "--prompt", PROMPT, "--max-tokens", "40", "--temp", "1", "--mtp", "2")
     whole = result_of(call(model, *flags, "--json"))
     stop = whole["text"][5:7]
@@ -171,8 +171,10 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
 
 
 def test_logprobs_come_with_every_token(call: Call, model: Path) -> None:
-    """N alternatives each, the likeliest first; greedy takes that one. Without --json they are shown with the
-    summary."""
+    """Each token has N alternatives, the likeliest first, which greedy decoding chooses.
+
+    Without --json they are part of the summary.
+    """
     flags = ("--prompt", PROMPT, "--max-tokens", "6", "--logprobs", "3")
     found = result_of(call(model, *flags, "--json"))
     assert [entry["token"] for entry in found["logprobs"]] == found["tokens"]
@@ -186,7 +188,7 @@ def test_logprobs_come_with_every_token(call: Call, model: Path) -> None:
 
 
 def test_tokens_need_no_tokenizer(call: Call, tmp_path: Path) -> None:
-    """Weights without a tokenizer go on from ids, and show ids."""
+    """A checkpoint without a tokenizer continues from token ids and prints ids."""
     path = write_checkpoint(tmp_path / "bare")
     flags = ("--tokens", "1,2,3", "--max-tokens", "5")
     found = result_of(call(path, *flags, "--json"))
@@ -195,7 +197,7 @@ def test_tokens_need_no_tokenizer(call: Call, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_fails_is_an_error() -> None:
-    """Not a short answer."""
+    """A failing engine is an error, not a short answer."""
     answer = PrintedAnswer(None, (), stream=False)
     with pytest.raises(WorkerLostError, match="out of memory"):
         answer.add_event(Finished("error", GenerationStats(1, 0), error="out of memory"))
@@ -205,7 +207,7 @@ def test_an_engine_that_fails_is_an_error() -> None:
 
 
 def test_drafts_without_a_head(call: Call, headless: Path) -> None:
-    """A depth asked for is an error: what is missing, and how to get it; auto goes on, and says so once."""
+    """A requested depth without a head is an error that says what to do; auto continues with one message."""
     done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "2")
     assert (done.code, done.out) == (2, "")
     for word in (

@@ -1,4 +1,4 @@
-"""Workers without the model's files: real processes that get their span, and no more, from the coordinator or a hub."""
+"""Workers without files: real processes that receive exactly their span from the coordinator or a hub."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ME = pb.Coordinator(id="test", name="test")
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What lies on the coordinator's machine, and no worker sees."""
+    """Return a checkpoint that only the coordinator's machine has."""
     return tmp_path_factory.mktemp("coordinator")
 
 
@@ -79,7 +79,7 @@ def elsewhere(theirs: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[Worker]]:
-    """Two, each with a cache of its own and no model; the second was told of one it would have to download."""
+    """Start two workers with separate caches and without files; the second names a model that it would download."""
     with ExitStack() as stack:
         launched = [
             launch_worker(homes, name, *flags, env=hub.environment(homes / name), prefix=elsewhere)
@@ -93,7 +93,7 @@ def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[
 
 
 def served(checkpoint: Checkpoint, *, share: bool, hub: Hub | None = None) -> ServedModel:
-    """As `mtp-coord serve` serves it, but without telling where on this machine it lies."""
+    """Return the served model as in `mtp-coord serve`, without its path on this machine."""
     ref = pb.ModelRef(name="model", fingerprint=checkpoint.fingerprint())
     if hub is not None:
         ref.repo, ref.revision = REPO, hub.repos[REPO].commit
@@ -111,7 +111,7 @@ async def answer(loop: GenerationLoop) -> list[int]:
 
 
 async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 60.0) -> list[int]:
-    """One answer of a cluster over these workers; an error when it cannot be had."""
+    """Return one answer of a cluster over these workers, or raise its error."""
 
     async def alone(epoch: int) -> Pipeline:
         raise NotReadyError("this test serves from workers alone")
@@ -141,7 +141,7 @@ def size_of(model: Path) -> int:
 
 
 def accepted_length(home: Path) -> dict[str, int]:
-    """Parts a worker has on its disk, and their sizes."""
+    """Return the parts on a worker's disk and their sizes."""
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
 
 
@@ -152,7 +152,7 @@ def accepted_length(home: Path) -> dict[str, int]:
 async def test_a_cluster_of_workers_without_files(
     source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
 ) -> None:
-    """They answer what one process with the files does; each keeps its span alone, and asks for it once."""
+    """Workers without files give the answer of one process. Each stores only its span, and requests it once."""
     checkpoint = Checkpoint.open(source)
     async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
         expected = await answer(local)
@@ -186,7 +186,7 @@ async def test_the_commands_people_type(
     elsewhere: tuple[str, ...],
     share: bool,
 ) -> None:
-    """`mtp-coord serve` over workers with an empty disk. Of a repo it downloads all, each worker its span."""
+    """`mtp-coord serve` over workers with an empty disk downloads the whole repo, and each worker its span."""
     if not elsewhere:
         pytest.skip("hiding a folder from a process takes Linux's mount namespaces")
     forget(homes)
@@ -219,7 +219,7 @@ async def test_the_commands_people_type(
 async def test_without_files_hub_or_sharing_a_worker_is_refused(
     source: Path, workers: list[Worker]
 ) -> None:
-    """The reason names what would help."""
+    """Without files, hub or sharing a worker is refused, and the reason says what to do."""
     with pytest.raises(ClusterError, match=r"(?s)--share-weights|no worker"):
         await answer_from(served(Checkpoint.open(source), share=False), workers[:1], wait=3.0)
 
@@ -228,11 +228,11 @@ async def test_without_files_hub_or_sharing_a_worker_is_refused(
 
 
 def silent(done: int, total: int) -> None:
-    """Progress nobody looks at."""
+    """Ignore the progress."""
 
 
 class Counting(WeightProvider):
-    """Counts the bytes it sends. Once they are `hold_at`, it says no more before `go`."""
+    """A provider that counts its bytes. After `hold_at` bytes it waits for `go`."""
 
     sent = 0
     hold_at = math.inf
@@ -252,7 +252,7 @@ class Counting(WeightProvider):
 
 
 class Spoiling(WeightProvider):
-    """Sends zeros."""
+    """A provider that sends zeros."""
 
     async def answer_request(
         self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
@@ -269,7 +269,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def arrived(home: Path) -> int:
-    """Bytes of weights on a worker's disk, and of their files' headers."""
+    """Return the bytes of weights on a worker's disk, with the headers of their files."""
     total = 0
     for file in home.rglob("parts/*"):
         with suppress(FileNotFoundError):  # it has just got its final name
@@ -299,8 +299,7 @@ def stage_of(checkpoint: Checkpoint, span: Span, provider: WeightProvider) -> pb
 async def test_a_kill_costs_what_was_under_way(
     source: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed amid two calls and started again, a worker reads at most 1.1 times its layers in all, of the hub and of
-    the coordinator."""
+    """A worker that is killed during two calls and started again reads at most 1.1 times its layers in total."""
     checkpoint = Checkpoint.open(source)
     from_hub = served(checkpoint, share=False, hub=hub).provider
     shared = Counting(checkpoint, served(checkpoint, share=True).ref, True)
@@ -348,7 +347,7 @@ async def test_a_kill_costs_what_was_under_way(
 async def test_a_call_given_up_leaves_nothing_locked(
     source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
 ) -> None:
-    """A new plan ends a call half way and asks for the same layers: they go on at once, where they were."""
+    """A new plan that interrupts a call and requests the same layers resumes them at once."""
     forget(homes)
     checkpoint = Checkpoint.open(source)
     model = served(checkpoint, share=share, hub=hub)
@@ -376,7 +375,7 @@ async def test_a_call_given_up_leaves_nothing_locked(
 async def test_damage_on_the_wire_is_one_clear_error(
     source: Path, workers: list[Worker], homes: Path
 ) -> None:
-    """The worker says which tensor, and keeps nothing of it under its name."""
+    """The error names the damaged tensor, and no file gets its final name."""
     checkpoint = Checkpoint.open(source)
     provider = Spoiling(checkpoint, served(checkpoint, share=True).ref, True)
     forget(homes)

@@ -1,4 +1,4 @@
-"""What crosses the network, message by message: one a hop and step, and nothing big for a rollback."""
+"""The messages on the network: one per hop and step, and nothing large for a rollback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.processes.tap import Message, tapped
 
 STAGES = 3
 HIDDEN, VOCAB = 64, 512
-"""Of the toy model."""
+"""Sizes of the toy model."""
 
 GRPC_BYTES = 5 + 9
 """gRPC's prefix of a message and HTTP/2's of a frame."""
@@ -37,7 +37,7 @@ DECODE_HEADER_BYTES = 256
 class Wire:
     """All messages of one request, those before it, and the draft tokens its usage calls rejected.
 
-    `filled`: windows of one token follow each other, built on hope; else each waits for the one before it.
+    With `filled`, speculative windows of one token follow each other; otherwise each waits for the one before it.
     """
 
     filled: bool
@@ -46,7 +46,7 @@ class Wire:
     rejected: int
 
     def frames(self, hop: int) -> list[Frame]:
-        """What the coordinator (hop 0) or stage `hop - 1` sent on; the last hop brings results."""
+        """Return the frames of a hop: hop 0 comes from the coordinator, the last hop has the results."""
         found = [
             m
             for m in self.messages
@@ -56,7 +56,7 @@ class Wire:
         return [decode(m.data) for m in found]
 
     def rollbacks(self, worker: int) -> list[tuple[pb.Rollback, int]]:
-        """Rollback signals to a worker, with their size on the wire."""
+        """Return the rollback signals to a worker, with their size on the wire."""
         found = []
         for m in self.messages:
             if (m.method, m.inward, m.worker) == (SIGNALS, True, worker):
@@ -73,7 +73,7 @@ def wire(
     toy: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Wire:
-    """Three workers on a random model, whose head is wrong more often than not, answering one request."""
+    """Run one request over three workers with a random model, whose drafts are mostly wrong."""
     folder = tmp_path_factory.mktemp("wire")
     with (
         tapped(pool(STAGES)) as taps,
@@ -99,7 +99,7 @@ def wire(
 
 
 def _by_stage(messages: list[Message]) -> list[Message]:
-    """With workers numbered in the order of their layers, as they were told in Load."""
+    """Return the messages with workers numbered in the order of their layers."""
     starts = {
         m.worker: pb.LoadRequest.FromString(m.data).span.start
         for m in messages
@@ -118,7 +118,7 @@ def _statuses(messages: list[Message], worker: int) -> list[pb.WorkerStatus]:
 
 
 def _hear_statuses(messages: list[Message]) -> None:
-    """Two more of every worker: the second was surely begun after this call."""
+    """Wait for two more statuses of every worker: the second one began after this call."""
     start = len(messages)
     _wait_until(
         lambda: all(len(_statuses(messages[start:], worker)) >= 2 for worker in range(STAGES)),
@@ -127,7 +127,7 @@ def _hear_statuses(messages: list[Message]) -> None:
 
 
 def _over(messages: list[Message]) -> bool:
-    """Whether all frames have passed every hop, the one among them that tells stages to forget the sequence."""
+    """Return whether all frames, the one with the eviction included, have passed every hop."""
     hops = [[m for m in messages if m.method == FRAMES and m.worker == w] for w in range(STAGES)]
     hops.append([m for m in messages if m.method == RESULTS and not m.inward])
     told = any(isinstance(op, Evict) for m in hops[0] for op in decode(m.data).ops)
@@ -151,7 +151,7 @@ def test_a_step_is_one_message_a_hop(wire: Wire) -> None:
 
 
 def test_hidden_states_of_the_windows_rows_and_nothing_else(wire: Wire) -> None:
-    """A middle hop has one row a token; neither the first hop nor the last has any tensor."""
+    """A middle hop carries one row per token; the first and the last hop carry no tensor."""
     for hop in range(STAGES + 1):
         for frame in wire.frames(hop):
             rows = sum(segment.width for segment in frame.segments if not segment.cancelled)
@@ -161,8 +161,11 @@ def test_hidden_states_of_the_windows_rows_and_nothing_else(wire: Wire) -> None:
 
 
 def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
-    """One signal of at most 128 bytes to every worker, for all windows in flight that are void with it; the next window
-    goes on behind what was kept, nothing is sent again, and what is void comes back without a word."""
+    """A rejection sends one signal of at most 128 bytes to every worker, for all invalidated windows.
+
+    The next window begins after the accepted tokens, and nothing is sent again. Invalidated windows return without
+    tokens.
+    """
     results = [
         (f.segments[0], f.outcomes[0])
         for f in wire.frames(STAGES)
@@ -197,7 +200,7 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
 
 
 def test_no_logits_leave_the_last_worker(wire: Wire) -> None:
-    """Nothing that the last worker says is as long as one row of logits in half precision."""
+    """No message of the last worker is as long as one row of logits in half precision."""
     said = [len(m.data) for m in wire.messages if m.worker == STAGES - 1 and not m.inward]
     assert said
     assert max(said) < 2 * VOCAB
@@ -206,7 +209,7 @@ def test_no_logits_leave_the_last_worker(wire: Wire) -> None:
 
 
 def test_what_signals_carry(wire: Wire) -> None:
-    """Inward heartbeats and rollbacks, outward pulses; a pulse is counters, never more than a few hundred bytes."""
+    """Signals carry heartbeats and rollbacks, and statuses of at most a few hundred bytes."""
     for m in wire.messages:
         if m.method != SIGNALS:
             continue
@@ -219,7 +222,7 @@ def test_what_signals_carry(wire: Wire) -> None:
 
 
 def test_workers_count_what_the_tap_sees(wire: Wire) -> None:
-    """A worker's pulse tells the bytes and messages of its hops as they were: what `status` and metrics add up."""
+    """A worker's status has the bytes and messages of its hops, which `status` and the metrics add up."""
     for worker in range(STAGES):
         first, last = _statuses(wire.before, worker)[-1], _statuses(wire.messages, worker)[-1]
         came = [m for m in wire.messages if m.method == FRAMES and m.worker == worker]

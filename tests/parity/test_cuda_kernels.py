@@ -1,4 +1,4 @@
-"""The CUDA kernels compute what MLX's own operations compute, and a row's result never depends on its company.
+"""The CUDA kernels compute what MLX's own operations compute, and a row's result does not depend on other rows.
 
 They run where `MTP_TEST_GPU=1` is set and MLX computes on an NVIDIA GPU.
 """
@@ -29,7 +29,7 @@ from worker.model.stage import Stage
 
 LAYERS = 4
 EIGHTHS = 2
-"""Of the width of Qwen3.5-27B."""
+"""Eighths of the width of Qwen3.5-27B."""
 
 TOLERANCE = 0.02
 """Bound of the error's norm over the norm of the result in bf16. The kernels round less often than the operations."""

@@ -46,7 +46,7 @@ from proto.errors import ClusterError, MemoryLimitError
 
 
 def worker(address: str, process: int = 1) -> Member:
-    """A worker; a restarted one is another `process`."""
+    """Return a worker. A restarted worker has another `process`."""
     return Member(address, f"{address}{process}", f"name-{address}", 10**9)
 
 

@@ -36,7 +36,7 @@ VOCAB = 256
 
 @lru_cache(maxsize=256)
 def modules(path: Path, start: int, end: int, first: bool, last: bool) -> StageModules:
-    """A stage's modules, loaded once: nothing writes to them."""
+    """Return the modules of a stage, which are loaded once, because no test changes them."""
     return load_stage(Checkpoint.open(path), Span(start, end), first=first, last=last, dtype=None)
 
 
@@ -99,7 +99,7 @@ class Chain:
     # ---- frames
 
     def post(self, *segments: Segment, ops: Iterable[Op] = ()) -> None:
-        """Number a frame and lay it before the first stage."""
+        """Add a frame with the next number to the inbox of the first stage."""
         self.inboxes[0].append(encode(Frame(EPOCH, self.posted, tuple(ops), segments)))
         self.posted += 1
 
@@ -204,7 +204,7 @@ class Script:
         return ops
 
     def chunk(self, size: int, *, sample: bool = True, drafts: int = 0) -> Segment:
-        """The next `size` tokens of the prompt, or what is left of it."""
+        """Return a chunk of the next `size` tokens of the prompt, or fewer at its end."""
         tokens = tuple(self.known[self.scheduled : self.scheduled + size])
         segment = Segment(
             self.seq_id, self.number, self.scheduled, tokens, sample=sample, drafts=drafts
@@ -214,7 +214,7 @@ class Script:
         return segment
 
     def window(self, tokens: Sequence[int], drafts: int = 0) -> Segment:
-        """A window at the end of all that has been sent."""
+        """Return a window after all tokens sent so far."""
         segment = Segment(
             self.seq_id,
             self.number,
@@ -229,7 +229,7 @@ class Script:
         return segment
 
     def next_window(self, drafts: int = 0) -> Segment:
-        """The token known last, and the drafts that came with it."""
+        """Return a window of the newest token and its drafts."""
         return self.window([self.known[-1], *self.drafts], drafts)
 
     def settle(self, segment: Segment, outcome: Outcome) -> list[int]:

@@ -31,8 +31,10 @@ class HeadReference:
         self.lm_head = self.weights.get("lm_head.weight", self.embedding)
 
     def draft(self, hidden: Array, following: list[int], tokens: list[int]) -> Array:
-        """Logits `[len(tokens) + 1, vocab]` after the pairs (`hidden [n, H]`, `following` n tokens), then after each of
-        `tokens`, drafted one from the other."""
+        """Return the logits `[len(tokens) + 1, vocab]` after the pairs, and then after each of the drafted `tokens`.
+
+        The pairs are `hidden [n, H]` and the n tokens of `following`.
+        """
         pairs, following = hidden, list(following)
         logits = []
         for token in (*tokens, None):

@@ -57,5 +57,5 @@ class Truth:
 
 @lru_cache(maxsize=32)
 def truth(path: Path, prompt: int, steps: int, bits: int | None = None) -> Truth:
-    """The greedy text."""
+    """Return the greedy text."""
     return Truth(path, prompt, steps, bits)

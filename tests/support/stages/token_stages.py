@@ -35,7 +35,7 @@ LOST = VOCAB - 1
 
 
 def truth(seq_id: int, length: int) -> list[int]:
-    """The first `length` tokens of a sequence's text, prompt included."""
+    """Return the first `length` tokens of the text of a sequence, prompt included."""
     return [first_token(seq_id) + position for position in range(length)]
 
 

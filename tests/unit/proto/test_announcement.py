@@ -1,4 +1,4 @@
-"""What workers announce, which addresses, and how users write one: no network needed."""
+"""Announcements of workers, their addresses, and the addresses that users write, without a network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker.node.announce import reachable_addresses
 def test_an_announcement_survives_its_record(
     name: str, port: int, layers: tuple[int, int] | None
 ) -> None:
-    """Id, port, layers and fingerprint come back whatever the name; all of it fits mDNS's limits."""
+    """Id, port, layers and fingerprint survive any name, and fit the limits of mDNS."""
     pinned = Span(layers[0], layers[0] + layers[1]) if layers else None
     sent = Announcement("0f" * 16, name, port, pinned, "abcd" * 16)
     txt = {k.encode(): v.encode(errors="replace") for k, v in sent.to_txt().items()}
@@ -52,7 +52,7 @@ def test_an_announcement_survives_its_record(
 def test_any_record_is_an_announcement_or_a_protocol_error(
     txt: Mapping[bytes, bytes | None], port: int | None
 ) -> None:
-    """Anyone on the network may write these records; they raise one kind of error."""
+    """Malformed records raise one kind of error."""
     with contextlib.suppress(ProtocolError):
         announcement = Announcement.from_txt(txt, port)
         assert announcement.name
@@ -63,7 +63,7 @@ def test_any_record_is_an_announcement_or_a_protocol_error(
 
 
 def test_a_listener_is_announced_where_it_can_be_reached() -> None:
-    """Loopback only for a loopback listener; never loopback for one on the network."""
+    """A loopback listener announces only loopback, and a network listener never does."""
     assert reachable_addresses("127.0.0.1") == ["127.0.0.1"]
     assert reachable_addresses("localhost") == ["127.0.0.1"]
     assert reachable_addresses("10.1.2.3") == ["10.1.2.3"]
@@ -75,13 +75,13 @@ def test_a_listener_is_announced_where_it_can_be_reached() -> None:
 def test_without_a_network_a_worker_is_found_on_its_own_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A laptop in flight mode can still run a demo."""
+    """A machine without a network announces loopback."""
     monkeypatch.setattr("psutil.net_if_stats", dict)
     assert reachable_addresses("0.0.0.0") == ["127.0.0.1"]
 
 
 def test_own_networks_come_first_and_loopback_last() -> None:
-    """The likeliest address is tried first; one that only the worker itself could use comes last."""
+    """The likeliest address comes first, and one that only the worker's machine can use comes last."""
     hosts = ["127.0.0.1", "172.16.0.9", "10.0.0.7", "10.0.0.7", "169.254.3.4"]
     networks = [IPv4Network("10.0.0.0/24"), IPv4Network("169.254.0.0/16")]
     assert order_hosts(hosts, networks) == ["10.0.0.7", "169.254.3.4", "172.16.0.9", "127.0.0.1"]

@@ -1,4 +1,4 @@
-"""How the two programs end, name themselves and start: proto/terminal/console.py and the lazy `mtp-coord`."""
+"""The start and the end of both programs: proto/terminal/console.py and the lazy `mtp-coord`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = {"mlx", "mlx_lm", "torch", "transformers", "fastapi", "grpc", "numpy", "
 
 
 def run_program(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run an installed entry point as a shell would."""
+    """Run an installed entry point, as a shell does."""
     (entry,) = entry_points(group="console_scripts", name=name)
     code = f"import sys, {entry.module} as m; sys.argv[0] = {name!r}; sys.exit(m.{entry.attr}())"
     return subprocess.run(
@@ -43,7 +43,7 @@ def test_an_expected_error_is_one_line_and_its_exit_status(
 
 
 def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C is what shells call 128 + SIGINT, and says nothing."""
+    """Ctrl-C ends with 128 + SIGINT and without output."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -55,7 +55,7 @@ def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    """What is not a ClusterError is not dressed up as one."""
+    """Other exceptions keep their traceback."""
 
     def fail() -> None:
         raise ZeroDivisionError
@@ -75,14 +75,14 @@ def test_version(program: str) -> None:
 
 @pytest.mark.parametrize("program", ["mtp-worker", "mtp-coord"])
 def test_a_flag_that_does_not_exist_is_a_usage_error(program: str) -> None:
-    """Status 2, the flag's name on stderr, nothing on stdout."""
+    """A wrong flag ends with status 2 and its name on stderr."""
     done = run_program(program, "--no-such-flag")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--no-such-flag" in done.stderr
 
 
 def test_a_mistyped_command_is_a_usage_error() -> None:
-    """Status 2, and the name that was meant."""
+    """A wrong command ends with status 2 and the closest name."""
     done = run_program("mtp-coord", "serv")
     assert done.returncode == 2
     assert "serv" in done.stderr
@@ -90,7 +90,7 @@ def test_a_mistyped_command_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("module", ["coordinator.cli", "worker.cli"])
 def test_help_loads_nothing_heavy(module: str) -> None:
-    """`--help` must answer at once: no array library, no server, no RPC is imported for it."""
+    """`--help` imports no array library, no server and no RPC, so it answers at once."""
     code = (
         f"import sys, {module} as program\n"
         "sys.argv[1:] = ['--help']\n"
@@ -107,7 +107,7 @@ def test_help_loads_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there_and_says_what_the_help_page_says(name: str) -> None:
-    """The help page's line is the first sentence of the command's own help, so the two cannot drift."""
+    """The line on the help page is the first sentence of the command's own help."""
     command = load_command(name)
     assert command.name == name
     first_sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")

@@ -38,7 +38,7 @@ from proto.rpc.data_plane import TOKEN_BYTES, StreamBinding
 from proto.rpc.status_codes import from_status, to_status
 
 GRPC_OVERHEAD = 5 + 9
-"""A message's length prefix, and the header of the HTTP/2 DATA frame it travels in."""
+"""Bytes of a message's length prefix and of the header of its HTTP/2 DATA frame."""
 
 integers = st.integers(0, MAX_INT)
 accepted_length = st.integers(0, MAX_FRAME_TOKENS // 2)
@@ -64,13 +64,13 @@ def test_what_is_sent_is_received(signal: Signal) -> None:
 
 @given(st.integers(1, MAX_INT), rollbacks)
 def test_a_rollback_is_small(epoch: int, rollback: Rollback) -> None:
-    """All that crosses the network for a rejected draft is at most 128 bytes, framing included."""
+    """A rejected draft sends at most 128 bytes over the network, framing included."""
     data = to_message(Signal(epoch, rollback)).SerializeToString()
     assert len(data) + GRPC_OVERHEAD <= MAX_SIGNAL_BYTES
 
 
 def test_the_largest_rollback_is_small() -> None:
-    """The bound holds for the largest values there are."""
+    """The bound holds for the largest values."""
     rollback = Rollback(MAX_INT, MAX_INT, 1, MAX_FRAME_TOKENS - 1)
     data = to_message(Signal(MAX_INT, rollback)).SerializeToString()
     assert len(data) + GRPC_OVERHEAD <= MAX_SIGNAL_BYTES
@@ -99,7 +99,7 @@ def test_the_largest_rollback_is_small() -> None:
     ],
 )
 def test_a_signal_out_of_range_is_refused(message: pb.Signal) -> None:
-    """Values no coordinator of ours sends are a ProtocolError, before they touch any state."""
+    """Invalid values are a ProtocolError before they change any state."""
     with pytest.raises(ProtocolError):
         from_message(message)
 
@@ -116,7 +116,7 @@ def test_another_release_is_told_so() -> None:
 
 @given(integers, integers, st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES))
 def test_a_binding_survives_its_metadata(epoch: int, stage: int, token: bytes) -> None:
-    """What opens a stream is what its server reads, also among other metadata."""
+    """A server reads the binding that the client sent, also among other metadata."""
     binding = StreamBinding(epoch, stage, "worker-1", token)
     assert StreamBinding.from_metadata((("user-agent", "grpc"), *binding.to_metadata())) == binding
 
@@ -151,7 +151,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_keeps_its_class_over_the_wire(kind: type[ClusterError]) -> None:
-    """Every class of the tree comes back as itself, naming the peer; its public form does not."""
+    """Every class of the tree survives the wire and names the peer; its public form does not."""
     status = to_status(kind("layer 3 is missing"))
     error = from_status(status.code, status.details, status.metadata, "mac-2:50051")
     assert type(error) is kind
@@ -218,7 +218,7 @@ def test_grpcs_own_statuses_have_a_meaning(code: str, kind: type[ClusterError]) 
 def test_any_status_becomes_an_error(
     code: str, details: str | None, metadata: list[tuple[str, str | bytes]]
 ) -> None:
-    """Whatever a peer sends, the caller gets a ClusterError with a sane retry time."""
+    """Any metadata of a peer gives a ClusterError with a valid retry time."""
     error = from_status(code, details, metadata, "peer")
     assert isinstance(error, ClusterError)
     if isinstance(error, CapacityError):
@@ -227,7 +227,7 @@ def test_any_status_becomes_an_error(
 
 @pytest.mark.parametrize("text", ["x" * 9000, "é" * 9000, "😀" * 9000, "\udc80" * 9000, ""])
 def test_a_status_stays_within_grpcs_header_limit(text: str) -> None:
-    """Message and metadata together fit the 8 KB that gRPC lets through, whatever the text."""
+    """Message and metadata together fit the 8 KB limit of gRPC for any text."""
     error = CapacityError(text)
     error.public = text + "!"
     status = to_status(error)

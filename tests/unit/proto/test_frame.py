@@ -1,4 +1,4 @@
-"""The frame codec: what goes in comes out, and nothing a peer sends can hurt the reader."""
+"""The frame codec: frames survive the wire, and malformed bytes raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def frames(draw: st.DrawFn) -> Frame:
 
 
 def decode_step() -> Frame:
-    """One token of one sequence on a middle hop, hidden size 5120 in bf16 after a draft."""
+    """Return a frame with one token of one sequence on a middle hop, hidden size 5120 in bf16."""
     return Frame(
         epoch=3,
         number=1000,
@@ -124,14 +124,14 @@ def test_what_is_encoded_is_decoded(frame: Frame) -> None:
 
 @given(frames())
 def test_encoding_is_one_to_one(frame: Frame) -> None:
-    """encode(decode(b)) == b: no second spelling of a frame exists among those we write."""
+    """encode(decode(b)) == b for every frame that `encode` writes."""
     data = encode(frame)
     assert encode(decode(data)) == data
 
 
 @given(frames())
 def test_tensor_is_an_aligned_view_of_the_message(frame: Frame) -> None:
-    """The tensor is not copied, and starts where a vector load may start."""
+    """The tensor is not copied, and its start is aligned."""
     data = encode(frame)
     tensor = decode(data).tensor
     assert isinstance(tensor, memoryview)
@@ -200,7 +200,7 @@ def wrap(header: bytes, tensor: bytes = b"") -> bytes:
 
 
 def fields(**changed: object) -> bytes:
-    """A header with some of its fields replaced, encoded."""
+    """Return an encoded header with some of its fields replaced."""
     header: dict[str, object] = {
         "epoch": 1,
         "number": 2,
@@ -288,7 +288,7 @@ MALFORMED = {
 
 
 def check_refused(data: bytes) -> None:
-    """Decode, and see that it is refused as it should be, within its time and memory."""
+    """Check that `decode` refuses the bytes within its bounds of time and memory."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -302,7 +302,7 @@ def check_refused(data: bytes) -> None:
 
 
 def test_gap_before_the_tensor_is_zero() -> None:
-    """What lies between header and tensor is checked, so that no byte of a message goes unread."""
+    """The bytes between header and tensor are checked, so that every byte of a message is read."""
     frame = Frame(1, 2, segments=(Segment(1, 0, 0, (9,)),)).with_tensor("float32", (1, 1), bytes(4))
     data = bytearray(encode(frame))
     header_bytes = PREFIX.unpack_from(data)[2]
@@ -314,12 +314,12 @@ def test_gap_before_the_tensor_is_zero() -> None:
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_bytes_are_refused(name: str) -> None:
-    """Nothing but ProtocolError, a short message, memory bounded by the size of the input."""
+    """Malformed bytes raise ProtocolError with a short message, and memory is bounded by their size."""
     check_refused(MALFORMED[name])
 
 
 def test_another_version_is_told_apart() -> None:
-    """A peer of another release gets VersionError, which says what to install."""
+    """A frame of another release raises VersionError, which says what to install."""
     data = bytearray(encode(Frame(0, 0)))
     data[4] = VERSION + 1
     with pytest.raises(VersionError, match="same release"):
@@ -328,14 +328,14 @@ def test_another_version_is_told_apart() -> None:
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    """No byte string is taken for a frame by accident or makes decode fail in another way."""
+    """Random bytes raise ProtocolError."""
     with pytest.raises(ProtocolError):
         decode(data)
 
 
 @given(st.binary(max_size=300))
 def test_random_header_is_refused(header: bytes) -> None:
-    """Random msgpack behind a right prefix is refused too."""
+    """Random msgpack after a valid prefix raises ProtocolError."""
     with pytest.raises(ProtocolError):
         decode(wrap(header))
 
@@ -343,8 +343,7 @@ def test_random_header_is_refused(header: bytes) -> None:
 @settings(max_examples=300)
 @given(frames(), st.randoms(use_true_random=False))
 def test_damaged_frames_are_refused_or_decode_to_a_frame(frame: Frame, rng: random.Random) -> None:
-    """Flipped bits, cuts, insertions: ProtocolError, or a frame that encodes to these very bytes'
-    meaning; never another exception."""
+    """Damaged bytes raise ProtocolError, or decode to a frame with the meaning of these bytes."""
     data = bytearray(encode(frame))
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(data)) if data else 0
@@ -366,7 +365,7 @@ def test_damaged_frames_are_refused_or_decode_to_a_frame(frame: Frame, rng: rand
 
 @given(st.integers(0, 100))
 def test_every_cut_is_refused(cut: int) -> None:
-    """A frame cut short anywhere is no frame."""
+    """A truncated frame is refused, at any length."""
     data = encode(decode_step())
     with pytest.raises(ProtocolError):
         decode(data[: len(data) * cut // 101])
@@ -387,7 +386,7 @@ def test_long_prompt_decodes_in_memory_bounded_by_its_size() -> None:
 
 
 def test_decode_step_costs_little() -> None:
-    """A hop's share of a token: header and 20 KB of hidden state, encoded and decoded, best of many.
+    """The cost of a hop per token is small: header and 20 KB of hidden state, the best of many runs.
 
     About 20 µs on an idle laptop; the limit only catches a change of order."""
     frame = decode_step()

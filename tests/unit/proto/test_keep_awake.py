@@ -17,7 +17,7 @@ DEADLINE = 20.0
 
 @pytest.fixture
 def caffeinate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake `caffeinate` on a pretended Mac. It writes its process id and its arguments to the returned file."""
+    """Install a fake `caffeinate` on a pretended Mac. It writes its process id and arguments to the returned file."""
     said = tmp_path / "said"
     program = tmp_path / "bin" / "caffeinate"
     program.parent.mkdir()

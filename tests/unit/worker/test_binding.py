@@ -1,4 +1,4 @@
-"""What waits for a stage's engine: no more than a sender in its right mind has under way."""
+"""The queue of a stage's engine: it is bounded by the frames of a correct sender."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Tr
 
 @pytest.fixture
 async def bound() -> Binding:
-    """Over an engine thread that does nothing."""
+    """Return a binding over an engine thread that does nothing."""
     thread: Any = MagicMock(queued=0)
     machinery = Machinery(thread, DeadlineEstimate(), Traffic())
     return Binding(Place(1, 0, 1, b"token"), machinery, lambda: None)
 
 
 async def test_frames_are_counted(bound: Binding) -> None:
-    """So many may wait and no more; signals, which are work for the same thread, are none of them."""
+    """The number of queued frames is bounded; signals do not count."""
     for _ in range(2 * MAX_QUEUED_FRAMES):
         bound.apply_signal(Signal(1, Cancel(0)))
     for _ in range(MAX_QUEUED_FRAMES):
@@ -35,7 +35,7 @@ async def test_frames_are_counted(bound: Binding) -> None:
 
 
 async def test_bytes_are_counted(bound: Binding) -> None:
-    """A few large frames are as much as many small ones; what the engine has begun waits no more."""
+    """The bytes of queued frames are bounded; frames that the engine has started do not count."""
     with patch.object(binding, "MAX_QUEUED_BYTES", 100):
         bound.enqueue_frame(b"x" * 60)
         with pytest.raises(ProtocolError, match="60 bytes"):
@@ -45,8 +45,7 @@ async def test_bytes_are_counted(bound: Binding) -> None:
 
 
 async def test_a_signal_that_breaks_the_engine() -> None:
-    """No memory for what a rollback restores, or a bug there, ends the plan, and not the thread that the next plan
-    needs."""
+    """An error in a rollback, such as a lack of memory, ends the plan, but not the thread that the next plan needs."""
     failed = asyncio.Event()
     machinery = Machinery()
     bound = Binding(Place(1, 0, 1, b"token"), machinery, failed.set)

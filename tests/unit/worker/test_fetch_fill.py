@@ -1,4 +1,4 @@
-"""What a worker fetches is its span, every tensor the coordinator's, whatever breaks on the way."""
+"""A worker fetches exactly its span, and every tensor equals the coordinator's, despite interruptions."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Change = Callable[[pb.Weights], pb.Weights]
 
 
 class BrokenOffError(Exception):
-    """The other side is gone."""
+    """The coordinator has left."""
 
 
 class Coordinator:
-    """Answers `fill` in its own thread as the coordinator does. Says no more after `patience` messages."""
+    """A provider that answers `fill` in a thread, like the coordinator. It stops after `patience` messages."""
 
     def __init__(
         self, checkpoint: Checkpoint, *, share: bool, repo: str = "", revision: str = ""
@@ -99,7 +99,7 @@ class Coordinator:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for every test."""
+    """Use a separate cache for every test."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("mtp.checkpoint.hub.repo.FIRST_PAUSE", 0.001)
     monkeypatch.setattr("worker.fetch.fill.BUSY_SECONDS", 0.01)
@@ -120,7 +120,7 @@ def span_bytes(checkpoint: Checkpoint, span: Span) -> int:
 
 
 def stage(checkpoint: Checkpoint, span: Span) -> dict[str, mx.array]:
-    """Every weight of the stage, loaded."""
+    """Return every loaded weight of the stage."""
     last = span.end == checkpoint.config.num_layers
     modules = load_stage(checkpoint, span, first=span.start == 0, last=last, dtype=mx.float32)
     ends = [modules.embed_tokens, modules.norm, modules.lm_head, modules.head]
@@ -129,7 +129,7 @@ def stage(checkpoint: Checkpoint, span: Span) -> dict[str, mx.array]:
 
 
 def assert_loads(coordinator: Coordinator, span: Span) -> None:
-    """What was fetched makes the same stage as the coordinator's whole copy."""
+    """Check that the fetched parts load as the same stage as the coordinator's copy."""
     copy = SpanCopy.find(coordinator.fingerprint)
     assert copy is not None
     found, expected = stage(copy.checkpoint(), span), stage(coordinator.provider.checkpoint, span)
@@ -145,7 +145,7 @@ def assert_loads(coordinator: Coordinator, span: Span) -> None:
 def test_a_quarter_of_the_layers_is_what_comes(
     checkpoints: Checkpoints, options: dict[str, Any], span: Span
 ) -> None:
-    """From the coordinator: the stage's bytes to the byte, and a stage that is equal to the bit."""
+    """The coordinator sends exactly the bytes of the stage, and the stage is bit-equal."""
     checkpoint = Checkpoint.open(checkpoints(**options))
     coordinator = Coordinator(checkpoint, share=True)
     assert coordinator.fill_span(span) == span_bytes(checkpoint, span)
@@ -158,7 +158,7 @@ def test_a_quarter_of_the_layers_is_what_comes(
 def test_from_a_hub_no_more_than_the_span_is_read(
     checkpoints: Checkpoints, hub: Hub, options: dict[str, Any], span: Span
 ) -> None:
-    """By the hub's own count, at most 1.1 times the span's bytes; nothing of them comes from the coordinator."""
+    """The hub sends at most 1.1 times the bytes of the span, and the coordinator sends none."""
     source = checkpoints(**options)
     hub.add(REPO, source)
     coordinator = Coordinator(
@@ -172,7 +172,7 @@ def test_from_a_hub_no_more_than_the_span_is_read(
 
 
 def test_another_span_fetches_only_what_is_new(checkpoints: Checkpoints) -> None:
-    """After a new plan: the layers it had stay, the others come."""
+    """After a new plan a worker fetches only its new layers."""
     checkpoint = Checkpoint.open(checkpoints())
     coordinator = Coordinator(checkpoint, share=True)
     coordinator.fill_span(Span(2, 4))
@@ -181,7 +181,7 @@ def test_another_span_fetches_only_what_is_new(checkpoints: Checkpoints) -> None
 
 
 def test_a_copy_is_never_taken_for_a_checkpoint(checkpoints: Checkpoints) -> None:
-    """It has no config.json; asked whether it is whole, a worker says no; only a Load finds it."""
+    """A copy of a span is not a model; only a Load uses it."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.fill_span(Span(0, 8))
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
@@ -212,7 +212,7 @@ def test_a_part_that_is_missing_is_told_by_the_loader(checkpoints: Checkpoints) 
 def test_broken_off_anywhere_it_goes_on(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Small pieces, and breaks at random: in all, every byte comes once."""
+    """With random interruptions every byte is sent once in total."""
     monkeypatch.setattr("coordinator.workers.weight_provider.PIECE_BYTES", 5000)
     draw = random.Random(seed)
     checkpoint = Checkpoint.open(checkpoints(shards=3))
@@ -242,7 +242,7 @@ def test_broken_off_anywhere_it_goes_on(
 def test_a_break_costs_what_was_under_way(
     checkpoints: Checkpoints, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a hub too: the bytes that had arrived are not read again, and what is whole has its name."""
+    """An interrupted read from a hub continues, and complete parts have their final names."""
     monkeypatch.setattr("worker.fetch.fill.PROGRESS_SECONDS", 0.0)
     source = checkpoints(shards=3)
     hub.add(REPO, source)
@@ -268,7 +268,7 @@ def test_a_break_costs_what_was_under_way(
 def test_progress_counts_to_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of the stage, never backwards, and what an earlier call brought counts as done."""
+    """The progress counts bytes of the stage, never decreases, and includes those of an earlier call."""
     monkeypatch.setattr("worker.fetch.fill.PROGRESS_SECONDS", 0.0)
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.patience = 30
@@ -286,14 +286,14 @@ def test_progress_counts_to_the_end(
 
 
 def flip_last(message: pb.Weights) -> pb.Weights:
-    """A piece with another last byte."""
+    """Return the piece with another last byte."""
     if not message.piece:
         return message
     return pb.Weights(piece=message.piece[:-1] + bytes([message.piece[-1] ^ 1]))
 
 
 def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
-    """One error that names the tensor; no part gets its name, and the next call makes it good."""
+    """A damaged tensor is an error with its name; no part gets its final name, and the next call succeeds."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.change = flip_last
     with pytest.raises(CheckpointError, match=r"tensor model\..* was damaged in transfer"):
@@ -307,7 +307,7 @@ def test_damage_on_the_way_is_found(checkpoints: Checkpoints) -> None:
 
 
 def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> None:
-    """The coordinator's hash decides; the rest of the span is not read for nothing."""
+    """A hub with other content is refused by the coordinator's hash, before the rest of the span is read."""
     source = checkpoints(shards=3)
     hub.add(REPO, source)
     coordinator = Coordinator(
@@ -324,7 +324,7 @@ def test_a_hub_with_other_bytes_is_found(checkpoints: Checkpoints, hub: Hub) -> 
 
 
 def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
-    """What an earlier call left is hashed again before it is believed: a power cut leaves holes."""
+    """The bytes of an earlier call are hashed again, since a power failure can leave holes."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.patience = 9
     with pytest.raises(BrokenOffError):
@@ -343,7 +343,7 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
 
 
 def test_a_damaged_part_is_fetched_again(checkpoints: Checkpoints) -> None:
-    """A file that bears a part's name and is too short, as a disk's repair leaves it: no dead end."""
+    """A part that is too short, as after a disk repair, is fetched again."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.fill_span(Span(2, 4))
     file = copies_dir() / coordinator.fingerprint / "parts" / "layers.3.safetensors"
@@ -376,7 +376,7 @@ def test_a_full_disk(
 
 
 def test_a_disk_too_full_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file whose first bytes cannot be written is nobody's: the next call has it, and does not wait for this one."""
+    """A file whose first bytes cannot be written is not locked, so the next call does not wait."""
     path, entries = tmp_path / "layers.0.safetensors", [Entry("a", "F32", (4,))]
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
@@ -404,7 +404,7 @@ def test_a_hub_that_gives_nothing(
     offline: bool,
     message: str,
 ) -> None:
-    """One error that says why, and what would help."""
+    """A worker that cannot read the hub reports one error with the cause and what to do."""
     hub.add(REPO, checkpoints(), gate)
     coordinator = Coordinator(
         Checkpoint.open(checkpoints()), share=False, repo=REPO, revision=hub.repos[REPO].commit
@@ -418,7 +418,7 @@ def test_a_hub_that_gives_nothing(
 
 
 def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) -> None:
-    """Both hold the embedding: one fetches it, the other waits, and both have it."""
+    """Two stages that need the embedding fetch it once, and both use it."""
     checkpoint = Checkpoint.open(checkpoints())
     received: list[int] = []
 
@@ -437,14 +437,14 @@ def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) 
 def test_a_part_that_another_finishes_this_moment(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look for it and the lock: it is not fetched again, and nothing of a second try stays behind."""
+    """A part that another worker completes meanwhile is not fetched again, and leaves no part file."""
     checkpoint = Checkpoint.open(checkpoints())
     assert Coordinator(checkpoint, share=True).fill_span(Span(0, 8)) > 0
     looks: Counter[Path] = Counter()
     is_finished = ShardWriter.is_finished
 
     def late(writer: ShardWriter) -> bool:
-        """What it would have said a moment ago, twice."""
+        """Return the state before the other worker finished, for two calls."""
         looks[writer.path] += 1
         return looks[writer.path] > 2 and is_finished(writer)
 
@@ -456,7 +456,7 @@ def test_a_part_that_another_finishes_this_moment(
 
 
 def test_it_stops_when_nobody_waits(checkpoints: Checkpoints) -> None:
-    """A call that is over does not go on fetching."""
+    """A cancelled call stops fetching."""
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
@@ -487,7 +487,7 @@ OFFERS = {
 def test_offers_that_make_no_sense(
     checkpoints: Checkpoints, home: Path, change: Callable[[pb.WeightsOffer], object]
 ) -> None:
-    """Refused before a file is made."""
+    """An invalid offer is refused before a file is created."""
     offer = Coordinator(Checkpoint.open(checkpoints()), share=True).offer(Span(2, 4))
     change(offer)
     with pytest.raises((ProtocolError, CheckpointError)):
@@ -501,7 +501,7 @@ def test_offers_that_make_no_sense(
     ids=["nothing", "no bytes", "too many bytes", "a hash too early"],
 )
 def test_messages_that_make_no_sense(checkpoints: Checkpoints, message: pb.Weights) -> None:
-    """A coordinator of another mind ends the call."""
+    """An unexpected message of the coordinator ends the call."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.change = lambda _: message
     with pytest.raises(ProtocolError, match="another message instead of the next bytes"):
@@ -509,7 +509,7 @@ def test_messages_that_make_no_sense(checkpoints: Checkpoints, message: pb.Weigh
 
 
 def test_a_damaged_copy_says_what_to_delete(checkpoints: Checkpoints) -> None:
-    """Its description is broken: the directory is named."""
+    """A copy with an invalid description is an error that names its directory."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     coordinator.fill_span(Span(2, 4))
     about = copies_dir() / coordinator.fingerprint / "copy.json"
@@ -519,7 +519,7 @@ def test_a_damaged_copy_says_what_to_delete(checkpoints: Checkpoints) -> None:
 
 
 def test_a_worker_that_wants_what_was_not_offered(checkpoints: Checkpoints) -> None:
-    """The coordinator says so, and reads nothing."""
+    """Without sharing, the coordinator refuses the request and reads nothing."""
     coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
     offer = coordinator.offer(Span(2, 4))
     wanted = pb.WantedTensors(tensors=[pb.WantedTensor(number=10_000)])

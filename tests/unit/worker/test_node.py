@@ -1,4 +1,4 @@
-"""A worker's own state, whatever happens to it at once: loads that overtake each other, an end amid a load."""
+"""The state of a worker during concurrent events: overlapping loads, and an end during a load."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from worker.node.stage_key import StageKey
 
 ME = pb.Coordinator(id="c", name="c")
 PATIENCE = 20.0
-"""Longest wait for what should come at once."""
+"""Seconds. Deadline of events that should happen at once."""
 
 
 class Reading:
-    """Stands in for the reading of weights: parts without end until `finish` is set, for layers that are held up."""
+    """A fake reader of weights: held layers have parts without end until `finish` is set."""
 
     def __init__(self) -> None:
         self.held_up = -1
-        """First layer of the span whose reading has no end of its own."""
+        """First layer of the span whose reading is held."""
         self.begun = threading.Event()
         self.finish = threading.Event()
 
@@ -74,7 +74,7 @@ def load(node: WorkerNode, epoch: int, start: int) -> asyncio.Task[pb.LoadResult
 
 
 async def load_held_up(node: WorkerNode, reading: Reading) -> asyncio.Task[pb.LoadResult]:
-    """A load of layer 0 that is amid its parts."""
+    """Start a load of layer 0 and wait until it reads parts."""
     reading.held_up = 0
     task = load(node, 1, 0)
     await asyncio.to_thread(reading.begun.wait, PATIENCE)
@@ -85,8 +85,10 @@ async def load_held_up(node: WorkerNode, reading: Reading) -> asyncio.Task[pb.Lo
 async def test_the_next_load_waits_for_no_other(
     node: WorkerNode, reading: Reading, cancelled: bool
 ) -> None:
-    """A load whose plan is over ends at its next part, whether or not its call has ended: a large stage takes minutes,
-    for which the next one's coordinator would hear nothing and give the worker up. The next one's stage stays."""
+    """A load whose plan is over ends at its next part, even if its call has not ended. The next load's stage stays.
+
+    A large stage takes minutes. Without this, the next coordinator would receive nothing and give the worker up.
+    """
     first = await load_held_up(node, reading)
     if cancelled:
         first.cancel()
@@ -99,7 +101,7 @@ async def test_the_next_load_waits_for_no_other(
 
 
 async def test_a_load_ends_with_its_claim(node: WorkerNode, reading: Reading) -> None:
-    """A coordinator that has left leaves no half of a stage behind, and no state that says it is being loaded."""
+    """After a coordinator leaves, no partial stage and no loading state remain."""
     first = await load_held_up(node, reading)
     node.release()
     assert node.state == pb.WORKER_STATE_IDLE
@@ -113,7 +115,7 @@ async def test_a_load_ends_with_its_claim(node: WorkerNode, reading: Reading) ->
 async def test_a_worker_that_drains_says_so(
     node: WorkerNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a Load that crossed it does: a pulse that said otherwise would have it wait in vain to be let go."""
+    """A draining worker stays draining, even if a Load arrives at the same time."""
     node.drain()
     await load(node, 1, 0)
     assert node.state == pb.WORKER_STATE_DRAINING
@@ -128,7 +130,7 @@ async def test_a_worker_that_drains_says_so(
 
 
 async def test_unloaded_weights_are_gone(node: WorkerNode) -> None:
-    """Also those that no plan was connected over, as when the coordinator ends while others still load."""
+    """An Unload releases weights that no plan was connected with, too."""
     await load(node, 1, 0)
     assert node.loaded is not None
     stage = weakref.ref(node.loaded.stage)

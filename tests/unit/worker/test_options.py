@@ -1,4 +1,4 @@
-"""The port that a worker comes back to."""
+"""The port that a worker uses again after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """One that is free, and stays so: below those that systems give to whoever asks for any."""
+    """Return a free port below the range from which systems assign ports."""
     for port in random.sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.create_server((HOST, port)):
             return port
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def test_a_port_is_kept_by_name(tmp_path: Path) -> None:
-    """Over runs, for each of several workers of one state directory, which need not be there before."""
+    """Each worker of a state directory keeps its port over restarts; the directory is created."""
     folder = tmp_path / "new" / "state"
     assert remembered_port(folder, "a", HOST) == 0
     ports = [free_port(), free_port()]
@@ -35,7 +35,7 @@ def test_a_port_is_kept_by_name(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_not_given(tmp_path: Path) -> None:
-    """Any other does then, until it is free again."""
+    """If the port is taken, another one is used until it is free again."""
     port = free_port()
     with socket.create_server((HOST, port)):
         remember_port(tmp_path, "a", port)
@@ -47,13 +47,13 @@ def test_a_port_that_is_taken_is_not_given(tmp_path: Path) -> None:
     "text", ["", "{", "[]", "5", '{"a": null}', '{"a": "x"}', '{"a": 99999}', '{"a": -1}', "\0"]
 )
 def test_a_file_that_says_nothing_is_no_port(tmp_path: Path, text: str) -> None:
-    """Cut short, or of another make: a worker starts all the same, on any port."""
+    """With a damaged state file a worker starts on any port."""
     (tmp_path / "worker.json").write_text(text)
     assert remembered_port(tmp_path, "a", HOST) == 0
 
 
 def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
-    """It is a convenience: no worker fails to start for it."""
+    """A state directory that cannot be written does not stop a worker."""
     port = free_port()
     for text in ("{", "[]"):
         (tmp_path / "worker.json").write_text(text)
@@ -62,7 +62,7 @@ def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_connections_of_a_worker_that_was_killed_do_not_hold_its_port(tmp_path: Path) -> None:
-    """The system remembers them for a minute; the worker is back before, at its address."""
+    """A worker gets its port back while the system still holds connections of the old process."""
     port = free_port()
     with (
         socket.create_server((HOST, port)) as listener,
@@ -75,7 +75,7 @@ def test_connections_of_a_worker_that_was_killed_do_not_hold_its_port(tmp_path: 
 
 
 def test_a_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
-    """Where it could not be written, the flag is named; without one nothing is written or read."""
+    """An unusable directory is an error that names the flag; without the flag nothing is read or written."""
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--state-dir"):
         remember_port(tmp_path / "file", "a", 5)

@@ -1,4 +1,4 @@
-"""What keeps a worker from starting is told before it listens."""
+"""Errors that stop a worker are reported before it listens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, model: Path, layers: Span | Non
 
 
 async def test_layers_that_its_own_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that says ready and can never load would wait for ever: the flag and the layers there are, status 2."""
+    """Layers that the model does not have end with status 2, and the error names the flag and the layers."""
     with pytest.raises(SpanError, match=r"--layers 0-31: the model has 8 layers, 0-7") as raised:
         await start(monkeypatch, checkpoint_dir(), Span(0, 32))
     assert raised.value.exit_code == 2
@@ -38,7 +38,7 @@ async def test_layers_that_its_own_model_lacks(monkeypatch: pytest.MonkeyPatch) 
 async def test_an_own_model_of_another_architecture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The file and what it says, status 2."""
+    """An unsupported model ends with status 2, and the error names the file and its content."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UsageError, match=r"config\.json.*llama") as raised:
         await start(monkeypatch, tmp_path, None)

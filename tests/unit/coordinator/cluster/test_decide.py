@@ -95,7 +95,7 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
 
 
 def _check_change(step: Step) -> None:
-    """A plan that serves or starts ends only for a failure, a request, or workers that joined."""
+    """Check that a plan ends only for a failure, a request, or workers that joined."""
     before, event = step.before, step.event
     if before.phase not in (Phase.STARTING, Phase.SERVING) or step.view.epoch == before.epoch:
         return
@@ -117,7 +117,7 @@ def _stays(before: View, view: View, address: str) -> bool:
 
 
 def _check_holds(step: Step) -> None:
-    """The failure count changes by one at a time. Back-offs are bounded and never shortened."""
+    """Check that the failure count changes by one at a time, and that back-offs are bounded and never shortened."""
     for address, member in step.view.members.items():
         assert member.backoff_until <= step.view.now + 300.0
         before = step.before.members.get(address)

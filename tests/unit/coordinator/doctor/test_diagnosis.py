@@ -18,18 +18,18 @@ from proto.errors import CheckpointError
 
 
 async def silent() -> Finding:
-    """A check that never ends."""
+    """Represent a check that never ends."""
     await asyncio.sleep(60)
     raise AssertionError
 
 
 async def broken() -> Finding:
-    """A check with a bug."""
+    """Represent a check with a bug."""
     raise KeyError("interface")
 
 
 async def refused() -> Finding:
-    """A check that meets an error of this project."""
+    """Represent a check that raises an error of this project."""
     raise CheckpointError("the file is damaged")
 
 

@@ -20,7 +20,7 @@ from tests.conftest import Checkpoints
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    """The built-in model's configuration."""
+    """Return the configuration of the built-in model."""
     return Checkpoint.open(checkpoint_dir()).config
 
 

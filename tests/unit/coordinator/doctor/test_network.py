@@ -128,7 +128,7 @@ def test_a_slow_link_and_a_wrong_clock_are_named(
 
 @asynccontextmanager
 async def link_server(delay: float = 0.0) -> AsyncIterator[ReachedWorker]:
-    """A server of the link test on loopback that answers each message after `delay` seconds."""
+    """Run a server of the link test on loopback that answers each message after `delay` seconds."""
 
     class Slow(LinkTestService):
         async def stream(

@@ -29,7 +29,7 @@ TOKENS = 48
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model, converted."""
+    """Convert the built-in model."""
     path = tmp_path_factory.mktemp("good") / "out"
     convert(Checkpoint.open(checkpoint_dir()), path, Settings(dtype="float32"))
     return path

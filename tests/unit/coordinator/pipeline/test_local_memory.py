@@ -20,14 +20,13 @@ from worker.engine.hardware import default_memory_limit
 
 @pytest.fixture(scope="module")
 def model() -> LocalModel:
-    """The built-in model in one stage."""
+    """Return the built-in model in one stage."""
     checkpoint = Checkpoint.open(checkpoint_dir())
     return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
 
 
 async def test_a_pipeline_leaves_the_memory_of_local_workers_free(model: LocalModel) -> None:
-    """Bytes that workers on this machine use are not planned for a second time, and a model that then does not fit
-    is refused before anything is read."""
+    """The plan leaves out the bytes that workers on this machine use. A model that then does not fit is refused."""
     pipelines = LocalPipelines(model)
     pipelines.reserved_bytes = lambda: default_memory_limit() - 2**20
     with pytest.raises(MemoryLimitError):

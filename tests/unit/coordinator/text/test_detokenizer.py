@@ -10,7 +10,7 @@ from coordinator.text.detokenizer import Piece, TextStream
 
 
 def byte_stream(stop: tuple[str, ...] = ()) -> TextStream:
-    """A stream whose tokens are bytes."""
+    """Return a stream whose tokens are bytes."""
     return TextStream(lambda token: bytes([token]), stop)
 
 
