@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.request import GenerationRequest
 from coordinator.generation.limits import Limits
+from coordinator.generation.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.depth.controller import Controller, MtpMode
@@ -116,7 +116,7 @@ class RandomDepth(Controller):
         super().__init__(mode)
         self.chance = random.Random(7)
 
-    def choose(self, sequences: int = 1, fill: int = 1) -> Shape:
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
         shape = Shape(1 + self.chance.randrange(5))
         DEPTHS.append(shape.depth)
         return shape
