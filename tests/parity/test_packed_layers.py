@@ -1,0 +1,239 @@
+"""Packed layers around reference kernels: the tokens do not depend on other requests, windows, rollbacks or cuts.
+
+The kernels themselves need a GPU: tests/parity/test_cuda_kernels.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.parts import part_module
+from mtp.head.attention import KVFormat
+from mtp.head.packed_attention import PackedAttention
+from mtp.kernels.packed_linear import PackedLinear
+from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
+from proto.params import SamplingParams
+from proto.span import Span
+from tests.bench.dialled_model import ModelShape
+from tests.support.stages.reference_kernels import reference_kernels
+from worker.engine.stage_engine import StageEngine
+from worker.engine.warm_up import warm_up
+from worker.model.loader import StageModules
+from worker.model.packed_gdn import PackedGDN
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+
+SHAPE = ModelShape(hidden=256, layers=4, heads=2, kv_heads=1, value_heads=16, mlp=256)
+VOCAB = 512
+COUNT = 8
+"""Tokens of an answer."""
+
+SAMPLED = SamplingParams(temperature=0.9, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _packed() -> Iterator[None]:
+    with reference_kernels():
+        yield
+
+
+def modules_of(start: int, end: int) -> StageModules:
+    """Return random 4-bit weights of layers `start … end`, the same ones for every cut."""
+    raw = SHAPE.config()
+    raw["text_config"] |= {
+        "vocab_size": VOCAB,
+        "linear_num_key_heads": 8,
+        "eos_token_id": VOCAB - 1,
+    }
+    config = ModelConfig.parse(Path("config.json"), raw)
+
+    def part(name: str, seed: int) -> Any:
+        """Return one part, quantized."""
+        mx.random.seed(seed)
+        holder = nn.Module()
+        holder.part = part_module(config, name)
+        holder.set_dtype(mx.bfloat16)
+        nn.quantize(holder, 64, 4)
+        mx.eval(holder.parameters())
+        return holder.part.eval()
+
+    last = end == SHAPE.layers
+    return StageModules(
+        config,
+        Span(start, end),
+        [part(f"layers.{i}", 10 + i) for i in range(start, end)],
+        embed_tokens=part("embed", 1) if start == 0 or last else None,
+        norm=part("norm", 2) if last else None,
+        lm_head=part("lm_head", 3) if last else None,
+        head=part("mtp", 4) if last else None,
+    )
+
+
+def engines(*cuts: int) -> list[StageEngine]:
+    """Return fresh engines over the layers split at `cuts`."""
+    borders = [0, *cuts, SHAPE.layers]
+    found = []
+    for start, end in pairwise(borders):
+        stage = Stage(modules_of(start, end), KVFormat())
+        verifier = Verifier(stage.modules, KVFormat()) if end == SHAPE.layers else None
+        found.append(StageEngine(stage, epoch=1, first=start == 0, verifier=verifier))
+    return found
+
+
+@dataclass
+class Answer:
+    """A sequence on its way: its verified tokens, and what its next window commits and drafts."""
+
+    seq_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    window: int = 0
+    commit: Commit | None = None
+
+    @property
+    def admit(self) -> Admit:
+        return Admit(self.seq_id, len(self.prompt) + 4 * COUNT, len(self.prompt), self.params)
+
+
+class Pipeline:
+    """Engines in a row, and the number of the next frame."""
+
+    def __init__(self, *cuts: int) -> None:
+        self.engines = engines(*cuts)
+        self.frames = 0
+
+    def send(self, ops: Sequence[Op], segments: Sequence[Segment]) -> Frame:
+        frame = Frame(1, self.frames, tuple(ops), tuple(segments))
+        self.frames += 1
+        for engine in self.engines:
+            frame = engine.process(frame)
+        return frame
+
+    def start(self, answer: Answer, ops: Sequence[Op] = (), skipped: int = 0) -> None:
+        """Admit `answer` and run its prompt but for `skipped` tokens."""
+        chunk = Segment(answer.seq_id, 0, skipped, answer.prompt[skipped:], sample=True)
+        (outcome,) = self.send([answer.admit, *ops], [chunk]).outcomes
+        assert outcome.token is not None
+        answer.tokens.append(outcome.token)
+
+    def step(
+        self, answers: Sequence[Answer], drafts: Sequence[tuple[int, ...]], depth: int
+    ) -> None:
+        """Run one window of each answer, with these drafts, and ask the head for `depth` drafts."""
+        ops: list[Op] = [answer.commit for answer in answers if answer.commit is not None]
+        segments = []
+        for answer, guess in zip(answers, drafts, strict=True):
+            answer.window += 1
+            position = len(answer.prompt) + len(answer.tokens) - 1
+            window = (answer.tokens[-1], *guess)
+            segments.append(
+                Segment(answer.seq_id, answer.window, position, window, open=True, drafts=depth)
+            )
+        outcomes = self.send(ops, segments).outcomes
+        for answer, guess, outcome in zip(answers, drafts, outcomes, strict=True):
+            assert outcome.token is not None and len(outcome.drafts) == depth
+            accepted = outcome.accepted_length
+            answer.tokens += [*guess[: accepted - 1], outcome.token]
+            answer.commit = Commit(answer.seq_id, answer.window, accepted)
+
+
+def fresh(count: int) -> list[Answer]:
+    """Return answers to prompts of 1 to 40 tokens, every other one sampled."""
+    params = (SamplingParams(), SAMPLED)
+    return [
+        Answer(i, tuple((7 * i + 3 * j) % VOCAB for j in range(1 + 13 * i % 40)), params[i % 2])
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Return the tokens of each answer alone, computed one token at a time."""
+    found = []
+    for answer in fresh(10):
+        pipeline = Pipeline()
+        answer = replace(answer, seq_id=0)
+        pipeline.start(answer)
+        while len(answer.tokens) < COUNT + 4:
+            pipeline.step([answer], [()], depth=0)
+        found.append(answer.tokens)
+    return found
+
+
+def test_the_layers_are_packed() -> None:
+    """The stage of these tests runs the packed layers, its head and lm_head included."""
+    (engine,) = engines()
+    modules = engine.stage.modules
+    assert isinstance(modules.layers[0].linear_attn, PackedGDN)
+    assert isinstance(modules.layers[3].self_attn, PackedAttention)
+    assert isinstance(modules.lm_head, PackedLinear)
+    assert modules.head is not None
+    assert isinstance(modules.head.layers[0].self_attn, PackedAttention)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,)], ids=["whole", "cut"])
+def test_company_and_drafts_change_no_token(
+    expected: list[list[int]], cuts: tuple[int, ...]
+) -> None:
+    """Ten answers at once, in windows of mixed widths with right and wrong drafts, are those of each alone."""
+    pipeline, answers = Pipeline(*cuts), fresh(10)
+    for answer in answers:
+        pipeline.start(answer)
+    turn = 0
+    while any(len(answer.tokens) < COUNT for answer in answers):
+        turn += 1
+        going = [a for a in answers if len(a.tokens) < COUNT]
+        drafts = []
+        for answer in going:
+            right = (answer.seq_id + turn) % 4
+            done = len(answer.tokens)
+            guess = expected[answer.seq_id][done : done + right]
+            wrong = (expected[answer.seq_id][done + len(guess)] + 1) % VOCAB
+            drafts.append((*guess, wrong) if turn % 2 else tuple(guess))
+        pipeline.step(going, drafts, depth=turn % 3)
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert answer.tokens[:COUNT] == tokens[:COUNT], answer.seq_id
+
+
+def test_a_prefix_copy_continues_as_the_prompt_did() -> None:
+    """A prompt that starts from a prefix, saved after a window was cut, gives the token of the whole prompt."""
+    pipeline = Pipeline()
+    first = Answer(0, (3, 1, 4, 1, 5), SamplingParams())
+    pipeline.start(first)
+    wrong = tuple((first.tokens[0] + i) % VOCAB for i in (1, 2))
+    pipeline.step([first], [wrong], depth=0)
+    assert first.commit is not None and first.commit.accepted_length < 3
+    text = (*first.prompt, *first.tokens)
+    known = len(first.prompt) + first.commit.accepted_length
+    pipeline.send([first.commit, SavePrefix(0, 0)], [])
+    whole, restored = (Answer(i, (*text[:known], 9, 2), SamplingParams()) for i in (1, 2))
+    pipeline.start(whole)
+    pipeline.start(restored, [RestorePrefix(2, 0)], skipped=known)
+    assert restored.tokens == whole.tokens
+    for answer in (whole, restored):
+        pipeline.step([answer], [()], depth=2)
+    assert restored.tokens == whole.tokens
+
+
+def test_the_warm_up_runs_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """First, middle and last stages run all frames of the warm-up."""
+    caplog.set_level(logging.INFO)
+    for start, end in ((0, 4), (1, 3)):
+        stage = Stage(modules_of(start, end), KVFormat())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("worker.engine.warm_up.CHUNK", 4)
+            warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("kernels compiled") == 2
+    assert "warm-up ended early" not in messages
