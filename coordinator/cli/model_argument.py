@@ -35,7 +35,5 @@ def model_or_builtin(argument: str | None, option: str | None) -> str:
 
 def _named_model(argument: str | None, option: str | None) -> str | None:
     if argument is not None and option is not None:
-        raise UsageError(
-            f"name one model, not both {argument!r} and --model {option!r}"
-        )
+        raise UsageError(f"name one model, not both {argument!r} and --model {option!r}")
     return argument if option is None else option

@@ -17,9 +17,9 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Settings
+from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.limits import Limits
 from coordinator.generation.scheduler import Scheduler
 from coordinator.local_engine.generator import local_generator
 from coordinator.pipeline.base import Pipeline
@@ -117,7 +117,10 @@ async def answer_from(model: ServedModel, workers: list[Worker], wait: float = 6
         raise NotReadyError("this test serves from workers alone")
 
     settings = Settings(
-        nodes=len(workers), wait=wait, recovery_wait=5.0, why_not_alone="it serves nothing alone here"
+        nodes=len(workers),
+        wait=wait,
+        recovery_wait=5.0,
+        why_not_alone="it serves nothing alone here",
     )
     options = ManagerOptions(ME, settings, tuple(worker.address for worker in workers))
     manager = ClusterManager(model, options, alone)
@@ -382,7 +385,9 @@ async def test_damage_on_the_wire_is_one_clear_error(
     client = WorkerClient(workers[0].address, ME)
     for _ in range(10):
         with pytest.raises(CheckpointError, match=r"tensor model\..*damaged on its way"):
-            await provider.provide_weights(client, stage_of(checkpoint, Span(4, 6), provider), silent)
+            await provider.provide_weights(
+                client, stage_of(checkpoint, Span(4, 6), provider), silent
+            )
     await client.unload(1)
     await client.close()
     assert accepted_length(homes / "a") == {}

@@ -17,9 +17,9 @@ from coordinator.cluster.member import MemberState
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, Settings, View
+from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.limits import Limits
 from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline
 from coordinator.server.live_status import LiveStatus

@@ -51,6 +51,7 @@ WORDS: dict[str, str] = {
 """Idioms and retired terms, as regular expressions without word boundaries, and what to write instead."""
 
 _WORDS = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): use for pattern, use in WORDS.items()}
+_ANY_WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 _CODE = re.compile(r"`[^`]*`")
 _SENTENCE_END = re.compile(r"(?<=[.;:!?])[*_)\"]*\s+")
 
@@ -58,6 +59,8 @@ _SENTENCE_END = re.compile(r"(?<=[.;:!?])[*_)\"]*\s+")
 def find_words(text: str) -> Iterator[str]:
     """Yield one complaint for each word of WORDS in `text`, inline code aside."""
     plain = _CODE.sub("`…`", text)
+    if not _ANY_WORD.search(plain):
+        return
     for pattern, use in _WORDS.items():
         if found := pattern.search(plain):
             yield f"{found[0]!r}: write {use}"

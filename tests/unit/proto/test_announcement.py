@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.workers.discovery import order_hosts
-from proto.announcement import SERVICE_TYPE, Announcement
 from proto.address import join_address, parse_address
+from proto.announcement import SERVICE_TYPE, Announcement
 from proto.errors import ProtocolError, UsageError
 from proto.span import Span
 from worker.node.announce import reachable_addresses
@@ -111,8 +111,13 @@ def test_a_malformed_address_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "host", "port"),
-    [("0.0.0.0", "0.0.0.0", 50505), (":8000", "127.0.0.1", 8000), ("[fd00::2]", "fd00::2", 50505)]
-    + [("mac-2:0", "mac-2", 0), ("[::1]:7", "::1", 7)],
+    [
+        ("0.0.0.0", "0.0.0.0", 50505),
+        (":8000", "127.0.0.1", 8000),
+        ("[fd00::2]", "fd00::2", 50505),
+        ("mac-2:0", "mac-2", 0),
+        ("[::1]:7", "::1", 7),
+    ],
 )
 def test_a_listen_address_may_omit_host_or_port(text: str, host: str, port: int) -> None:
     """With a default port, the port may be absent or 0, and the host may be absent."""
