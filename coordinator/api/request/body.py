@@ -25,7 +25,7 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 ADMIN_PATHS = frozenset({"/replan", "/trace"})
-METRICS_PATHS = frozenset({"/metrics", "/status", "/events"})
+METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
 """Paths that need another scope than inference."""
 
 

@@ -13,11 +13,12 @@ export function authorization() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-// Resolves when the user has entered a key.
-export function askForKey() {
+// Resolves when the user has entered a key. `lacksScope` says that the present one is valid for other requests.
+export function askForKey(lacksScope) {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
-  byId("key-error").textContent = stored() ? "The coordinator refused this key." : "";
+  const problem = lacksScope ? "This key may not read the status: it needs the scope “metrics”." : "The coordinator refused this key.";
+  byId("key-error").textContent = stored() ? problem : "";
   sessionStorage.removeItem(NAME);
   localStorage.removeItem(NAME);
   input.value = "";

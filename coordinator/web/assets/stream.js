@@ -26,15 +26,15 @@ export class LiveState extends EventTarget {
     document.addEventListener("visibilitychange", () => this.onVisibility());
     for (;;) {
       await this.visible();
-      let refused = false;
+      let status = 0;
       try {
-        refused = (await this.read()) === 401;
+        status = await this.read();
       } catch {
         // The coordinator is gone, or the network is: try again.
       }
-      if (refused) {
+      if (status === 401 || status === 403) {
         this.setConnection("locked");
-        await askForKey();
+        await askForKey(status === 403);
         continue;
       }
       if (this.released) continue;
