@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from coordinator.api.request.body import scope_of
 from coordinator.api.request.context import ApiOptions
+from coordinator.trust.key_ring import Scope
 from coordinator.web.assets import load_assets
 from tests.support.api.api_client import ApiClient
 
@@ -81,3 +83,8 @@ def test_scripts_make_no_html_from_text(name: str) -> None:
 def test_the_page_is_small() -> None:
     """All files together stay under 150 kB, so that the first paint on a slow network takes no second."""
     assert sum(len(asset.content) for asset in load_assets().values()) < 150_000
+
+
+def test_the_stream_needs_the_scope_of_the_status() -> None:
+    """A key for inference alone cannot watch the cluster."""
+    assert scope_of("/v1/events") is scope_of("/status") is Scope.METRICS
