@@ -27,7 +27,7 @@ def ca(
     ] = None,
     state_dir: StateOption = None,
 ) -> None:
-    """Rotate the cluster's certificate authority, or move it to another machine.
+    """Rotate, export or import the certificate authority of the cluster.
 
     After `rotate` the machines get new certificates, and the old authority stays valid for 30 days. `export` writes
     an encrypted file. `import` reads it on another machine, where `mtp-coord serve --listen` continues the cluster.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
 from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
+from proto.trust.state_dir import state_dir
 
 API_KEY = "MTP_API_KEY"
 """Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
@@ -77,10 +79,17 @@ def call(
     ProtocolError for an answer that is not a coordinator's.
     """
     parts = urlsplit(server_url(url, None))
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", **authorization(api_key)}
     sent = {name: value.encode() for name, value in headers.items()}
-    connection = kind(parts.hostname or "", parts.port, timeout=deadline)
+    host = parts.hostname or ""
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = trusted_context()
+        connection = http.client.HTTPSConnection(
+            host, parts.port, timeout=deadline, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(host, parts.port, timeout=deadline)
     try:
         connection.request(method, f"{parts.path}{path}", headers=sent)
         response = connection.getresponse()
@@ -98,6 +107,15 @@ def call(
             f"{url} answered with status {response.status}. Give the --url of an mtp-coord serve of this release"
         )
     return body
+
+
+def trusted_context() -> ssl.SSLContext:
+    """Return a TLS context that accepts public authorities and the cluster in this user's state directory."""
+    context = ssl.create_default_context()
+    own = state_dir(None) / "authority" / "authorities.pem"
+    if own.is_file():
+        context.load_verify_locations(own)
+    return context
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ def node(
     name: Annotated[str | None, typer.Argument(help="Name or node id to remove.")] = None,
     state_dir: StateOption = None,
 ) -> None:
-    """List the machines that joined the cluster, or remove one.
+    """List the machines of the cluster, or remove one.
 
     A removed machine is refused by every other machine within a second. It can join again with a new token.
     """

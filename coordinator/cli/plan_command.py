@@ -197,16 +197,20 @@ async def _ask(
 ) -> tuple[list[NodeSpec], dict[str, str]]:
     """Return the nodes that answer, and by address why the others are left out."""
     # gRPC and zeroconf, which a plan on paper does not need.
+    from coordinator.trust.cluster_trust import ClusterTrust
     from coordinator.workers.connection import ConnectionPolicy
     from coordinator.workers.describe import describe_all
     from coordinator.workers.discovery import Discovery, collect
     from proto import cluster_pb2 as pb
+    from proto.trust.state_dir import state_dir
 
     ref = pb.ModelRef(path=str(checkpoint.path), fingerprint=checkpoint.fingerprint())
+    trust = ClusterTrust.open(state_dir(None), create=False)
+    policy = ConnectionPolicy(trust.trust if trust else None)
     me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord plan")
     async with Discovery(addresses, mdns=wait is not None) as discovery:
         candidates = await collect(discovery, wait or 0.0)
-        answers = await describe_all(candidates, ref, me, ConnectionPolicy())
+        answers = await describe_all(candidates, ref, me, policy)
     refused = {a.address: a.reason for a in answers if a.node is None}
     accepted = [(a.address, a.node) for a in answers if a.node is not None]
     names = [node.name for _, node in accepted]

@@ -202,6 +202,7 @@ async def _browsing(
     def handler(
         zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
+        """Forward a change of one service instance."""
         on_change(zeroconf, name, state_change)
 
     zeroconf = AsyncZeroconf()
@@ -232,6 +233,7 @@ def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network])
     """Return `hosts` with those of `networks` first and loopback last, which no other machine can reach."""
 
     def rank(host: str) -> int:
+        """Return 0 for a host of `networks`, 2 for loopback and 1 for any other."""
         address = ipaddress.ip_address(host)
         if address.is_loopback:
             return 2

@@ -48,6 +48,7 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
         return server.add_insecure_port(address)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
+        """Return the current certificate, which may have been renewed."""
         pairs = [(trust.key_pem.encode(), trust.certificate.encode())]
         return grpc.ssl_server_certificate_configuration(pairs, trust.authorities.encode())
 

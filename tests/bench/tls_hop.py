@@ -46,7 +46,7 @@ async def serve(authority: Authority, ports: Connection) -> None:
     servers = []
     for trust in (None, trust_of(authority, Role.WORKER)):
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+        handlers: dict[str, Any] = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("bench.Hop", handlers),)
         )

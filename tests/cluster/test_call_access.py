@@ -108,11 +108,13 @@ async def call(
                 await frames.write(encode(Frame(1, 0)))
                 frames.cancel()
             elif method == REACH:
-                await channel.unary_unary(REACH)(b"")
+                reach: Any = channel.unary_unary(REACH)
+                await reach(b"")
             elif method == STREAM:
                 await _first(channel.stream_stream(STREAM)(), b"test")
             else:
-                results: Any = channel.unary_stream(RESULTS)(b"", metadata=binding)
+                open_results: Any = channel.unary_stream(RESULTS)
+                results = open_results(b"", metadata=binding)
                 await results.initial_metadata()
                 if results.done():
                     return str((await results.code()).name)

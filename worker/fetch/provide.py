@@ -42,6 +42,7 @@ async def provide(
     stop = threading.Event()
 
     def pull() -> pb.Weights:
+        """Return the next message, from the thread that fills the copy."""
         coming = asyncio.run_coroutine_threadsafe(_next(requests), loop)
         try:
             return coming.result(SILENCE_SECONDS)
@@ -54,6 +55,7 @@ async def provide(
             ) from None
 
     def send_reply(reply: pb.WeightsReply) -> None:
+        """Queue a reply, from the thread that fills the copy."""
         loop.call_soon_threadsafe(replies.put_nowait, reply)
 
     work = partial(run_into, filled, partial(fill, offer, pull, send_reply, stop))

@@ -88,6 +88,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
+            """Make one checked call."""
             async with self._admitted(method, context):
                 return await behaviour(request, context)
 
@@ -95,6 +96,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def _guarded_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            """Make one checked call with a stream of replies."""
             async with (
                 self._admitted(method, context),
                 contextlib.aclosing(behaviour(request, context)) as replies,

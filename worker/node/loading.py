@@ -66,6 +66,7 @@ def read_stage(
     seconds = part_seconds(max(sizes[part] for part in parts))
 
     def report(done: int, total: int) -> None:
+        """Extend the deadline and report the progress."""
         expect(seconds)
         on_progress(done, total)
 

@@ -121,12 +121,14 @@ class WorkerNode:
         thread = self.machinery.thread
 
         def check() -> None:
+            """Raise StaleEpochError if a newer load or plan has begun."""
             if self._loading is not loading:
                 raise StaleEpochError("the plan ended while its stage was loading")
 
         with byte_bar(f"loading layers {key.span}", log) as show:
 
             def report(done: int, total: int) -> None:
+                """Report the progress unless this load has become stale."""
                 check()  # ends this load when a newer one waits for the thread
                 show(done, total)
                 thread.post(on_progress, done, total)

@@ -78,6 +78,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
+            """Queue a progress message."""
             progress.put_nowait(pb.LoadProgress(progress=pb.LoadBytes(done=done, total=total)))
 
         task = asyncio.create_task(self.node.load(request, on_progress))
@@ -110,6 +111,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         """Drop the stage and the lease."""
 
         async def unload() -> pb.UnloadReply:
+            """Unload and return the reply."""
             self.node.unload(request)
             return pb.UnloadReply()
 
@@ -119,6 +121,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         """Install the cluster's authorities, removed nodes and, if given, a new certificate."""
 
         async def update() -> pb.TrustReply:
+            """Install the update and return the reply."""
             trust = self.node.identity.trust
             if trust is None:
                 raise AccessError("this worker belongs to no cluster")
