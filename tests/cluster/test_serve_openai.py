@@ -249,7 +249,7 @@ def test_refusals_name_the_field(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
         ({"messages": []}, "messages"),
         ({"max_tokens": 100_000}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**{**asked, **change})
