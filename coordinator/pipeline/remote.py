@@ -18,7 +18,13 @@ from coordinator.planning.capacity import Capacity
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
 from proto.control import Cancel, Rollback, Signal
-from proto.errors import ClusterError, DeadlineError, StaleEpochError, WorkerLostError
+from proto.errors import (
+    ClusterError,
+    DeadlineError,
+    ProtocolError,
+    StaleEpochError,
+    WorkerLostError,
+)
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
 from proto.rpc.channels import open_channel
@@ -171,6 +177,7 @@ class RemotePipeline:
             stamps.mark(CoordinatorStep.DECODED)
         if frame.epoch != self.epoch:
             raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
+        _check_outcomes(frame)
         self.stall_detector.record_returned(self.clock())
         self._results.put_nowait(frame)
 
@@ -209,3 +216,17 @@ class RemotePipeline:
                 await asyncio.wait({self._reader})
                 await self._link.close()
                 await self._channel.close()
+
+
+def _check_outcomes(frame: Frame) -> None:
+    """Raise ProtocolError unless the last stage gave a token for every segment that asked for one."""
+    asked = {(s.seq_id, s.window) for s in frame.segments if s.sample and not s.cancelled}
+    for outcome in frame.outcomes:
+        key = (outcome.seq_id, outcome.window)
+        if (
+            key in asked
+            and outcome.token is None
+            and not outcome.cancelled
+            and outcome.accepted_length
+        ):
+            raise ProtocolError(f"the last stage gave no token for sequence {outcome.seq_id}")

@@ -153,6 +153,7 @@ class _Server:
         checkpoint = Checkpoint.open(path)
         mode = effective_mtp_mode(checkpoint, options.mtp)
         tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
+        tokenizer.limit_tokens(checkpoint.config.max_positions)
         limits = Limits(
             checkpoint.config.max_positions,
             checkpoint.config.vocab_size,

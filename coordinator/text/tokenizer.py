@@ -39,6 +39,13 @@ class ChatPrompt:
     continued: bool
 
 
+PIECE_CHARACTERS = 131_072
+"""Characters that are encoded at a time to find the length of a long text. Encoding them takes about 0.1 s."""
+
+CUT_TOKENS = 16
+"""Tokens that a cut between two pieces may add."""
+
+
 class Tokenizer:
     """The byte-level BPE tokenizer and chat template of a Qwen3.5 checkpoint. Safe to call from several threads."""
 
@@ -47,6 +54,7 @@ class Tokenizer:
     ) -> None:
         self._wrapper = wrapper
         self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
+        self._max_tokens: int | None = None
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
         self._bytes = _byte_table(self._backend)
         self._control = _control_ids(self._backend) - _marker_ids(wrapper)
@@ -90,7 +98,38 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of `text`, with the tokens the checkpoint adds around every text (for Qwen, none)."""
-        return tuple(self._backend.encode(text).ids)
+        return tuple(self._encode(text, add_special_tokens=True).ids)
+
+    def limit_tokens(self, count: int) -> None:
+        """Refuse texts of more than `count` tokens before most of them is encoded."""
+        self._max_tokens = count
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encode `text`. Raises RequestError for a text that is too long or that the backend cannot read."""
+        try:
+            if self._max_tokens is not None and len(text) > PIECE_CHARACTERS:
+                self._check_length(text, self._max_tokens)
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError:
+            raise
+        except BaseException as error:
+            # A lone surrogate raises TypeError. A panic of the Rust library is no Exception.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise RequestError(
+                    "text: the tokenizer cannot read it. Send valid Unicode."
+                ) from error
+            raise
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Raise RequestError once the first pieces of `text` have more than `limit` tokens."""
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = self._backend.encode(text[start : start + PIECE_CHARACTERS]).ids
+            tokens += max(0, len(piece) - CUT_TOKENS)
+            if tokens > limit:
+                raise RequestError(
+                    f"text: more than {limit} tokens, the model's context. Shorten it."
+                )
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token spelled `text`, such as `<|im_end|>`, or None for other text."""
@@ -118,7 +157,7 @@ class Tokenizer:
             thinking = opening.rfind(self._wrapper.think_start) > opening.rfind(
                 self._wrapper.think_end
             )
-        encoded = self._backend.encode(prompt, add_special_tokens=False)
+        encoded = self._encode(prompt, add_special_tokens=False)
         return ChatPrompt(
             tuple(encoded.ids),
             thinking,

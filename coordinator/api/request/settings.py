@@ -147,9 +147,10 @@ def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
 
 
 def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
-    if wrong := [key for key in bias if not (key.isascii() and key.isdigit())]:
+    if wrong := [key for key in bias if not (key.isascii() and key.isdigit()) or len(key) > 10]:
         raise RequestError(
-            f"logit_bias: {wrong[0]!r} is not a token id. Use numbers as keys.", param="logit_bias"
+            f"logit_bias: {wrong[0]!r:.20} is not a token id. Use numbers as keys.",
+            param="logit_bias",
         )
     by_token = {int(key): value for key, value in bias.items()}
     _check_tokens(api, by_token, "logit_bias")

@@ -109,6 +109,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "x" * 257}, "stop"),
     ({"stop": 5}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
