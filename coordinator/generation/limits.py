@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 PIPELINED_CHUNKS = 8
 """Chunks. Minimum number of chunks of a prompt whose chunks stay above SMALLEST_CHUNK.
@@ -15,6 +16,10 @@ SMALLEST_CHUNK = 128
 
 This matters most for a mixture of experts.
 """
+
+
+SHORTEST_CHUNK = 64
+"""Tokens. Shortest chunk after a GPU gave up longer ones. Shorter chunks read the weights too often."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,14 @@ class Limits:
     queue: int | None = None
     prefill_chunk: int = 512
     step_tokens: int = 2048
+
+    def with_shorter_chunks(self) -> Self | None:
+        """Return these limits with chunks of half the length, or None if the chunks are short already."""
+        if self.prefill_chunk < 2 * SHORTEST_CHUNK:
+            return None
+        return replace(
+            self, prefill_chunk=self.prefill_chunk // 2, step_tokens=max(1, self.step_tokens // 2)
+        )
 
     def chunk_length(self, prompt: int) -> int:
         """Return the maximum chunk length for a prompt of `prompt` tokens.

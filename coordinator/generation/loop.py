@@ -16,6 +16,7 @@ from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
 from coordinator.generation.frame_kind import record_frame
 from coordinator.generation.frame_log import log_frame
 from coordinator.generation.frame_outcome import FrameOutcome
+from coordinator.generation.gpu_timeout import is_gpu_timeout
 from coordinator.generation.meter import Meter
 from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest
 from coordinator.generation.scheduler import Scheduler
@@ -212,12 +213,21 @@ class GenerationLoop:
             log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
-        self._failures += not replaced
+        self._failures += not (replaced or self._shorten_chunks(error))
         if self._failures >= MAX_FAILURES:
             self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
             self._failures = 0
         self.source.report_failure(pipeline, error)
         await pipeline.close()
+
+    def _shorten_chunks(self, error: ClusterError) -> bool:
+        """Halve the prompt chunks if a GPU gave up a long one. Return False for another cause, and for short chunks."""
+        limits = self.scheduler.limits.with_shorter_chunks()
+        if limits is None or not is_gpu_timeout(str(error)):
+            return False
+        self.scheduler.limits = limits
+        log.warning("prompt chunks shortened", extra={"tokens": limits.prefill_chunk})
+        return True
 
     async def _acquire_pipeline(self) -> None:
         """Acquire the next pipeline. If none is available within the source's deadline, end all requests."""
