@@ -54,7 +54,7 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
 
     Greedy decoding is the same under both rules.
     """
-    shares: dict[str, list[float]] = {}
+    by_row: dict[str, list[float]] = {}
     for temperature in TEMPERATURES:
         for rule in RULES if temperature else RULES[:1]:
             params = SamplingParams(temperature=temperature, acceptance=rule)
@@ -66,10 +66,10 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
             label = f"T = {temperature}" if temperature else "greedy"
             mean = tokens_per_window(found)
             shown = rule if temperature else "both"
-            shares[f"{name}, {label}, {shown}"] = by_position(found)
+            by_row[f"{name}, {label}, {shown}"] = by_position(found)
             shares = " | ".join(f"{share:.1%}" for share in by_position(found))
             print(f"| {name} | {label} | {shown} | {shares} | {mean:.2f} |", flush=True)
-    return shares
+    return by_row
 
 
 def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
