@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 
 from tests.support.browser.chromium import PATIENCE_MS, WatchedPage
 from tests.support.processes.processes import (
@@ -22,6 +22,7 @@ from tests.support.processes.processes import (
     running_cluster,
 )
 
+COMPLETIONS = "**/v1/chat/completions"
 VIEWS = ("cluster", "chat", "timeline", "speed", "connect")
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text()
 PHONE, DESK = ViewportSize(width=390, height=844), ViewportSize(width=1280, height=860)
@@ -34,7 +35,8 @@ PAINTS = 5
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Run two workers and a coordinator with the built-in model."""
-    with running_cluster(tmp_path_factory.mktemp("page"), "builtin", 2) as cluster:
+    folder = tmp_path_factory.mktemp("page")
+    with running_cluster(folder, "builtin", 2, "--no-auto-replan") as cluster:
         yield cluster
 
 
@@ -110,15 +112,32 @@ def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
     assert page.locator(".parameters summary").inner_text() == "Parameters: seed 7, max tokens 40"
 
 
+@contextmanager
+def endless_answers(page: Page) -> Iterator[None]:
+    """Let answers of the chat go on to their token limit."""
+
+    def prolong(route: Route) -> None:
+        """Add `ignore_eos` to a request."""
+        body = {**route.request.post_data_json, "ignore_eos": True}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route(COMPLETIONS, prolong)
+    try:
+        yield
+    finally:
+        page.unroute(COMPLETIONS)
+
+
 def test_an_answer_can_be_stopped(opened: WatchedPage) -> None:
     """Stop cancels the request on the cluster and keeps what has arrived."""
     page = opened.page
     opened.show("chat")
     page.click(".parameters summary")
     page.fill("input[name=max_tokens]", "2000")
-    page.fill("#chat-input", "def numbers():")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming .markdown > *", state="attached")
+    with endless_answers(page):
+        page.fill("#chat-input", "def numbers():")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.streaming .markdown > *", state="attached")
     page.click(".composer button[type=submit]")
     page.wait_for_selector("text=Stopped.")
     page.fill("input[name=max_tokens]", "40")
@@ -248,9 +267,10 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
     opened.show("chat")
     page.click(".parameters summary")
     page.fill("input[name=max_tokens]", "300")
-    page.fill("#chat-input", "Write a class with three methods and explain each of them.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming .markdown > *", state="attached")
+    with endless_answers(page):
+        page.fill("#chat-input", "Write a class with three methods and explain each of them.")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.streaming .markdown > *", state="attached")
     victim = cluster.workers[0]
     victim.kill()
     page.wait_for_selector(".message.streaming", state="detached")
