@@ -1,1 +1,1 @@
-"""Diagnosis of this machine and of the workers it reaches, one check a file."""
+"""The diagnosis of this machine and of the workers that it reaches, one check per file."""

@@ -1,1 +1,1 @@
-"""Kernels for MLX's CUDA backend. Each has the same results as the mlx-lm operations that it replaces."""
+"""Kernels for MLX's CUDA backend. Each replaces mlx-lm operations, which stay as its reference."""

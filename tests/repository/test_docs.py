@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import COMMANDS
+from tests.repository.folder_table import folder_rows
 from tests.support.processes.programs import CommandLine, from_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,3 +65,11 @@ def test_make_targets_exist(page: Path) -> None:
 def test_commands_and_flags_exist(call: CommandLine) -> None:
     """The programs accept the commands and flags that the pages show."""
     assert call.unknown_flags() == []
+
+
+def test_contributing_lists_every_folder() -> None:
+    """The table of folders has each package, two levels deep, with the first line of its docstring."""
+    table = "\n".join(folder_rows())
+    assert table in (ROOT / "CONTRIBUTING.md").read_text(), (
+        f"the table in CONTRIBUTING.md:\n{table}"
+    )

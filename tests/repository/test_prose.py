@@ -15,9 +15,6 @@ from tests.support.prose.rules import find_fragment, find_long_sentences, find_w
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "mtp", "worker", "coordinator")
 
-PENDING_PAGES = ("docs/bench.md", "docs/mtp.md")
-"""The pages that do not pass yet."""
-
 PAGES = sorted(
     {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")}
     | {*ROOT.glob("mtp/builtin/*.md")}
@@ -64,9 +61,7 @@ def test_texts_of_the_code(file: Path) -> None:
     assert list(complaints_about_code(file)) == []
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if relative(page) not in PENDING_PAGES], ids=relative
-)
+@pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_texts_of_the_pages(page: Path) -> None:
     """Pages use standard words and short sentences."""
     assert list(complaints_about_page(page)) == []
