@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mtp.sampling.filters import adjusted, filtered
 from mtp.sampling.history import History, Tokens, token_array
-from mtp.sampling.noise import Stream, gumbel
+from mtp.sampling.noise import Stream, gumbel, gumbel_rows
 from proto.params import SamplingParams
 
 
@@ -36,6 +36,30 @@ def choose(
         return mx.argmax(scores, axis=-1).astype(mx.int32)
     scores = filtered(logits, params, first_position, history, pending, exempt)
     return drawn(scores, params.seed, first_position)
+
+
+def shared_settings(params: SamplingParams) -> tuple[float, ...] | None:
+    """Return what `choose_rows` depends on, equal for requests whose rows it may take together.
+
+    None if a row also depends on its sequence: on the history, a bias, or XTC.
+    """
+    if params.penalized or params.logit_bias or params.xtc_probability > 0:
+        return None
+    return () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def choose_rows(
+    logits: mx.array, params: SamplingParams, places: Sequence[tuple[int, int]]
+) -> mx.array:
+    """Return the tokens for rows of several sequences with equal `shared_settings`: int32 `[rows]`, lazy.
+
+    Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
+    """
+    if params.greedy:
+        return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
+    scores = filtered(logits, params, 0)
+    noise = gumbel_rows(places, scores.shape[-1], Stream.TARGET)
+    return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
 
 
 def drawn(

@@ -7,8 +7,8 @@ rows are the input of the MTP head, which drafts the next tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ import mlx.core as mx
 from mtp.head.attention import KVFormat
 from mtp.head.drafter import Drafter, DraftJob, Drafts
 from mtp.sampling.acceptance import accepted_length, ratio_targets
-from mtp.sampling.choice import choose, logprobs
+from mtp.sampling.choice import Logprobs, choose, choose_rows, logprobs, shared_settings
 from mtp.sampling.filters import filtered
 from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
@@ -29,6 +29,22 @@ from worker.model.stage import Run
 
 Key = tuple[int, int]
 """(seq_id, window)"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The target's tokens of some segments, each with its number of rows: int32 `[rows of all]`."""
+
+    segments: Sequence[tuple[Segment, int]]
+    tokens: mx.array
+
+    def read(self) -> Iterator[tuple[Segment, list[int]]]:
+        """Yield each segment with its evaluated tokens."""
+        tokens = cast(list[int], self.tokens.tolist())
+        start = 0
+        for segment, rows in self.segments:
+            yield segment, tokens[start : start + rows]
+            start += rows
 
 
 class Verifier:
@@ -93,11 +109,13 @@ class Verifier:
         """
         normed = self.norm(x)
         logits = self._logits(normed, runs)
-        targets = {_key(s): self._targets(self.states[s.seq_id], s, rows) for s, rows in logits}
+        choices = self._choices(logits)
         stamps.mark(StageStep.BUILT)
-        mx.eval(normed, list(targets.values()), *states)
+        mx.eval(normed, [choice.tokens for choice in choices], *states)
         stamps.mark(StageStep.COMPUTED)
-        decided = {_key(s): self._decide(s, targets[_key(s)]) for s, _ in logits}
+        decided = {
+            _key(s): self._decide(s, tokens) for choice in choices for s, tokens in choice.read()
+        }
         outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
         self._settle(normed, runs, outcomes)
         with_logprobs = self._with_logprobs(logits, outcomes)
@@ -134,6 +152,32 @@ class Verifier:
             row += last - first
         return parts
 
+    def _choices(self, logits: Sequence[tuple[Segment, mx.array]]) -> list[Choice]:
+        """Return the target's tokens after every row, in one call for all rows of equal settings."""
+        together: dict[tuple[float, ...], list[tuple[Segment, mx.array]]] = {}
+        found = []
+        for segment, rows in logits:
+            state = self.states[segment.seq_id]
+            settings = None if state.grammar is not None else shared_settings(state.params)
+            if settings is None or _ratio_applies(state, segment):
+                found.append(
+                    Choice([(segment, rows.shape[0])], self._targets(state, segment, rows))
+                )
+            else:
+                together.setdefault(settings, []).append((segment, rows))
+        for group in together.values():
+            rows = group[0][1] if len(group) == 1 else mx.concatenate([rows for _, rows in group])
+            params = self.states[group[0][0].seq_id].params
+            tokens = choose_rows(rows, params, [p for s, r in group for p in self._places(s, r)])
+            found.append(Choice([(segment, rows.shape[0]) for segment, rows in group], tokens))
+        return found
+
+    def _places(self, segment: Segment, logits: mx.array) -> list[tuple[int, int]]:
+        """Return the seed and the position that each row predicts."""
+        seed = self.states[segment.seq_id].params.seed
+        end = segment.position + segment.width + 1
+        return [(seed, position) for position in range(end - logits.shape[0], end)]
+
     def _targets(self, state: LastStageState, segment: Segment, logits: mx.array) -> mx.array:
         """Return the target's token after each row: int32 `[w]`, lazy."""
         params, rows = state.params, logits.shape[0]
@@ -141,13 +185,12 @@ class Verifier:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
         drafts, scores = segment.tokens[1:], state.draft_scores
-        if scores is None or not segment.open or not drafts:
+        if scores is None or not _ratio_applies(state, segment):
             return choose(logits, params, first, state.history, segment.tokens, self.exempt)
         target_scores = filtered(logits, params, first, state.history, segment.tokens, self.exempt)
         return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
 
-    def _decide(self, segment: Segment, targets: mx.array) -> Outcome:
-        chosen = cast(list[int], targets.tolist())
+    def _decide(self, segment: Segment, chosen: Sequence[int]) -> Outcome:
         if not segment.open:
             return Outcome(segment.seq_id, segment.window, segment.width, chosen[0])
         expected = self.states[segment.seq_id].expected
@@ -176,7 +219,7 @@ class Verifier:
         self, logits: Sequence[tuple[Segment, mx.array]], outcomes: Mapping[Key, Outcome]
     ) -> dict[Key, Outcome]:
         """Add the target's log-probabilities of the emitted tokens to the outcomes that request them."""
-        result = dict(outcomes)
+        asked: dict[Key, tuple[list[int], Logprobs]] = {}
         for segment, rows in logits:
             outcome = outcomes[_key(segment)]
             top = self.states[segment.seq_id].params.logprobs
@@ -185,10 +228,12 @@ class Verifier:
             emitted = [outcome.token]
             if segment.open:
                 emitted = [*segment.tokens[1 : outcome.accepted_length], outcome.token]
-            result[_key(segment)] = replace(
-                outcome, logprobs=_token_logprobs(rows[: len(emitted)], emitted, top)
-            )
-        return result
+            asked[_key(segment)] = emitted, logprobs(rows[: len(emitted)], emitted, top)
+        mx.eval([found for _, found in asked.values()])
+        return dict(outcomes) | {
+            key: replace(outcomes[key], logprobs=_token_logprobs(emitted, found))
+            for key, (emitted, found) in asked.items()
+        }
 
     def _with_drafts(self, runs: Sequence[Run], outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
         jobs: dict[Key, DraftJob] = {}
@@ -236,8 +281,12 @@ def _prompt_chunk(segment: Segment) -> Outcome:
     return Outcome(segment.seq_id, segment.window, accepted_length=segment.width)
 
 
-def _token_logprobs(logits: mx.array, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    found = logprobs(logits, tokens, top)
+def _ratio_applies(state: LastStageState, segment: Segment) -> bool:
+    """Return whether the tokens of a window depend on its drafts."""
+    return state.draft_scores is not None and segment.open and segment.width > 1
+
+
+def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> tuple[TokenLogprob, ...]:
     chosen = cast(list[float], found.chosen.tolist())
     top_ids = cast(list[list[int]], found.top_tokens.tolist())
     top_values = cast(list[list[float]], found.top.tolist())

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mtp.sampling.choice import choose, drawn, logprobs
+from mtp.sampling.choice import choose, choose_rows, drawn, logprobs, shared_settings
 from mtp.sampling.filters import adjusted, filtered
 from mtp.sampling.history import History
 from mtp.sampling.noise import Stream, gumbel, key, uniform
@@ -52,6 +52,22 @@ SETTINGS = {
         seed=2**64 - 1,
     ),
 }
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_chosen_together_are_those_chosen_alone(name: str) -> None:
+    """Rows of several sequences with equal settings get, bit for bit, the tokens that each sequence gets alone."""
+    params = SETTINGS[name]
+    if shared_settings(params) is None:
+        assert params.penalized or params.xtc_probability, "these rows could be chosen together"
+        return
+    logits = some_logits(6)
+    places = [(7, 40), (7, 41), (8, 3), (9, 90), (9, 91), (9, 92)]
+    alone = [
+        choose(logits[i : i + 1], replace(params, seed=seed), position)
+        for i, (seed, position) in enumerate(places)
+    ]
+    assert choose_rows(logits, params, places).tolist() == mx.concatenate(alone).tolist()
 
 
 def some_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> mx.array:
