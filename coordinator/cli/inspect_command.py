@@ -17,6 +17,7 @@ from coordinator.planning.even_cut import even_spans
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.format.report import report
 from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.hub.resolve import find_model
 from proto.terminal.progress_bar import byte_bar
 from proto.terminal.size import format_size
 
@@ -42,6 +43,8 @@ def inspect(
     use each machine's memory and speed, and the time of drafts, so their cuts may differ.
     """
     model = required_model(argument, option)
+    if find_model(model) is None:
+        typer.echo(f"{model} is not on this machine: asking the hub for its headers …", err=True)
     checkpoint = open_model(model)
     cut = even_spans(checkpoint, nodes, "--nodes")
     with byte_bar("loading for a trial") as on_progress:

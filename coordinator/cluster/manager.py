@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from coordinator.cluster.apply import apply
@@ -35,6 +35,7 @@ from coordinator.cluster.events import (
     ReplanRequested,
     TimePassed,
 )
+from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
@@ -53,7 +54,7 @@ from proto.rpc.grpc_text import printable
 log = logging.getLogger(__name__)
 
 LINK_SECONDS = 1e-4
-"""Seconds a hop takes, for the planner: a gRPC stream on a local network was measured at this figure."""
+"""Seconds of a hop for the first plan. A gRPC stream on a local network was measured at this figure."""
 
 MAX_FAULT = 300
 """Characters of a worker's fault message in logs and errors."""
@@ -90,12 +91,16 @@ class ClusterManager:
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
         self.replans = ReplanLog()
-        self._planner = model.planner(LINK_SECONDS)
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._background = BackgroundTasks()
         self._is_closing = False
         self._reported_no_mtp = False
+
+    def _planner(self, members: Sequence[Member], epoch: int) -> Plan:
+        """Return the best plan over `members`, with the slowest hop that was measured so far."""
+        measured = [c.link_seconds for c in self.clients.values() if c.link_seconds]
+        return self.model.planner(max(measured, default=LINK_SECONDS))(members, epoch)
 
     # ---- life
 
@@ -257,6 +262,8 @@ class ClusterManager:
                 log.info(
                     "no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node}
                 )
+            if hops := [c.link_seconds for c in self.clients.values() if c.link_seconds]:
+                self._planner = self.model.planner(max(hops))
             self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:

@@ -115,6 +115,24 @@ def test_too_few_workers_are_an_error_or_a_warning(tmp_path: Path, toy: Path) ->
         assert f"127.0.0.1:{port} does not answer" in alone["reason"]
 
 
+def test_ctrl_c_counts_the_answers_that_it_ends(tmp_path: Path, toy: Path) -> None:
+    """The log says how many answers end, and a second Ctrl-C ends them at once."""
+    flags = ("--model", str(toy), "--single-node", "--max-step-tokens", "1")
+    with ending(launch_coordinator(tmp_path, *flags)) as process:
+        coordinator = as_coordinator(process)
+        body = {"prompt": [5], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        url = f"{coordinator.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=DEADLINE) as answer:
+            lines = answer.iter_lines()
+            while not next(lines).startswith("data: "):
+                pass
+            process.popen.send_signal(signal.SIGINT)
+            process.wait_for("ending 1 answer within 5 s; again to stop")
+            process.popen.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE) == 130
+    assert "Traceback" not in process.text()
+
+
 # ---- downloads
 
 

@@ -158,6 +158,19 @@ def test_gaps_and_overlaps_of_pinned_layers(
         assert all(_state(pinned[each].address) == pb.WORKER_STATE_IDLE for each in layers)
 
 
+def test_layers_outside_the_model_are_reported_by_both_sides(tmp_path: Path, toy: Path) -> None:
+    """The coordinator refuses the worker, and the worker logs that its --layers do not exist."""
+    launched = launch_worker(tmp_path, "pinned", "--layers", "0-40")
+    with ending(launched) as process:
+        address = as_worker(process).address
+        flags = ("--wait", "2", "--worker", address)
+        with ending(launch_coordinator(tmp_path, "--model", str(toy), *flags)) as coordinator:
+            refused = as_coordinator(coordinator).wait_for("worker refused")
+            assert "pinned to layers 0-40, and the model has 8 (0-7)" in refused["reason"]
+        warnings = [r for r in process.records() if r["level"] == "warning"]
+        assert [r["model_layers"] for r in warnings] == ["0-7"]
+
+
 def _state(address: str) -> pb.WorkerState.ValueType:
     with grpc.insecure_channel(address) as channel:
         request = pb.DescribeRequest(protocol_version=VERSION)

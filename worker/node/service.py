@@ -21,6 +21,7 @@ from proto.frame_stamps import StageStep
 from proto.rpc.channels import peer_of
 from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.status_codes import to_status
+from proto.span import Span
 from worker.engine import hardware
 from worker.fetch.provide import provide
 from worker.node.access import AccessInterceptor
@@ -43,6 +44,8 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
+        self._checked_pins: set[str] = set()
+        """Fingerprints of the models that the pinned layers were checked against."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
         """See proto/cluster.proto, as for every call of this class."""
@@ -67,9 +70,27 @@ class WorkerService(pb_grpc.WorkerServicer):
             info.fingerprint = await asyncio.to_thread(
                 identity.models.fingerprint_of, request.model
             )
+            if identity.pinned is not None and info.fingerprint not in self._checked_pins:
+                self._checked_pins.add(info.fingerprint)
+                self._check_pins(request.model, identity.pinned, info.fingerprint)
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         return info
+
+    def _check_pins(self, wanted: pb.ModelRef, pinned: Span, fingerprint: str) -> None:
+        """Warn of pinned layers that the coordinator's model does not have, because it refuses this worker."""
+        if not fingerprint:
+            return
+        layers = self.node.identity.models.find_whole(wanted).config.num_layers
+        if pinned.end > layers:
+            log.warning(
+                "the pinned layers are outside the coordinator's model: restart this worker with other --layers",
+                extra={
+                    "layers": str(pinned),
+                    "model": wanted.name,
+                    "model_layers": f"0-{layers - 1}",
+                },
+            )
 
     async def Load(
         self, request: pb.LoadRequest, context: Context
