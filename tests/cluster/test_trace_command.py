@@ -1,0 +1,83 @@
+"""`mtp-coord trace` against a real coordinator with two workers, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from coordinator.cli import app as commands
+from proto.errors import ProtocolError, UsageError
+from tests.support.api.api_client import ApiClient
+from tests.support.api.api_server import serving as serving_app
+from tests.support.processes.processes import serving
+
+TOKENS = 24
+PHASES = {"decode", "begin", "build", "compute", "read", "encode"}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "120", "MTP_API_KEY": ""}).invoke(
+        commands, ["trace", *arguments]
+    )
+
+
+def test_a_trace_follows_every_frame_through_all_processes(
+    pool: Callable[[int], list[str]], toy: Path, tmp_path: Path
+) -> None:
+    """Each frame of an answer shows in each process in order, with a hop to each, and times add up.
+
+    The workers here run on the coordinator's machine, so their clocks need no correction.
+    """
+    file = tmp_path / "trace.json"
+    flags = ("--nodes", "2", "--mtp", "off")
+    with serving(tmp_path, toy, pool(2), *flags) as coordinator:
+        started = time.monotonic()
+        body = {"prompt": [1, 2, 3], "max_tokens": TOKENS, "ignore_eos": True}
+        answer = httpx.post(
+            f"{coordinator.url}/v1/completions", json={"model": toy.name, **body}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        seconds = time.monotonic() - started + 1.0
+        done = run("--url", coordinator.url, "--seconds", f"{seconds:.1f}", "--output", str(file))
+    assert done.exit_code == 0, done.output
+    assert "compute" in done.output and "hop to it" in done.output
+    found = json.loads(file.read_text())
+    assert {clock["offset_ns"] for clock in found["otherData"]["clocks"].values()} == {0}
+    slices = [e for e in found["traceEvents"] if e["ph"] == "X" and e["args"]["rows"] == 1]
+    for pid in (1, 2):
+        frames = {e["args"]["frame"] for e in slices if e["pid"] == pid}
+        assert len(frames) >= TOKENS - 1
+        for frame in frames:
+            own = [e for e in slices if (e["pid"], e["args"]["frame"]) == (pid, frame)]
+            assert {e["name"] for e in own} == PHASES
+    begins = {(e["name"], e["id"]): e["ts"] for e in found["traceEvents"] if e["ph"] == "b"}
+    last = max(number for name, number in begins if name == "hop to coordinator")
+    stages = sorted({name for name, _ in begins if "hop to stage" in name})
+    order = [begins[name, last] for name in (*stages, "hop to coordinator")]
+    assert len(order) == 3 and order == sorted(order)
+
+
+def test_a_server_without_a_plan_has_no_trace(tmp_path: Path) -> None:
+    """The command fails with the reason, and refuses a period that makes no sense."""
+    with serving_app(ApiClient().app) as url:
+        done = run("--url", url, "--output", str(tmp_path / "trace.json"))
+        assert isinstance(done.exception, ProtocolError) and "503" in str(done.exception)
+        refused = httpx.get(f"{url}/trace?seconds=-1")
+        assert refused.status_code == 400 and "seconds=-1" in refused.text
+        assert httpx.get(f"{url}/trace").status_code == 503
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file, after the trace was fetched."""
+    answer = json.dumps({"table": "", "trace": {"traceEvents": []}}).encode()
+    monkeypatch.setattr("coordinator.cli.trace_command.call", lambda *_, **__: answer)
+    done = run("--output", str(tmp_path / "none" / "trace.json"))
+    assert isinstance(done.exception, UsageError) and "trace.json" in str(done.exception)
