@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from coordinator.cluster.apply import apply
@@ -35,7 +35,6 @@ from coordinator.cluster.events import (
     ReplanRequested,
     TimePassed,
 )
-from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
@@ -91,16 +90,12 @@ class ClusterManager:
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
         self.replans = ReplanLog()
+        self._planner = model.planner(LINK_SECONDS)
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._background = BackgroundTasks()
         self._is_closing = False
         self._reported_no_mtp = False
-
-    def _planner(self, members: Sequence[Member], epoch: int) -> Plan:
-        """Return the best plan over `members`, with the slowest hop that was measured so far."""
-        measured = [c.link_seconds for c in self.clients.values() if c.link_seconds]
-        return self.model.planner(max(measured, default=LINK_SECONDS))(members, epoch)
 
     # ---- life
 

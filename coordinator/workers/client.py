@@ -72,6 +72,8 @@ class WorkerClient:
         self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.worker_status: pb.WorkerStatus | None = None
+        self.link_seconds = 0.0
+        """Measured seconds of one hop to the next stage; 0 before the first plan and for the last stage."""
 
     # ---- control
 
@@ -175,10 +177,11 @@ class WorkerClient:
         )
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
-        """Bind the worker's stage into a plan."""
+        """Bind the worker's stage into a plan, and keep the measured time of its hop in `link_seconds`."""
         reply: pb.ConnectReply = await self._call(
             self._stub.Connect(request, timeout=CONTROL_SECONDS)
         )
+        self.link_seconds = reply.link_us / 1e6
         return reply
 
     async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
