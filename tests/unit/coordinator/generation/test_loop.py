@@ -14,6 +14,7 @@ from coordinator.generation.limits import Limits
 from coordinator.generation.loop import MAX_FAILURES, GenerationLoop
 from coordinator.generation.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
 from coordinator.generation.scheduler import Scheduler
+from coordinator.generation.snapshot import LoopSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
 from mtp.depth.controller import Controller, MtpMode
 from proto.errors import ClusterError, StaleEpochError, WorkerLostError
@@ -196,3 +197,50 @@ def test_a_finished_request_gets_its_end_although_the_frame_breaks_the_loop() ->
         return found
 
     assert all(isinstance(event, Finished) for event in run_virtually(last_events()))
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_an_idle_loop_checks_the_scheduler_at_debug_level(
+    level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At debug level the loop asserts the scheduler's invariants when the pipeline is empty, otherwise never."""
+
+    async def serve_and_idle() -> None:
+        scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        assert [event async for event in loop.generate(GenerationRequest(PROMPT, 10))]
+        await asyncio.sleep(1)  # until the last frame, which evicts the sequence, has returned
+        await loop.close()
+
+    with (
+        caplog.at_level(level, "coordinator.generation.loop"),
+        patch.object(Scheduler, "check", autospec=True) as check,
+    ):
+        run_virtually(serve_and_idle())
+    assert bool(check.called) == (level == logging.DEBUG)
+
+
+def test_a_snapshot_shows_the_requests_and_the_plan() -> None:
+    """A snapshot is the state of the loop at one moment, and does not change afterwards."""
+
+    async def snapshots() -> list[LoopSnapshot]:
+        source = Failing([])
+        scheduler = Scheduler(Limits(100, prefill_chunk=4), Controller(MtpMode(1)))
+        loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+        found = [loop.snapshot()]
+        await loop.start()
+        request = GenerationRequest(PROMPT, 10, request_id="r")
+        async for _ in loop.generate(request):
+            found.append(loop.snapshot())
+        await loop.close()
+        return [*found, loop.snapshot()]
+
+    before, *during, after = run_virtually(snapshots())
+    assert (before.serving, after.serving) == (False, False)
+    assert all(one.serving and one.mtp == "1" for one in during)
+    running = [one.requests[0] for one in during if one.requests]
+    assert {(one.request_id, one.prefill_tokens) for one in running} == {("r", len(PROMPT))}
+    emitted = [one.stats.completion_tokens for one in running]
+    assert emitted == sorted(emitted) and emitted[0] < emitted[-1]
+    assert during[0].kv_tokens == len(PROMPT) + 10 and after.kv_tokens == 0
