@@ -24,6 +24,10 @@ MAX_UNPACKED_BYTES = 32 * 2**20
 """Bytes. Maximum size of an unpacked vocabulary; 250,000 tokens take about 2 MB."""
 
 
+MAX_CHECKPOINTS = 64
+"""Copies of a matcher that a sequence keeps: more than a window with its drafts has tokens. A copy takes 0.1 ms."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The bytes of every token, the ids of control tokens, and the ids that end a text."""
@@ -43,8 +47,8 @@ class Vocabulary:
         try:
             unzip = zlib.decompressobj()
             content = unzip.decompress(packed, MAX_UNPACKED_BYTES)
-            if unzip.unconsumed_tail:
-                raise ValueError(f"it exceeds {MAX_UNPACKED_BYTES} bytes")
+            if not unzip.eof:
+                raise ValueError(f"it is incomplete, or exceeds {MAX_UNPACKED_BYTES} bytes")
             tokens, control, ends = msgpack.unpackb(content)
             if not all(isinstance(token, bytes) for token in tokens):
                 raise ValueError("its tokens are not bytes")
@@ -98,8 +102,9 @@ class _Tokens:
 class GrammarState:
     """The grammar of one sequence and the answer's tokens that its matcher has read.
 
-    The matcher follows any change of the text: it rolls back to the common beginning and reads the rest. Until the
-    answer contains the token `start`, every token is allowed; `start` None constrains the whole answer.
+    The matcher follows any change of the text: it returns to a copy from before the difference and reads the rest.
+    llguidance's own rollback is not used, because it returns wrong masks for grammars with token ids (1.9.1). Until
+    the answer contains the token `start`, every token is allowed; `start` None constrains the whole answer.
     """
 
     @classmethod
@@ -117,9 +122,11 @@ class GrammarState:
 
     def __init__(self, grammar: str, tokenizer: LLTokenizer, start: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._grammar = grammar
         self._start = start
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._matcher = self._new_matcher()
         self._read: list[int] = []
+        self._checkpoints: list[tuple[int, LLMatcher]] = []  # copies by the tokens they had read
 
     def allowed(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """Return which tokens may follow `answer`, as booleans `[vocabulary]`, or None for all.
@@ -174,10 +181,27 @@ class GrammarState:
             if mine != theirs:
                 break
             common += 1
-        if surplus := len(self._read) - common:
-            self._matcher.rollback(surplus)
-            del self._read[common:]
-        rest = list(tokens[common:])
-        count = self._matcher.try_consume_tokens(rest) if rest else 0
+        if common < len(self._read):
+            self._return_to(common)
+        rest = list(tokens[len(self._read) :])
+        if not rest:
+            return True
+        self._checkpoints.append((len(self._read), self._matcher.deep_copy()))
+        del self._checkpoints[:-MAX_CHECKPOINTS]
+        count = self._matcher.try_consume_tokens(rest)
         self._read += rest[:count]
         return count == len(rest)
+
+    def _return_to(self, length: int) -> None:
+        """Restore the newest matcher that had read at most `length` tokens, or a new one."""
+        while self._checkpoints and self._checkpoints[-1][0] > length:
+            self._checkpoints.pop()
+        if self._checkpoints:
+            read, matcher = self._checkpoints[-1]
+            self._matcher = matcher.deep_copy()
+        else:
+            read, self._matcher = 0, self._new_matcher()
+        del self._read[read:]
+
+    def _new_matcher(self) -> LLMatcher:
+        return LLMatcher(self._tokenizer, self._grammar, log_level=0)

@@ -37,6 +37,7 @@ class Choice:
 
     `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
     continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
+    The first `echoed_tokens` tokens repeat the client's prompt, after the request's own prompt.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Choice:
         *,
         reasoning_budget: int | None = None,
         one_call: bool = False,
+        echoed_tokens: int = 0,
     ) -> None:
         self.index = index
         self.request = request
+        self.echoed_tokens = echoed_tokens
         self.tokens = 0
         self.cached = 0
         self.drafted = 0

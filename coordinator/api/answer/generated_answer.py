@@ -49,7 +49,8 @@ class GeneratedAnswer:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompts. A prompt counts once for all its choices."""
-        return sum(len(choice.request.prompt) for choice in self.choices[:: self.per_prompt])
+        first_choices = self.choices[:: self.per_prompt]
+        return sum(len(choice.request.prompt) + choice.echoed_tokens for choice in first_choices)
 
     @property
     def cached_tokens(self) -> int:
@@ -59,7 +60,7 @@ class GeneratedAnswer:
     @property
     def completion_tokens(self) -> int:
         """Tokens of all choices so far."""
-        return sum(choice.tokens for choice in self.choices)
+        return sum(max(0, choice.tokens - choice.echoed_tokens) for choice in self.choices)
 
 
 async def text_answer(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from coordinator.api.answer.events import AnswerEvent, TextDelta
 from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.openai_chat.chunk_writer import ChunkWriter
-from coordinator.api.openai_chat.logprobs import completion_logprobs
+from coordinator.api.openai_chat.logprobs import completion_logprobs, with_first_token
 from coordinator.api.openai_chat.schemas import StreamOptions
 from coordinator.text.model_info import Json
 from coordinator.text.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ class CompletionWriter(ChunkWriter):
         super().__init__(answer, stream_options)
         self._tokenizer = tokenizer
         self._echoes = echoes
+        self._scored: set[int] = set()  # choices whose stream has the first token's entry
 
     def opening(self) -> bytes:
         """See AnswerWriter."""
@@ -41,14 +42,25 @@ class CompletionWriter(ChunkWriter):
         """See ChunkWriter."""
         choice = self._answer.choices[index]
         text = (self._echoes[index] if self._echoes else "") + "".join(choice.content)
-        return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
+        entry = self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
+        return self._with_first_token(entry)
 
     def choice_entry(self, event: AnswerEvent) -> Json:
         """See ChunkWriter."""
         if isinstance(event, TextDelta):
-            return self._entry(event.choice, event.text, event.logprobs, event.offsets)
+            entry = self._entry(event.choice, event.text, event.logprobs, event.offsets)
+            return self._with_first_token(entry)
         reason = self._answer.choices[event.choice].finish_reason
         return self._entry(event.choice, "", finish_reason=reason)
+
+    def _with_first_token(self, entry: Json) -> Json:
+        """Add the prompt's first token to the first log-probabilities of a choice that scores its prompt."""
+        choice = self._answer.choices[entry["index"]]
+        if not choice.echoed_tokens or entry["logprobs"] is None or choice.index in self._scored:
+            return entry
+        self._scored.add(choice.index)
+        first = choice.request.prompt[0]
+        return {**entry, "logprobs": with_first_token(self._tokenizer, entry["logprobs"], first)}
 
     def _entry(
         self,
@@ -60,11 +72,10 @@ class CompletionWriter(ChunkWriter):
     ) -> Json:
         shift = len(self._echoes[index]) if self._echoes else 0
         shifted = [shift + offset for offset in offsets]
+        found = completion_logprobs(self._tokenizer, logprobs, shifted) if logprobs else None
         return {
             "index": index,
             "text": text,
-            "logprobs": completion_logprobs(self._tokenizer, logprobs, shifted)
-            if logprobs
-            else None,
+            "logprobs": found,
             "finish_reason": finish_reason,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from coordinator.api.answer.delivery import PreparedAnswer, serve_answer
 from coordinator.api.answer.generated_answer import new_id, text_answer
 from coordinator.api.openai_chat.completion_writer import CompletionWriter
+from coordinator.api.openai_chat.echo import with_scored_prompt
 from coordinator.api.openai_chat.schemas import CompletionBody
 from coordinator.api.request.body import read_body
 from coordinator.api.request.context import Api
@@ -37,6 +39,10 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     answer = await text_answer(
         api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=output
     )
+    if body.scores_prompt:
+        generate = body.max_tokens != 0
+        choices = [await with_scored_prompt(api, c, generate=generate) for c in answer.choices]
+        answer = replace(answer, choices=choices)
     prompts_of_choices = [choice.request.prompt for choice in answer.choices]
     echoes = [_text(api, prompt) for prompt in prompts_of_choices] if body.echo else []
     writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)

@@ -37,6 +37,17 @@ def completion_logprobs(
     }
 
 
+def with_first_token(tokenizer: Tokenizer, logprobs: Json, token: int) -> Json:
+    """Return `logprobs` of a completion, preceded by the first token of its prompt, which has no log-probability."""
+    top = logprobs["top_logprobs"]
+    return {
+        "tokens": [_name(tokenizer, token), *logprobs["tokens"]],
+        "token_logprobs": [None, *logprobs["token_logprobs"]],
+        "top_logprobs": None if top is None else [None, *top],
+        "text_offset": [0, *logprobs["text_offset"]],
+    }
+
+
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
     content = tokenizer.token_bytes(token)
     return {

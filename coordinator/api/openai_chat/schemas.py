@@ -403,11 +403,21 @@ class CompletionBody(GenerationBody):
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
+    max_tokens: int | None = Field(None, ge=0, description="0 requires echo and logprobs")
+
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise field_error("logprobs", "is not supported with echo. Send one of them.")
+    def _scored_prompts_have_no_stops(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.scores_prompt:
+            raise field_error("max_tokens", "0 requires echo and logprobs")
+        for name in ("stop", "structured_outputs"):
+            if self.scores_prompt and getattr(self, name) is not None:
+                raise field_error(name, "is not supported with echo and logprobs")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the client wants the log-probabilities of the prompt."""
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def alternatives(self) -> int | None:

@@ -160,7 +160,10 @@ async def test_a_chat_field_that_is_wrong_or_unknown_is_named(
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 1, "prompt": [5]}, "prompt"),
+        ({"echo": True, "logprobs": 1, "prompt": "Hi<|im_end|>"}, "prompt"),
+        ({"echo": True, "logprobs": 1, "stop": "x"}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": True}, "logprobs"),

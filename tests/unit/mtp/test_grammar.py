@@ -1,0 +1,91 @@
+"""GrammarState: the allowed tokens are a function of grammar and text, in whichever order texts are asked for."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from coordinator.text.call_grammar import call_grammar
+from coordinator.text.output_format import GrammarCompiler, OutputFormat
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from mtp.sampling.grammar import GrammarState, Vocabulary, tokenizer_of
+from proto.errors import ProtocolError
+from proto.params import SamplingParams
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\nx y\n</parameter>\n</function>\n</tool_call>"
+JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    """Return the compiler for the built-in model."""
+    return GrammarCompiler(Tokenizer.load(checkpoint_dir(), (4089,)))
+
+
+def encode(text: str) -> list[int]:
+    """Return the tokens of `text`."""
+    return list(Tokenizer.load(checkpoint_dir()).encode(text))
+
+
+def cases() -> list[tuple[OutputFormat, str]]:
+    """Return each kind of format with a text that it allows."""
+    forced = "def add(a, b):\n    return a + b"
+    ids = " ".join(f"<[{token}]>" for token in encode(forced))
+    markers = ("<tool_call>", "</tool_call>")
+    return [
+        (OutputFormat("json_schema", SCHEMA, "x"), '{"a": "some \\"text\\" é"}'),
+        (OutputFormat("regex", "(ab|c)+[0-9]{3}", "x"), "abccab123"),
+        (OutputFormat("lark", call_grammar([TOOL], "xml", markers, single=False), "x"), CALL),
+        (OutputFormat("lark", call_grammar([TOOL], "json", markers, single=True), "x"), JSON_CALL),
+        (OutputFormat("lark", f"start: {ids} <[0-4095]>*", "x"), forced),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_masks_do_not_depend_on_the_order_of_the_texts(number: int) -> None:
+    """After any jumps, forward, back and to texts that are not allowed, a mask is that of a new state."""
+    output, text = cases()[number]
+    grammar = compiler().compile(output).decode()
+    tokenizer = tokenizer_of(compiler().vocabulary)
+    tokens = encode(text)
+    fresh = []
+    for length in range(len(tokens)):
+        mask = GrammarState(grammar, tokenizer).allowed(tokens[:length])
+        assert mask is not None
+        assert mask[tokens[length]]
+        fresh.append(mask)
+    state = GrammarState(grammar, tokenizer)
+    draw = random.Random(number)
+    for _ in range(60):
+        length = draw.randrange(len(tokens))
+        if draw.random() < 0.3:
+            wrong = int(np.flatnonzero(~fresh[length])[0]) if not fresh[length].all() else 5
+            state.allowed([*tokens[:length], wrong, 7])
+        assert np.array_equal(state.allowed(tokens[:length]), fresh[length]), length
+
+
+def test_only_an_end_token_may_follow_a_complete_text() -> None:
+    """After the end of a format only end tokens are allowed, and the mask has no token beyond the vocabulary."""
+    output, text = cases()[1]
+    state = GrammarState(compiler().compile(output).decode(), tokenizer_of(compiler().vocabulary))
+    logits = mx.zeros((1, 4200))
+    masked = state.mask(logits, encode(text))
+    assert [int(i) for i in np.flatnonzero(np.isfinite(np.array(masked)[0]))] == [4089]
+
+
+def test_a_vocabulary_survives_the_wire_and_is_checked() -> None:
+    """Packing and unpacking keep a vocabulary; malformed bytes and a missing vocabulary raise ProtocolError."""
+    vocabulary = Vocabulary((b"a", b"\xff", b"<end>"), (2,), (2,))
+    assert Vocabulary.unpack(vocabulary.pack()) == vocabulary
+    for broken in (b"", b"junk", vocabulary.pack()[:-3], Vocabulary((b"a",), (), (7,)).pack()):
+        with pytest.raises(ProtocolError):
+            Vocabulary.unpack(broken)
+    with pytest.raises(ProtocolError, match="vocabulary"):
+        GrammarState.make(SamplingParams(grammar=b"start: /a/"), b"")
