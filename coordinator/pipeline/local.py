@@ -221,7 +221,7 @@ class LocalPipeline:
             else:
                 result = _without_traceback(_worker_lost("the engine failed", error))
         else:
-            self._deadline_estimate.observe(frame, time.monotonic() - started)
+            self._deadline_estimate.record_frame_time(frame, time.monotonic() - started)
         # Outside `except`, because the error there refers to the engine until the block ends.
         self.thread.post(self._queue_result, result, own)
         self._cache_trimmer.record_frame(frame)

@@ -45,7 +45,7 @@ class HeadState:
         """Known pairs: the number of tokens of the sequence whose successor is known."""
         return int(self.cache.offset) + len(self.waiting_tokens)
 
-    def observe(self, hidden: mx.array, tokens: Sequence[int], successor: int | None) -> None:
+    def add_pairs(self, hidden: mx.array, tokens: Sequence[int], successor: int | None) -> None:
         """Add the pairs of the next `n` verified tokens: `hidden [n, hidden]`, and the token after them if known."""
         if self.newest is not None and self.successor != tokens[0]:
             self._forget_successor()
@@ -155,7 +155,7 @@ class Drafter:
         ends = [sum(widths[: i + 1]) - 1 for i in range(len(widths))]
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]
 
-    def relieve(self, states: Sequence[HeadState]) -> None:
+    def catch_up_if_full(self, states: Sequence[HeadState]) -> None:
         """Compute the waiting pairs of states that have too many. For the others, release the memory of the frame."""
         full = [s for s in states if len(s.waiting_tokens) >= MOST_WAITING]
         if full:

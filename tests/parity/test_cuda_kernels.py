@@ -150,7 +150,7 @@ def test_a_cut_window_leaves_the_state_of_its_accepted_tokens(
         recurrence.run(cache, 0, 3)
     recurrence.run(cut, 3, 5, stays_open=True)
     recurrence.run(cut, 8, 2, stays_open=True)
-    cut.settle(0, accepted) if accepted < 5 else cut.settle(1, 0)
+    cut.apply_commit(0, accepted) if accepted < 5 else cut.apply_commit(1, 0)
     if accepted:
         recurrence.run(plain, 3, accepted)
     for a, b in zip(recurrence.state_of(cut), recurrence.state_of(plain), strict=True):

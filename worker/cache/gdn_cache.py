@@ -48,7 +48,7 @@ class GDNCache:
         shape = (1, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
         return cls(layer, conv, mx.zeros(shape, mx.float32))
 
-    def settle(self, whole: int, cut: int | None) -> None:
+    def apply_commit(self, whole: int, cut: int | None) -> None:
         """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next window.
 
         The state then becomes the snapshot of this window, advanced over its first `cut` tokens. This runs only the

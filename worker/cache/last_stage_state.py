@@ -44,7 +44,7 @@ class LastStageState:
         """Bytes of the head's state."""
         return 0 if self.head is None else sum(a.nbytes for a in self.head.arrays())
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def append_tokens(self, tokens: Sequence[int]) -> None:
         """Append verified tokens to the sequence and to its history."""
         if self.history is not None:
             self.history.extend(tokens)

@@ -12,7 +12,7 @@ from proto.errors import ProtocolError
 from proto.frame import Admit, Segment
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.snapshot_gdn_cache import SnapshotGDNCache
-from worker.cache.window_stack import NOTHING, Settled, WindowStack
+from worker.cache.window_stack import NOTHING, CommitResult, WindowStack
 
 StateCache = GDNCache | SnapshotGDNCache
 LayerCache = KV | StateCache
@@ -38,17 +38,17 @@ class SequenceCache:
             )
         self.stack.extend(segment.window, segment.position, segment.width, stays_open=segment.open)
 
-    def commit(self, window: int, accepted_length: int, *, in_header: bool) -> Settled:
+    def commit(self, window: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         """Apply a commit to the window stack and to the cache of every layer."""
-        settled = self.stack.commit(window, accepted_length, in_header=in_header)
-        if settled is NOTHING:
-            return settled
+        result = self.stack.commit(window, accepted_length, in_header=in_header)
+        if result is NOTHING:
+            return result
         for cache in self.layers:
             if isinstance(cache, StateCache):
-                cache.settle(settled.whole, settled.cut)
-            elif settled.trim:
-                cache.trim(settled.trim)
-        return settled
+                cache.apply_commit(result.whole, result.cut)
+            elif result.trim:
+                cache.trim(result.trim)
+        return result
 
     def arrays(self) -> Iterator[mx.array]:
         """Return every array of the present state, without the tapes of open windows."""

@@ -63,7 +63,7 @@ class SnapshotGDNCache:
         state = mx.zeros((1, shape.value_heads, HEAD_DIM, HEAD_DIM), mx.float32)
         return cls(shape, constants, Point(Snapshots(conv, state), 0))
 
-    def settle(self, whole: int, cut: int | None) -> None:
+    def apply_commit(self, whole: int, cut: int | None) -> None:
         """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next one, and no tape."""
         if cut is None:
             del self.tapes[:whole]

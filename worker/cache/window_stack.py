@@ -29,7 +29,7 @@ class OpenWindow:
 
 
 @dataclass(frozen=True)
-class Settled:
+class CommitResult:
     """The result of a commit.
 
     `whole` windows became permanent. If `cut` is set, the next window was cut to `cut` tokens, and the `dropped`
@@ -42,7 +42,7 @@ class Settled:
     trim: int = 0
 
 
-NOTHING = Settled(0)
+NOTHING = CommitResult(0)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class WindowStack:
         self.length += width
         self.check()
 
-    def commit(self, number: int, accepted_length: int, *, in_header: bool) -> Settled:
+    def commit(self, number: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         """Commit window `number` and return the result. A repeated commit returns `NOTHING`.
 
         Raises ProtocolError when the header names a window that has not run here, or an accepted length above its
@@ -111,10 +111,10 @@ class WindowStack:
         self.settled = number
         if accepted_length == window.width:
             self.windows = self.windows[index + 1 :]
-            return Settled(whole=index + 1)
+            return CommitResult(whole=index + 1)
         return self._cut(index, accepted_length, in_header=in_header)
 
-    def _cut(self, index: int, accepted_length: int, *, in_header: bool) -> Settled:
+    def _cut(self, index: int, accepted_length: int, *, in_header: bool) -> CommitResult:
         window = self.windows[index]
         dropped = len(self.windows) - index - 1
         end = window.position + accepted_length
@@ -124,7 +124,7 @@ class WindowStack:
         if not in_header:
             self.awaiting = window.number
         self.check()
-        return Settled(whole=index, cut=accepted_length, dropped=dropped, trim=trim)
+        return CommitResult(whole=index, cut=accepted_length, dropped=dropped, trim=trim)
 
     def end(self) -> None:
         """Mark the sequence as cancelled. Arriving segments are stale until it is evicted."""

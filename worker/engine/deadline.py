@@ -54,7 +54,7 @@ class DeadlineEstimate:
             for (seen_rows, seen_end), usual in self._usual.items()
         )
 
-    def observe(self, frame: Frame, seconds: float) -> None:
+    def record_frame_time(self, frame: Frame, seconds: float) -> None:
         """Record that `frame` took `seconds`."""
         if _brings_vocabulary(frame):
             return

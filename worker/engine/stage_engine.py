@@ -120,7 +120,7 @@ class StageEngine:
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
-        _settle_early(sequence, window, accepted_length)
+        _commit_early(sequence, window, accepted_length)
 
     def cancel(self, epoch: int, seq_id: int) -> None:
         """Stop running the segments of a cancelled sequence. A later header evicts it."""
@@ -274,12 +274,12 @@ class StageEngine:
         for sequence, segment in runs:
             if segment.open:  # this stage applies the outcome at once, without a signal
                 accepted_length = outcomes[segment.seq_id, segment.window].accepted_length
-                _settle_early(sequence, segment.window, accepted_length)
+                _commit_early(sequence, segment.window, accepted_length)
         return replace(out, outcomes=self.verifier.outcomes(out.segments, outcomes))
 
 
-def _settle_early(sequence: SequenceCache, window: int, accepted_length: int) -> None:
+def _commit_early(sequence: SequenceCache, window: int, accepted_length: int) -> None:
     """Apply a commit before its header arrives, and start to compute a restored state."""
-    settled = sequence.commit(window, accepted_length, in_header=False)
-    if settled.cut is not None:
+    result = sequence.commit(window, accepted_length, in_header=False)
+    if result.cut is not None:
         mx.async_eval(*sequence.arrays())

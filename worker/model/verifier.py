@@ -92,7 +92,7 @@ class Verifier:
         """Continue an admitted sequence from a saved copy."""
         state = self.states[seq_id]
         state.head = None if saved.head is None else saved.head.copy()
-        state.take(saved.tokens)
+        state.append_tokens(saved.tokens)
 
     # ---- one frame
 
@@ -117,7 +117,7 @@ class Verifier:
             _key(s): self._decide(s, tokens) for choice in choices for s, tokens in choice.read()
         }
         outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
-        self._settle(normed, runs, outcomes)
+        self._append_verified(normed, runs, outcomes)
         with_logprobs = self._with_logprobs(logits, outcomes)
         return self._with_drafts(runs, with_logprobs)
 
@@ -198,7 +198,7 @@ class Verifier:
         token = chosen[count - 1] if count else None
         return Outcome(segment.seq_id, segment.window, count, token)
 
-    def _settle(
+    def _append_verified(
         self, normed: mx.array, runs: Sequence[Run], outcomes: Mapping[Key, Outcome]
     ) -> None:
         """Append the verified tokens to the histories and to the pairs of the heads."""
@@ -207,10 +207,10 @@ class Verifier:
             outcome, state = outcomes[_key(segment)], self.states[segment.seq_id]
             if outcome.accepted_length:
                 tokens = segment.tokens[: outcome.accepted_length]
-                state.take(tokens)
+                state.append_tokens(tokens)
                 state.expected = outcome.token
                 if state.head is not None:
-                    state.head.observe(
+                    state.head.add_pairs(
                         normed[start : start + outcome.accepted_length], tokens, outcome.token
                     )
             start += segment.width
@@ -261,7 +261,7 @@ class Verifier:
             self.states[key[0]].draft_scores = drafted.scores
             outcomes[key] = replace(outcomes[key], drafts=drafted.tokens)
         heads = [self.states[s.seq_id].head for _, s in runs]
-        self.drafter.relieve([head for head in heads if head is not None])
+        self.drafter.catch_up_if_full([head for head in heads if head is not None])
         return outcomes
 
 

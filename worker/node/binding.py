@@ -69,7 +69,9 @@ class Machinery:
     """The parts of a worker process that successive plans share."""
 
     thread: EngineThread = field(default_factory=EngineThread)
-    allowance: DeadlineEstimate = field(default_factory=lambda: DeadlineEstimate(compile_seconds()))
+    deadline_estimate: DeadlineEstimate = field(
+        default_factory=lambda: DeadlineEstimate(compile_seconds())
+    )
     traffic: Traffic = field(default_factory=Traffic)
     cache_trimmer: CacheTrimmer = field(default_factory=CacheTrimmer)
     stamps: StampRing = field(default_factory=StampRing)
@@ -111,7 +113,7 @@ class Binding:
     def __init__(self, place: Place, machinery: Machinery, on_failure: Callable[[], None]) -> None:
         self.place = place
         self.thread = machinery.thread
-        self.allowance = machinery.allowance
+        self.deadline_estimate = machinery.deadline_estimate
         self.traffic = machinery.traffic
         self._cache_trimmer = machinery.cache_trimmer
         self._stamps = machinery.stamps
@@ -260,9 +262,9 @@ class Binding:
         stamps.mark(StageStep.DECODED)
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
         started = time.monotonic()
-        self.thread.expect(self.allowance.seconds(frame))
+        self.thread.expect(self.deadline_estimate.seconds(frame))
         out = engine.process(frame, stamps)
-        self.allowance.observe(frame, time.monotonic() - started)
+        self.deadline_estimate.record_frame_time(frame, time.monotonic() - started)
         return out
 
     def _forward(self, result: Result) -> None:

@@ -93,7 +93,7 @@ class TokenState(GDNCache):
         if stays_open:
             self.taped.append(tokens)
 
-    def settle(self, whole: int, cut: int | None) -> None:
+    def apply_commit(self, whole: int, cut: int | None) -> None:
         """Drop the first `whole` tapes. With `cut`, also undo the later ones and keep `cut` tokens of the next."""
         if cut is not None:
             undone = sum(map(len, self.taped[whole:]))

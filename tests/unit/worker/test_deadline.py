@@ -21,11 +21,11 @@ def test_the_first_frame_has_the_longest_deadline() -> None:
 
 def test_the_deadline_follows_the_frames_of_that_size() -> None:
     """A frame size that is slower than any timeout gets a longer deadline, and one outlier changes it a little."""
-    allowance = DeadlineEstimate()
-    allowance.observe(frame(512), 8.0)
-    assert allowance.seconds(frame(512)) == SLACK * 8.0
-    allowance.observe(frame(512), 13.0)
-    assert allowance.seconds(frame(512)) == pytest.approx(SLACK * 9.0)
+    deadline_estimate = DeadlineEstimate()
+    deadline_estimate.record_frame_time(frame(512), 8.0)
+    assert deadline_estimate.seconds(frame(512)) == SLACK * 8.0
+    deadline_estimate.record_frame_time(frame(512), 13.0)
+    assert deadline_estimate.seconds(frame(512)) == pytest.approx(SLACK * 9.0)
 
 
 def test_a_new_size_is_estimated_from_known_sizes() -> None:
@@ -34,19 +34,19 @@ def test_a_new_size_is_estimated_from_known_sizes() -> None:
     More rows allow proportionally more time, and fewer rows allow no more than a large frame had. Each includes time to
     compile kernels.
     """
-    allowance = DeadlineEstimate()
-    allowance.observe(frame(1, position=7), 0.01)
-    assert allowance.seconds(frame(4, position=4)) >= NEW_SIZE_SECONDS + SLACK * 0.01 * 4
-    assert allowance.seconds(frame(512)) == FIRST_SECONDS
-    allowance.observe(frame(256), 0.5)
-    assert allowance.seconds(frame(128)) == NEW_SIZE_SECONDS + SLACK * 0.5
+    deadline_estimate = DeadlineEstimate()
+    deadline_estimate.record_frame_time(frame(1, position=7), 0.01)
+    assert deadline_estimate.seconds(frame(4, position=4)) >= NEW_SIZE_SECONDS + SLACK * 0.01 * 4
+    assert deadline_estimate.seconds(frame(512)) == FIRST_SECONDS
+    deadline_estimate.record_frame_time(frame(256), 0.5)
+    assert deadline_estimate.seconds(frame(128)) == NEW_SIZE_SECONDS + SLACK * 0.5
 
 
 def test_no_deadline_is_below_the_least() -> None:
     """`least` is the shortest deadline of any frame, for backends that compile kernels. Slower frames may exceed it."""
-    allowance = DeadlineEstimate(least=120.0)
-    assert allowance.seconds(frame(1)) == 120.0
-    allowance.observe(frame(1), 0.1)
-    assert allowance.seconds(frame(1)) == allowance.seconds(frame(8)) == 120.0
-    allowance.observe(frame(512), 40.0)
-    assert allowance.seconds(frame(512)) == SLACK * 40.0
+    deadline_estimate = DeadlineEstimate(least=120.0)
+    assert deadline_estimate.seconds(frame(1)) == 120.0
+    deadline_estimate.record_frame_time(frame(1), 0.1)
+    assert deadline_estimate.seconds(frame(1)) == deadline_estimate.seconds(frame(8)) == 120.0
+    deadline_estimate.record_frame_time(frame(512), 40.0)
+    assert deadline_estimate.seconds(frame(512)) == SLACK * 40.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto.errors import ProtocolError
-from worker.cache.window_stack import NOTHING, OpenWindow, Settled, WindowStack
+from worker.cache.window_stack import NOTHING, CommitResult, OpenWindow, WindowStack
 
 STAGES = 3
 
@@ -39,21 +39,21 @@ def test_a_prompt_chunk_is_permanent_and_a_window_is_not() -> None:
 def test_accepting_a_window_accepts_those_before_it(in_header: bool) -> None:
     """The commit of window 2 also accepts window 1, and the sequence keeps its length."""
     stack = _open(3, 2, 4)
-    assert stack.commit(2, 2, in_header=in_header) == Settled(whole=2)
+    assert stack.commit(2, 2, in_header=in_header) == CommitResult(whole=2)
     assert (stack.length, stack.committed, stack.stale) == (19, 15, False)
 
 
 def test_a_rejection_drops_the_rest_of_its_window_and_all_later_ones() -> None:
     """A rejection in window 2 trims its other tokens and window 3. After a header the sequence is not stale."""
     stack = _open(3, 2, 4)
-    assert stack.commit(2, 1, in_header=True) == Settled(whole=1, cut=1, dropped=1, trim=5)
+    assert stack.commit(2, 1, in_header=True) == CommitResult(whole=1, cut=1, dropped=1, trim=5)
     assert (stack.length, stack.committed, stack.windows, stack.stale) == (14, 14, [], False)
 
 
 def test_a_misspeculated_window_accepts_nothing() -> None:
     """An accepted length of 0 ends the sequence where that window began."""
     stack = _open(3, 2)
-    assert stack.commit(2, 0, in_header=True) == Settled(whole=1, cut=0, dropped=0, trim=2)
+    assert stack.commit(2, 0, in_header=True) == CommitResult(whole=1, cut=0, dropped=0, trim=2)
     assert stack.length == 13
 
 
