@@ -15,5 +15,5 @@ from tests.support.processes.task_count import answer_for_tasks
 def main() -> None:
     """Run `mtp-coord` with the shortest back-off."""
     answer_for_tasks()
-    with patch("coordinator.cluster.member.LONGEST_HOLD", FIRST_BACKOFF / 2):
+    with patch("coordinator.cluster.member.LONGEST_BACKOFF", FIRST_BACKOFF / 2):
         cli.main()
