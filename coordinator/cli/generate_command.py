@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import typer
@@ -121,7 +121,13 @@ def generate(
             "--acceptance": acceptance if acceptance != "coupled" else None,
             "--logprobs": logprobs,
         }
-        fields = {"temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        fields: dict[str, Any] = {
+            "temperature": temp,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+        }
         fields |= {"max_tokens": max_tokens or DEFAULT_TOKENS}
         fields |= {"stop": list(stops)} if stops else {}
         _refuse_local_flags(local)
@@ -175,7 +181,7 @@ def naming_flags() -> Iterator[None]:
         raise UsageError(f"{flag}{rest}" if rest != message else f"{flag}: {message}") from error
 
 
-def _refuse_local_flags(flags: dict[str, object]) -> None:
+def _refuse_local_flags(flags: Mapping[str, object]) -> None:
     given = [flag for flag, value in flags.items() if value is not None]
     if given:
         raise UsageError(

@@ -44,7 +44,8 @@ def generate_remotely(request: RemoteRequest, *, as_json: bool) -> None:
         body["messages"] = [{"role": "user", "content": request.text}]
     body["stream_options"] = {"include_usage": True}
     shown = ShownText(enabled=not as_json)
-    started, first, usage, reason, reasoning = time.monotonic(), 0.0, {}, "", ""
+    usage: dict[str, Any] = {}
+    started, first, reason, reasoning = time.monotonic(), 0.0, "", ""
     with httpx.Client(
         base_url=f"{root}/v1", headers=authorization(request.api_key), timeout=SILENCE_SECONDS
     ) as client:

@@ -169,8 +169,11 @@ def test_a_malformed_named_worker_is_refused() -> None:
 # ---- no multicast
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(19, "No such device"), RuntimeError("No interfaces to listen on")], ids=repr
+)
 async def test_blocked_multicast_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """With blocked multicast neither side fails or hangs; one warning names the alternative."""
 
@@ -178,7 +181,7 @@ async def test_blocked_multicast_is_one_warning(
 
     def refuse(name: str, *_: object, **__: object) -> None:
         tries[name] += 1
-        raise OSError(19, "No such device")
+        raise error
 
     for module in (announce_module, discovery_module):
         monkeypatch.setattr(module, "AsyncZeroconf", partial(refuse, module.__name__))

@@ -81,7 +81,12 @@ async def _announce(announcement: Announcement, host: str) -> None:
                 warned = False
                 log.debug("announced by mDNS", extra={"addresses": " ".join(addresses)})
                 await _change_of(host, addresses)
-        except (OSError, TimeoutError, ZeroconfError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            TimeoutError,
+            ZeroconfError,
+        ) as error:  # RuntimeError: no interface
             if sys.platform == "darwin":
                 with contextlib.suppress(OSError):  # no dns-sd
                     async with registered_by_dns_sd(announcement) as process:

@@ -26,4 +26,4 @@ async def test_a_stop_while_the_first_plan_gets_ready_is_no_error() -> None:
         await stopped.wait()
 
     async with asyncio.timeout(10):
-        await _run(server, listener, start(), "m")
+        await _run(server, "http://127.0.0.1:1", listener, start(), "m")
