@@ -15,7 +15,7 @@ from coordinator.web.live_feed import status_fields
 from proto.errors import ProtocolError
 
 NODES = (
-    NodeStatus("mac-[1]", "10.0.0.1:1", "0-3", "ready", stage_ms=10.0),
+    NodeStatus("mac-[red]", "10.0.0.1:1", "0-3", "ready", stage_ms=10.0),
     NodeStatus("mac-2", "10.0.0.2:1", "4-7", "ready", stage_ms=20.0),
     NodeStatus("mac-3", "10.0.0.3:1", health="lost", detail="silent for 3 s"),
 )
@@ -55,7 +55,7 @@ def test_the_screen_shows_the_cluster() -> None:
     text = shown(view_of(STATUS))
     for part in (
         *("Generating 1 answer", "tiny", "80% / 50%", "1% of the rows rejected"),
-        *("mac-[1]", "0-3", "10.0", "20.0 ◀", "lost", "silent for 3 s", "mac-3 was lost"),
+        *("mac-[red]", "0-3", "10.0", "20.0 ◀", "lost", "silent for 3 s", "mac-3 was lost"),
         *("▒▒▒█ │ ▒▒▒█ ◇", "mac-2 sets the pace"),
     ):
         assert part in text, text
