@@ -44,7 +44,7 @@ class WarmUp:
     def __init__(self, engine: StageEngine, drafts: int) -> None:
         self._engine = engine
         self._drafts = drafts
-        self._frames = 0
+        self.done = 0
 
     def run(self) -> Iterator[None]:
         """Process the frames of every size in `BATCHES`. Yield before each."""
@@ -84,8 +84,8 @@ class WarmUp:
 
     def _process(self, ops: tuple[Op, ...], segments: tuple[Segment, ...]) -> dict[int, Outcome]:
         """Let the engine process the next frame. Return its outcomes by sequence, none before the last stage."""
-        frame = Frame(0, self._frames, ops, segments)
-        self._frames += 1
+        frame = Frame(0, self.done, ops, segments)
+        self.done += 1
         if not self._engine.first and frame.rows:
             stage = self._engine.stage
             rows = mx.zeros((frame.rows, stage.modules.config.hidden_size), stage.dtype)
@@ -95,7 +95,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class _Follower:
-    """Where a sequence goes on: its length, the accepted length of its newest window, and its next token."""
+    """The end of a sequence: its length, the accepted length of its newest window, and its next token."""
 
     position: int
     accepted: int = 0
@@ -122,12 +122,12 @@ def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], 
     drafts = 2 if verifier is not None and verifier.drafter is not None else 0
     engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
     log.info("compiling kernels")
-    done = -1
+    frames = WarmUp(engine, drafts)
     try:
-        for done, _ in enumerate(WarmUp(engine, drafts).run()):  # noqa: B007
+        for _ in frames.run():
             expect(COMPILE_SECONDS)
     except Exception as error:
-        log.warning("warm-up ended early", extra={"frame": done, "error": str(error)[:300]})
+        log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})
     del engine
     mx.clear_cache()
     log.info("kernels compiled", extra={"seconds": round(time.monotonic() - started, 1)})
