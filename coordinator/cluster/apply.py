@@ -87,8 +87,7 @@ def _enter(view: View, phase: Phase) -> View:
 
 def _with_member_event(view: View, event: MemberEvent) -> View:
     """Return the view with one worker updated by `event`."""
-    joined = isinstance(event, WorkerJoined | WorkerRefused)
-    address = event.member.address if joined else event.address
+    address = event.address
     before = view.members.get(address)
     members = {a: m for a, m in view.members.items() if a != address}
     match event:

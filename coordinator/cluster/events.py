@@ -20,6 +20,11 @@ class WorkerJoined:
 
     member: Member
 
+    @property
+    def address(self) -> str:
+        """Address of the worker."""
+        return self.member.address
+
 
 @dataclass(frozen=True)
 class WorkerRefused:
@@ -27,6 +32,11 @@ class WorkerRefused:
 
     member: Member
     reason: str
+
+    @property
+    def address(self) -> str:
+        """Address of the worker."""
+        return self.member.address
 
 
 @dataclass(frozen=True)
