@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::\d{1,5})?")
+"""A name or address, and a port."""
 
 
 class HostCheck:
@@ -33,19 +37,17 @@ class HostCheck:
 
     def is_known(self, header: str) -> bool:
         """Return whether the Host header `header` names this server. Requests without one are not from browsers."""
-        host = header.rpartition(":")[0] if _has_port(header) else header
-        bare = host.removeprefix("[").removesuffix("]").lower().rstrip(".")
-        if not bare or bare in self._allowed:
+        match = _HOST.fullmatch(header)
+        if match is None:
+            return not header
+        bare = match[1].removeprefix("[").removesuffix("]").lower().rstrip(".")
+        if bare in self._allowed:
             return True
         try:
             ipaddress.ip_address(bare)
         except ValueError:
             return False
         return True
-
-
-def _has_port(header: str) -> bool:
-    return ":" in header.rpartition("]")[2]
 
 
 def _host(scope: Scope) -> str:

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that reads bytes from other machines: targets, mutations and a corpus."""

@@ -1,0 +1,121 @@
+"""The fuzz targets: each feeds bytes to one reader and lets only the reader's own errors pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from coordinator.api.request.host_check import HostCheck
+from mtp.checkpoint.format.header import read_header
+from proto import cluster_pb2 as pb
+from proto.announcement import Announcement
+from proto.control import from_message
+from proto.errors import ClusterError, ProtocolError, UsageError
+from proto.frame import decode, encode
+from proto.rpc.status_codes import from_status
+from proto.trust.certificates import from_pem, requested_key
+from proto.trust.join_session import MAX_LINE_BYTES, read_message
+from proto.trust.join_token import JoinToken
+
+Target = Callable[[bytes], None]
+
+
+def fuzz_frame(data: bytes) -> None:
+    """Read a frame. A frame that is accepted encodes to the same bytes or is refused by the encoder."""
+    try:
+        frame = decode(data)
+    except ProtocolError:
+        return
+    assert decode(encode(frame)) == frame
+
+
+def fuzz_signal(data: bytes) -> None:
+    """Read a signal of a coordinator."""
+    with contextlib.suppress(DecodeError, ProtocolError):
+        from_message(pb.Signal.FromString(data))
+
+
+def fuzz_announcement(data: bytes) -> None:
+    """Read an mDNS record: pairs of key and value, separated by zero bytes."""
+    parts = data.split(b"\0")
+    record = {key: value for key, _, value in (part.partition(b"=") for part in parts)}
+    with contextlib.suppress(ProtocolError):
+        found = Announcement.from_txt(record, len(data))
+        assert len(found.instance.encode()) < 256
+        found.to_txt()
+
+
+def fuzz_join_token(data: bytes) -> None:
+    """Read a join token."""
+    text = data.decode("latin-1")
+    with contextlib.suppress(UsageError):
+        assert JoinToken.parse(text) == JoinToken.parse(str(JoinToken.parse(text)))
+
+
+def fuzz_join_message(data: bytes) -> None:
+    """Read a message of a join, and the certificate and the request in it."""
+
+    async def read() -> None:
+        """Read one message from a stream that ends."""
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        reader.feed_data(data)
+        reader.feed_eof()
+        await read_message(reader)
+
+    with contextlib.suppress(ClusterError):
+        asyncio.run(read())
+
+
+def fuzz_certificate(data: bytes) -> None:
+    """Read certificates and a signing request in PEM."""
+    text = data.decode("latin-1")
+    for reader in (from_pem, requested_key):
+        with contextlib.suppress(ClusterError):
+            reader(text)
+
+
+def fuzz_status(data: bytes) -> None:
+    """Read the status of a failed call, which never raises."""
+    text = data.decode("latin-1")
+    name, _, rest = text.partition(" ")
+    metadata = [("mtp-error", name), ("mtp-retry-after", rest), ("mtp-public-bin", data)]
+    assert str(from_status("UNKNOWN", text, metadata, "peer"))
+
+
+def fuzz_host(data: bytes) -> None:
+    """Check a Host header. Names that are not this server's are refused."""
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        """Do nothing."""
+
+    check = HostCheck(app, "server", ())
+    text = data.decode("latin-1")
+    if check.is_known(text):
+        assert "evil.example" not in text.lower()
+
+
+def fuzz_safetensors(data: bytes) -> None:
+    """Read the header of a safetensors file."""
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(ClusterError):
+            read_header(Path(file.name))
+
+
+TARGETS: dict[str, Target] = {
+    "frame": fuzz_frame,
+    "signal": fuzz_signal,
+    "announcement": fuzz_announcement,
+    "join_token": fuzz_join_token,
+    "join_message": fuzz_join_message,
+    "certificate": fuzz_certificate,
+    "status": fuzz_status,
+    "host": fuzz_host,
+    "safetensors": fuzz_safetensors,
+}
