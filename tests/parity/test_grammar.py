@@ -149,17 +149,14 @@ CASES = [
 
 @pytest.mark.parametrize(("mtp", "stages"), CASES)
 def test_drafts_and_cuts_change_no_token(mtp: str, stages: int) -> None:
-    """Tokens, log-probabilities and reasons are equal; drafts are accepted under a grammar too."""
+    """Tokens, log-probabilities and reasons are equal, and the drafter follows the grammar too."""
     found = answers(requests(), mtp, stages)
     for one, other in zip(found, expected(), strict=True):
         assert (one.tokens, one.reason) == (other.tokens, other.reason)
         assert one.logprobs == other.logprobs
-    if mtp in ("1", "3"):
-        constrained = found[:-1]
-        assert (
-            sum(a.stats.accepted for a in constrained)
-            > sum(a.stats.drafted for a in constrained) / 3
-        )
+    if mtp == "3":  # 0.71 of the drafts are accepted; without the grammar in the drafter 0.25
+        constrained = [answer.stats for answer in found[:-1]]
+        assert sum(s.accepted for s in constrained) > sum(s.drafted for s in constrained) / 2
 
 
 def test_the_ratio_rule_keeps_the_format() -> None:
