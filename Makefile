@@ -1,16 +1,16 @@
-# `make demo` runs the main job, `make test` proves it. Both set up .venv first, once.
-# Works with GNU make 3.81 (macOS) and later.
+# `make demo` runs the demo, and `make test` the tests. The first of them creates .venv.
+# This file works with GNU make 3.81 (macOS) and later.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 
-# On Linux a plain `torch` is gigabytes of CUDA; the CPU build carries a local version that only an
-# index of CPU builds, or a wheel lying on this machine, can satisfy. macOS has one small build.
+# On Linux the default build of torch has gigabytes of CUDA. The CPU build has a local version, which needs an index of
+# CPU builds or a local wheel. macOS has one small build.
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
 
-# Twice quiet: errors alone.
+# Quiet twice, so that pip prints only errors.
 PIP_FLAGS := --quiet --quiet --disable-pip-version-check
 
 ifneq ($(UV),)
@@ -24,9 +24,9 @@ endif
 # The libraries that pyproject.toml names, for the lines that say what is installed.
 LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
 
-# Tests run side by side; those that start processes by file, as the tests of one share theirs.
+# Tests run in parallel. Cluster tests are distributed by file, because the tests of a file share their processes.
 JOBS ?= 2
-# Hypothesis's profile "ci" draws the same examples every time; plain pytest goes on looking for new ones.
+# Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
@@ -38,7 +38,7 @@ PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --pr
 .PHONY: help demo test test-slow check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
-help: ## what can be made
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
@@ -56,23 +56,23 @@ check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fmt: $(VENV)/.dev ## format the code and fix what can be fixed
+fmt: $(VENV)/.dev ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## measure, and print the hardware beside the figures; one: make bench BENCHES=acceptance
+bench: $(VENV)/.dev ## run the benches, or some of them: make bench BENCHES=acceptance
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python -m tests.bench.$$bench || exit 1; done
 
-proto: $(VENV)/.dev ## write proto/cluster_pb2* anew from proto/cluster.proto
+proto: $(VENV)/.dev ## generate proto/cluster_pb2* from proto/cluster.proto
 	$(call PROTOC,.)
 
 check-proto: $(VENV)/.dev
 	@rm -rf $(VENV)/proto-check && mkdir -p $(VENV)/proto-check
 	@$(call PROTOC,$(VENV)/proto-check)
 	@for file in $(GENERATED); do cmp "$$file" "$(VENV)/proto-check/$$file" \
-		|| { echo "$$file is not what proto/cluster.proto says: run 'make proto'" >&2; exit 1; }; done
+		|| { echo "$$file differs from proto/cluster.proto. Run 'make proto'." >&2; exit 1; }; done
 
-constraints: ## write constraints.txt anew: what a clean installation resolves to today
+constraints: ## resolve constraints.txt again, as a clean installation does today
 	$(PYTHON) -m venv --clear $(VENV)-constraints
 	$(VENV)-constraints/bin/python -m pip install $(PIP_FLAGS) '.[dev]' '$(TORCH)'
 	{ echo "# Versions the tests passed with (CPython 3.11, Linux). Written by \`make constraints\`."; \
@@ -80,14 +80,14 @@ constraints: ## write constraints.txt anew: what a clean installation resolves t
 	mv constraints.txt.new constraints.txt
 	rm -rf $(VENV)-constraints
 
-clean: ## remove .venv and what tools left behind
+clean: ## remove .venv and the files of tools
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "mtp-cluster needs Python 3.11 or later; $(PYTHON) is '$$($(PYTHON) --version 2>&1)'." >&2; \
-		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+		echo "Use another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version 2>&1)"
 	@$(MAKE_VENV) $(if $(UV),"$(PYTHON)") $(VENV)
 	@touch $@
@@ -103,5 +103,5 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "The first time this takes a minute or two: PyTorch, for comparison, is the largest."
 	@$(INSTALL) --editable '.[dev]'
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt '$(TORCH)' \
-		|| echo "No CPU build of $(TORCH) found: the tests that compare with transformers will skip." >&2
+		|| echo "No CPU build of $(TORCH) found. The tests that compare with transformers will be skipped." >&2
 	@touch $(VENV)/.runtime $@
