@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from coordinator.api.answer.choice import Choice
 from coordinator.api.request.context import Api
-from coordinator.generation.request import GenerationRequest
 from coordinator.text.output_format import OutputFormat
 from proto.errors import RequestError
 
@@ -34,7 +33,7 @@ async def with_scored_prompt(api: Api, choice: Choice, *, generate: bool) -> Cho
         max_tokens=forced + (choice.request.max_tokens if generate else 0),
         params=replace(choice.request.params, grammar=await _grammar(api, prompt[1:])),
     )
-    return _new_choice(api, choice, request, forced)
+    return Choice(choice.index, request, api.tokenizer, (), echoed_tokens=forced)
 
 
 async def _grammar(api: Api, tokens: tuple[int, ...]) -> bytes:
@@ -43,7 +42,3 @@ async def _grammar(api: Api, tokens: tuple[int, ...]) -> bytes:
         "lark", f"start: {forced} <[0-{api.tokenizer.vocab_size - 1}]>*", "prompt"
     )
     return await asyncio.to_thread(api.compiler.compile, output)
-
-
-def _new_choice(api: Api, choice: Choice, request: GenerationRequest, forced: int) -> Choice:
-    return Choice(choice.index, request, api.tokenizer, (), echoed_tokens=forced)

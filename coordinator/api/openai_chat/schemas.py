@@ -416,7 +416,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the client wants the log-probabilities of the prompt."""
+        """True if the client requests the log-probabilities of the prompt."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
