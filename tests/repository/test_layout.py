@@ -239,7 +239,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api.openai_responses": {"fastapi", "starlette"},
     "coordinator.api.openai_chat": {"fastapi", "starlette"},
     "coordinator.api.request": {"fastapi", "starlette"},
-    "coordinator.cli": {"http", "httpx", "socket", "urllib"},
+    "coordinator.cli": {"http", "httpx", "socket", "urllib", "ssl"},
     "coordinator.doctor": {"grpc"},
     "coordinator.pipeline": {"grpc"},
     "coordinator.server": {"socket"},
