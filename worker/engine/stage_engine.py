@@ -260,7 +260,9 @@ class StageEngine:
 
     def _run(self, out: Frame, x: mx.array, runs: list[Run], stamps: FrameStamps) -> Frame:
         x = self.stage.forward(x, runs)
-        states = [array for sequence, _ in runs for array in sequence.arrays()]
+        # Sequences that run together may share arrays.
+        shared = {id(array): array for sequence, _ in runs for array in sequence.arrays()}
+        states = list(shared.values())
         if self.verifier is None:
             stamps.mark(StageStep.BUILT)
             plain = plain_view(x)
