@@ -118,7 +118,7 @@ def endless_answers(page: Page) -> Iterator[None]:
 
     def prolong(route: Route) -> None:
         """Add `ignore_eos` to a request."""
-        body = {**route.request.post_data_json, "ignore_eos": True}
+        body = {**(route.request.post_data_json or {}), "ignore_eos": True}
         route.continue_(post_data=json.dumps(body))
 
     page.route(COMPLETIONS, prolong)

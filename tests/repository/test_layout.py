@@ -102,7 +102,6 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.planning",
         "coordinator.status",
         "coordinator.text",
-        "coordinator.web",
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.depth",
