@@ -59,8 +59,8 @@ def status(
 ) -> None:
     """Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance. Ctrl-C ends it.
 
-    **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan; `draining` is
-    leaving; `refused` cannot serve; `lost` does not answer.
+    **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan and keeps
+    loaded layers for the next one; `draining` is leaving; `refused` cannot serve; `lost` does not answer.
 
     **layers** are inclusive, as in 0-31. **ms a step** is the time of one decode step of that stage. **plan** counts
     the plans since the start. **recoveries** counts plans that were replaced while serving. **first token** is the
