@@ -15,6 +15,9 @@ from mtp.depth.controller import MtpMode
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 
+WARM_UP_TOKENS = 32
+"""Tokens before the measurement. CUDA compiles a kernel at the first use of each shape, which takes seconds."""
+
 PAUSE_SECONDS = 3.0
 """Seconds. macOS unwires idle memory after about one."""
 
@@ -47,7 +50,7 @@ async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int, *, pau
     tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
     prompt = tokenizer.encode(PROMPT)
     async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False) as loop:
-        await _generate(loop, prompt, 8)  # compiles the kernels
+        await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
         answer = Answer(depth, found, stats)
         if not pause:
