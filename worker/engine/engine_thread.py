@@ -62,6 +62,7 @@ class EngineThread:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def work() -> None:
+            """Run `function` on the thread, and post its result."""
             if future.cancelled():
                 return  # the caller was cancelled
             try:

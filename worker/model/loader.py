@@ -130,6 +130,7 @@ def _quantize(
     stored = {f"part.{name}": weight for name, weight in weights.items()}
 
     def parameters(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
+        """Return the quantization of a leaf that is stored with scales, or False."""
         if not {f"{path}.weight", f"{path}.scales"} <= stored.keys():
             return False
         found: dict[str, Any] = infer_quant_config(path, leaf, stored)

@@ -68,6 +68,7 @@ def chunk_gated_delta_rule(
     padding = -length % CHUNK
 
     def chunks(x: Tensor) -> Tensor:  # [B, T, H, ...] -> [B, H, N, CHUNK, ...]
+        """Split `x` into chunks, padded with zeros."""
         x = F.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, padding)).unflatten(1, (-1, CHUNK))
         return x.movedim(3, 1)
 
@@ -108,6 +109,7 @@ def check(device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
+        """Return random normal numbers."""
         return torch.randn(*shape, generator=generator, device=device)
 
     query, key, value = normal(2, 200, 2, 64), normal(2, 200, 2, 64), normal(2, 200, 4, 64)

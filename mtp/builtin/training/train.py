@@ -182,6 +182,7 @@ def main() -> None:
     model.compile_parts()
 
     def text_batch(_: int, generator: torch.Generator) -> Tensor:
+        """Return a batch of the corpus."""
         return train.batch(TOKENS_PER_STEP // LENGTH, LENGTH + 1, generator)
 
     fit(
@@ -203,6 +204,7 @@ def main() -> None:
     written = evaluate.continuations(model, train, length=SHORT_LENGTH + 1, seed=options.seed)
 
     def mixed_batch(_: int, generator: torch.Generator) -> Tensor:
+        """Return a batch of half corpus and half text of the backbone."""
         size = TOKENS_PER_STEP // SHORT_LENGTH // 2
         rows = torch.randint(len(written), (size,), generator=generator).to(device)
         return torch.cat([train.batch(size, SHORT_LENGTH + 1, generator), written[rows]])

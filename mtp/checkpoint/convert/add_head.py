@@ -96,6 +96,7 @@ class HeadAddition:
         check_free_space(self.target.path, total)
 
         def on_bytes(count: int) -> None:
+            """Report `count` further bytes."""
             nonlocal done
             done += count
             on_progress(done, total)
@@ -245,6 +246,7 @@ class _Stored:
 
     @property
     def dtype(self) -> mx.Dtype | None:
+        """The MLX type of the stored tensor; None if MLX lacks it."""
         return next((d for d, name in SAFETENSORS.items() if name == self.stored), None)
 
 

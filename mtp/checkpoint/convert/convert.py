@@ -107,6 +107,7 @@ def _write(
     check_free_space(path, total - done)
 
     def on_bytes(count: int) -> None:
+        """Report `count` further bytes."""
         nonlocal done
         done += count
         on_progress(done, total)

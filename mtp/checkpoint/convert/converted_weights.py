@@ -141,6 +141,7 @@ def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
     routers = _routers(model.language_model)
 
     def quantize(path: str, module: nn.Module) -> Choice:
+        """Return how to quantize the module at `path`, and record an override in `found`."""
         local = path.removeprefix(PREFIX)
         in_head = local.startswith("mtp.")
         mine = of_head if in_head else of_backbone
@@ -176,6 +177,7 @@ def _predicate(model: TextModel, settings: Settings) -> Predicate:
     )
 
     def choose(path: str, module: nn.Module) -> Choice:
+        """Return the routers' own choice, or else that of the recipe."""
         choice = routers(path, module)
         return choice if isinstance(choice, dict) else recipe(path, module)
 
