@@ -11,7 +11,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -117,7 +117,7 @@ def write_dialled_model(path: Path, shape: ModelShape, noise: float = NOISE) -> 
             _dial(holder.part, noise * (shape.hidden / 5120) ** 0.5)
         nn.quantize(holder, GROUP_SIZE, BITS, class_predicate=_is_quantized)
         if part == "embed":
-            embedding = dict(tree_flatten(holder.part.parameters()))
+            embedding = dict(_tensors(holder.part))
         if part == "lm_head":
             _follow_cycle(holder.part, embedding, cycle)
         if part == "mtp":
@@ -140,7 +140,7 @@ class _Shards:
 
     def add(self, part: str, module: nn.Module) -> None:
         """Add the tensors of `part`, under the names that mlx-lm gives them."""
-        for name, value in tree_flatten(module.parameters()):
+        for name, value in _tensors(module):
             local = module_path(part, name)
             inner = "" if local.startswith(("lm_head", "mtp.")) else "model."
             self._held[f"language_model.{inner}{local}"] = value
@@ -161,6 +161,10 @@ class _Shards:
         self._files += 1
         self._held = {}
         mx.clear_cache()
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
 
 
 def _is_quantized(path: str, module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from mtp.head.attention import KV, KVFormat
 from proto.frame import Admit, Commit, Frame, Op, Outcome, Segment, decode, encode
 from proto.params import SamplingParams
 from proto.span import Span
-from worker.cache.gdn_cache import GDNCache
+from worker.cache.sequence_cache import StateCache
 from worker.engine.stage_engine import StageEngine
 from worker.model.loader import StageModules, load_stage
 from worker.model.stage import Stage
@@ -148,7 +148,7 @@ class Chain:
         found: list[mx.array] = []
         for stage in range(len(self.engines)) if stages is None else stages:
             for cache in self.engines[stage].sequences[seq_id].layers:
-                found += cache.arrays() if isinstance(cache, GDNCache) else valid(cache)
+                found += cache.arrays() if isinstance(cache, StateCache) else valid(cache)
         return found
 
     def head_state(self, seq_id: int) -> list[mx.array]:
@@ -232,7 +232,7 @@ class Script:
         """Return a window of the newest token and its drafts."""
         return self.window([self.known[-1], *self.drafts], drafts)
 
-    def settle(self, segment: Segment, outcome: Outcome) -> list[int]:
+    def apply_outcome(self, segment: Segment, outcome: Outcome) -> list[int]:
         """Apply an outcome. Return the tokens that it adds to the text."""
         assert (outcome.seq_id, outcome.window) == (segment.seq_id, segment.window)
         if segment.open and not outcome.cancelled:
@@ -253,7 +253,7 @@ class Script:
     def run(self, chain: Chain, segment: Segment) -> Outcome:
         """Send one segment alone in a frame, with the pending operations, and apply its outcome."""
         outcome = chain.send(segment, ops=self.due()).outcomes[0]
-        self.settle(segment, outcome)
+        self.apply_outcome(segment, outcome)
         return outcome
 
 
