@@ -36,7 +36,9 @@ class RandomOrder:
 
     def run(self, turns: int) -> None:
         prompt = self.script.chunk(self.text.prompt)
-        self.script.settle(prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0])
+        self.script.apply_outcome(
+            prompt, self.chain.send(prompt, ops=self.script.due()).outcomes[0]
+        )
         for _ in range(turns):
             self.random.choices([self.send, self.step, self.signal], [2, 6, 3])[0]()
         for frame in self.chain.drain():
@@ -81,7 +83,7 @@ class RandomOrder:
             # The window was sent before the rejection was known. After the last of these, none is in flight.
             self.expects_acceptance = self.expects_acceptance or not self.sent
             return
-        self.script.settle(segment, outcome)
+        self.script.apply_outcome(segment, outcome)
         self.signals.append(Commit(0, segment.window, outcome.accepted_length))
         if outcome.accepted_length < segment.width:
             self.expects_acceptance = not self.sent

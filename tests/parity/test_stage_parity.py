@@ -155,7 +155,7 @@ def test_sequences_in_one_frame_do_not_see_each_other(
             assert mx.array_equal(rows, expected), (script.seq_id, segment.position)
             assert outcome.accepted_length == segment.width
             if segment.open or script.scheduled == len(script.known):
-                script.settle(segment, outcome)
+                script.apply_outcome(segment, outcome)
     assert mixed
     assert all(s.known == stocks[s.seq_id].tokens[: len(s.known)] for s in scripts)
 
