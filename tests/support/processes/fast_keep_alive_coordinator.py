@@ -6,7 +6,7 @@ from functools import partial
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.api.context import ApiOptions
+from coordinator.api.request.context import ApiOptions
 
 
 def main() -> None:
