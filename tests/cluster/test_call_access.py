@@ -18,7 +18,7 @@ import pytest
 from coordinator.trust.authority import Authority
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.frame import VERSION, Frame, encode
+from proto.frame import VERSION
 from proto.rpc.channels import add_port, open_channel
 from proto.rpc.data_plane import FRAMES, RESULTS, StreamBinding
 from proto.rpc.link_test import REACH, STREAM
@@ -105,7 +105,6 @@ async def call(
                 await frames.initial_metadata()
                 if frames.done():
                     return str((await frames.code()).name)
-                await frames.write(encode(Frame(1, 0)))
                 frames.cancel()
             elif method == REACH:
                 reach: Any = channel.unary_unary(REACH)
