@@ -24,8 +24,8 @@ def chi_square(counts: Sequence[int], chances: Sequence[float]) -> float:
 def sigmas(statistic: float, freedom: int) -> float:
     """Return how many standard deviations a normal variable as unlikely as `statistic` lies from its mean.
 
-    `freedom` is the number of degrees of freedom. Uses Wilson and Hilferty's cube-root approximation (1931), accurate to
-    a few hundredths from 3 degrees on.
+    `freedom` is the number of degrees of freedom. Uses Wilson and Hilferty's cube-root approximation (1931), accurate
+    to a few hundredths from 3 degrees on.
     """
     spread = 2 / (9 * freedom)
     return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
