@@ -17,6 +17,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from worker.engine.hardware import compile_seconds
+from worker.engine.thread_result import post, run_into
 
 T = TypeVar("T")
 Work = Callable[[], None]
@@ -65,12 +66,7 @@ class EngineThread:
             """Run `function` on the thread, and post its result."""
             if future.cancelled():
                 return  # the caller was cancelled
-            try:
-                result = function()
-            except Exception as error:
-                self.post(_fail, future, error)
-            else:
-                self.post(_resolve, future, result)
+            run_into(future, function)
 
         self.submit(work)
         return await future
@@ -110,8 +106,7 @@ class EngineThread:
 
     def post(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the event loop, from this thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
+        post(self._loop, function, *args)
 
     def _next_work(self) -> Work | None:
         """Wait for the next work. Call `on_idle` once if none comes within IDLE_SECONDS."""
@@ -136,13 +131,3 @@ class EngineThread:
 
 def _nothing() -> None:
     pass
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
