@@ -29,6 +29,8 @@ JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 
+PROCESS_TESTS := tests/cluster tests/chaos tests/browser
+
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
 GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
@@ -45,8 +47,10 @@ demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one p
 	$(BIN)/mtp-coord demo
 
 test: $(VENV)/.dev ## the tests, without the slow ones
-	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/repository tests/unit tests/parity
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' tests/cluster tests/chaos tests/browser
+	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/repository tests/unit tests/parity tests/fuzz
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' $(PROCESS_TESTS) || { \
+		echo "Process tests failed, see above. They run once more, one at a time: a shared machine delays processes." >&2; \
+		$(PYTEST) -m 'not slow' --last-failed --last-failed-no-failures none $(PROCESS_TESTS); }
 
 test-slow: $(VENV)/.dev ## the slow ones
 	$(PYTEST) -m slow
