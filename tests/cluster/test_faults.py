@@ -283,7 +283,7 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
     first, second = team.addresses
     back_offs: dict[int, float] = {}
 
-    def noting(view: View, event: Event, now: float) -> View:
+    def recording(view: View, event: Event, now: float) -> View:
         """Record the back-off in seconds of each failure from the given one on."""
         after = apply(view, event, now)
         if (member := after.members.get(second)) and member.failure_count:
@@ -294,19 +294,19 @@ async def test_a_worker_that_fails_again_and_again(team: Team, toy: Path, wanted
         running_coordinator(toy, team.addresses) as head,
         load(head, wanted, requests(2)) as clients,
     ):
-        with patch.object(manager, "apply", noting):
+        with patch.object(manager, "apply", recording):
             team.set_fault(1, "raise")
-            await head.until(lambda: 2 in back_offs, "blamed twice")
+            await head.until(lambda: 2 in back_offs, "recorded two failures")
         assert back_offs[1] <= 0.0
         assert back_offs[2] == pytest.approx(2.0)
         (node,) = (n for n in head.status.status().nodes if n.address == second)
-        assert (node.health, node.detail[:9]) == ("idle", "held back")
+        assert (node.health, node.detail[:12]) == ("idle", "not used for")
         await head.served_by(first)
         await clients.end_well()
         await head.until(lambda: head.view.members[second].usable(head.view.now), "released")
         head.manager.replan()
         await head.served_by(first, second)
-        with patch.object(manager, "apply", noting):
+        with patch.object(manager, "apply", recording):
             again = asyncio.create_task(head.answer(requests(1)[0]))
             await head.until(lambda: 3 in back_offs, "blamed again")
         assert back_offs[3] == pytest.approx(4.0)
@@ -458,7 +458,7 @@ def stream(url: str, model: str) -> Iterator[str]:
 def test_a_coordinator_that_stops(team: Team, toy: Path, tmp_path: Path) -> None:
     """After SIGTERM open streams continue for a while and end with an error event. The workers are released."""
     team.set_fault(0, "slow 0.1")
-    lapsed = len(team.workers[0].records("claim lapsed"))
+    lapsed = len(team.workers[0].records("lease expired"))
     with serving(tmp_path, toy, team.addresses, "--dtype", "float32") as coordinator:
         lines = stream(coordinator.url, toy.name)
         assert "choices" in next(line for line in lines if line.startswith("data: "))
@@ -467,7 +467,7 @@ def test_a_coordinator_that_stops(team: Team, toy: Path, tmp_path: Path) -> None
         assert coordinator.wait() == 0
     assert len(told) > 5
     assert json.loads(told[-1])["error"]["message"] == "the server is shutting down"
-    assert len(team.workers[0].records("claim lapsed")) == lapsed
+    assert len(team.workers[0].records("lease expired")) == lapsed
 
 
 async def let_go(team: Team, seconds: float) -> None:
@@ -521,7 +521,7 @@ async def test_a_coordinator_stopped(team: Team, toy: Path, tmp_path: Path) -> N
 
 def stop_a_coordinator(team: Team, toy: Path, tmp_path: Path) -> None:
     team.set_fault(0, "slow 0.1")
-    before = [len(worker.records("claim lapsed")) for worker in team.workers]
+    before = [len(worker.records("lease expired")) for worker in team.workers]
     flags = ("--dtype", "float32", "--failure-timeout", "1")
     with serving(tmp_path, toy, team.addresses, *flags, name="stopped") as coordinator:
         lines = stream(coordinator.url, toy.name)
@@ -530,7 +530,7 @@ def stop_a_coordinator(team: Team, toy: Path, tmp_path: Path) -> None:
         stopped = time.monotonic()
         try:
             for worker, count in zip(team.workers, before, strict=True):
-                worker.wait_for("claim lapsed", count=count + 1)
+                worker.wait_for("lease expired", count=count + 1)
             in_time(time.monotonic() - stopped, 3.0 + SLACK)
             asyncio.run(let_go(team, AT_ONCE))
         finally:
