@@ -133,7 +133,16 @@ class Report:
 def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
     """Run a coordinator over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
-    flags += ["--model", model, "--dtype", "float32", "--port", "0", "--no-mdns", "--no-auto-replan"]
+    flags += [
+        "--model",
+        model,
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+        "--no-mdns",
+        "--no-auto-replan",
+    ]
     flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
     module = "tests.support.processes.no_back_off_coordinator"
     env = {TASKS: str(folder)}

@@ -118,7 +118,7 @@ def test_dialects_give_the_same_text(client: openai.OpenAI, url: str) -> None:
             streamed = stream.get_final_message()
     for message in (whole, streamed):
         (block,) = message.content
-        assert block.type == "text"
+        assert isinstance(block, anthropic.types.TextBlock)
         assert block.text == expected
         assert message.stop_reason in ("max_tokens", "end_turn")
 

@@ -41,7 +41,15 @@ def test_once_shows_the_cluster(url: str) -> None:
     done = run("--url", url, "--api-key", KEY, "--once")
     assert done.exit_code == 0, done.output
     for part in (
-        *("serving for 90 s", "plan 3", "tiny", "2 running", "1 of 64 waiting", "41.5", "80 / 50 %"),
+        *(
+            "serving for 90 s",
+            "plan 3",
+            "tiny",
+            "2 running",
+            "1 of 64 waiting",
+            "41.5",
+            "80 / 50 %",
+        ),
         *("mac-1", "0-3", "ready", "1.07 GB of 2.15 GB", "12.5", "10.0.0.1:7000", "loading 50%"),
         *("refused: it holds another checkpoint", "up for 2 min", "1 recovery"),
     ):

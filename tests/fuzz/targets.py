@@ -83,7 +83,11 @@ def fuzz_status(data: bytes) -> None:
     """Read the status of a failed call, which never raises."""
     text = data.decode("latin-1")
     name, _, rest = text.partition(" ")
-    metadata = [("mtp-error", name), ("mtp-retry-after", rest), ("mtp-public-bin", data)]
+    metadata: list[tuple[str, str | bytes]] = [
+        ("mtp-error", name),
+        ("mtp-retry-after", rest),
+        ("mtp-public-bin", data),
+    ]
     assert str(from_status("UNKNOWN", text, metadata, "peer"))
 
 

@@ -114,7 +114,9 @@ def _open_windows(chain: Chain, rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_width_and_accepted_length(checkpoints: Checkpoints, count: int, bits: int | None) -> None:
+def test_every_width_and_accepted_length(
+    checkpoints: Checkpoints, count: int, bits: int | None
+) -> None:
     """Rows of one frame roll back to different accepted lengths, and match a run over the accepted tokens.
 
     One to three windows of 1 to 5 tokens are open. State and next logits are compared. Quantized K/V is bit-equal too,
@@ -188,7 +190,8 @@ def test_rows_of_a_stale_sequence_are_taken_out_of_the_frame(checkpoints: Checkp
     chain = Chain(path, (4,))
     scripts = [Script(i, text.tokens[: text.prompt]) for i, text in enumerate(texts)]
     prompts = [
-        script.chunk(script.scheduled + text.prompt) for script, text in zip(scripts, texts, strict=True)
+        script.chunk(script.scheduled + text.prompt)
+        for script, text in zip(scripts, texts, strict=True)
     ]
     chain.send(*prompts, ops=[op for script in scripts for op in script.due()])
     chain.send(scripts[1].window(texts[1].window(scripts[1].scheduled, 2, right=1)))
@@ -283,6 +286,9 @@ def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoint
         engine.cancel(1, 7)
         engine.rollback(1, 0, 9, 1)
     stacks = [engine.sequences[0].stack for engine in chain.engines]
-    assert [(s.length, s.stale) for s in stacks] == [(script.scheduled, False), (text.prompt, False)]
+    assert [(s.length, s.stale) for s in stacks] == [
+        (script.scheduled, False),
+        (text.prompt, False),
+    ]
     outcome = chain.drain()[0].outcomes[0]
     assert (outcome.accepted_length, outcome.cancelled) == (3, False)

@@ -21,7 +21,9 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "64XB", "1e9", "0", "0.1B", "9" * 400, "64", "1.5", "٣GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "64XB", "1e9", "0", "0.1B", "9" * 400, "64", "1.5", "٣GB"]
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     """A UsageError shows how to write one."""
     with pytest.raises(UsageError, match="size"):

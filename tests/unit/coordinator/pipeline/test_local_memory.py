@@ -12,7 +12,7 @@ from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import MemoryLimitError
 from proto.frame import Frame
-from proto.operation import Admit, Evict
+from proto.operation import Admit, Evict, Op
 from proto.segment import Segment
 from proto.span import Span
 from worker.engine.hardware import default_memory_limit
@@ -39,7 +39,8 @@ async def test_buffers_of_a_prompt_are_returned_after_its_last_chunk(model: Loca
     assert mx.get_memory_limit() == default_memory_limit()
     cached = []
     for number, width in enumerate((64, 96, 160, 256, 416)):
-        ops = [Admit(number, 1024, width), *([Evict(number - 1)] if number else [])]
+        ops: list[Op] = [Admit(number, 1024, width)]
+        ops += [Evict(number - 1)] if number else []
         prompt = Segment(number, 0, 0, (7,) * width, sample=True)
         pipeline.send_frame(Frame(1, number, tuple(ops), (prompt,)))
         async with asyncio.timeout(60):
