@@ -384,7 +384,7 @@ async def test_damage_on_the_wire_is_one_clear_error(
     forget(homes)
     client = WorkerClient(workers[0].address, ME)
     for _ in range(10):
-        with pytest.raises(CheckpointError, match=r"tensor model\..*damaged on its way"):
+        with pytest.raises(CheckpointError, match=r"tensor model\..*damaged in transfer"):
             await provider.provide_weights(
                 client, stage_of(checkpoint, Span(4, 6), provider), silent
             )

@@ -105,7 +105,9 @@ class WorkerNode:
         if loaded is None or loaded.key != key:
             loaded = await self._load_weights(key, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
-        return pb.LoadResult(has_mtp=loaded.stage.modules.head is not None)
+        return pb.LoadResult(
+            weight_bytes=loaded.weight_bytes, has_mtp=loaded.stage.modules.head is not None
+        )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
         """Set the state, unless the worker drains: then the state stays DRAINING."""
