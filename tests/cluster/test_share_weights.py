@@ -80,6 +80,7 @@ def elsewhere(theirs: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[Worker]]:
     """Start two workers with separate caches and without files; the second names a model that it would download."""
+    sent = hub.sent.total()
     with ExitStack() as stack:
         launched = [
             launch_worker(homes, name, *flags, env=hub.environment(homes / name), prefix=elsewhere)
@@ -88,7 +89,7 @@ def workers(homes: Path, hub: Hub, elsewhere: tuple[str, ...]) -> Iterator[list[
         for process in launched:
             stack.enter_context(ending(process))
         workers = [as_worker(process) for process in launched]
-        assert hub.sent.total() == 0
+        assert hub.sent.total() == sent
         yield workers
 
 
@@ -143,7 +144,7 @@ def size_of(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def accepted_length(home: Path) -> dict[str, int]:
+def stored_files(home: Path) -> dict[str, int]:
     """Return the parts on a worker's disk and their sizes."""
     return {file.stem: file.stat().st_size for file in home.rglob("parts/*.safetensors")}
 
@@ -163,7 +164,7 @@ async def test_a_cluster_of_workers_without_files(
     hub.sent.clear()
     model = served(checkpoint, share=share, hub=hub)
     assert await answer_from(model, workers) == expected
-    first, second = accepted_length(homes / "a"), accepted_length(homes / "b")
+    first, second = stored_files(homes / "a"), stored_files(homes / "b")
     assert first.keys() & second.keys() == {"embed"}
     assert first.keys() | second.keys() == {
         *(part for part, size in checkpoint.part_bytes().items() if size)
@@ -212,9 +213,7 @@ async def test_the_commands_people_type(
             said = await client.post(f"{coordinator.url}/v1/completions", json=asked)
     assert said.json()["choices"][0]["text"] == expected
     sizes = checkpoint.part_bytes()
-    fetched = sum(
-        sizes[part] for worker in workers for part in accepted_length(homes / worker.name)
-    )
+    fetched = sum(sizes[part] for worker in workers for part in stored_files(homes / worker.name))
     assert fetched == sum(sizes.values()) + sizes["embed"]
     assert hub.weights_sent == (0 if share else size_of(source) + fetched)
 
@@ -390,4 +389,4 @@ async def test_damage_on_the_wire_is_one_clear_error(
             )
     await client.unload(1)
     await client.close()
-    assert accepted_length(homes / "a") == {}
+    assert stored_files(homes / "a") == {}
