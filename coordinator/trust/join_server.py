@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import CERTIFICATE_LIFE, Authority
 from coordinator.trust.registry import Registry
-from proto.errors import AccessError, ClusterError, ProtocolError, UsageError
+from proto.errors import CapacityError, ClusterError, ProtocolError, UsageError
 from proto.trust.certificates import from_pem, key_to_pem, new_key, requested_key
 from proto.trust.identity import NodeIdentity, Role, new_id
 from proto.trust.join_session import (
@@ -111,7 +111,10 @@ class JoinServer:
             tls = writer.get_extra_info("ssl_object")
             reply = self._admit(request, session_binding(tls, self._certificate), peer)
         except ClusterError as error:
-            self._failures.append(time.monotonic())
+            if not isinstance(
+                error, CapacityError
+            ):  # else a client that retries would keep the limit closed
+                self._failures.append(time.monotonic())
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
             reply = {"refused": REFUSED}
         finally:
@@ -119,12 +122,12 @@ class JoinServer:
         await write_message(writer, reply)
 
     def _check_limits(self) -> None:
-        """Raise AccessError while too many joins are open or have failed."""
+        """Raise CapacityError while too many joins are open or have failed."""
         now = time.monotonic()
         while self._failures and self._failures[0] < now - FAILURE_SECONDS:
             self._failures.popleft()
         if self._open > MAX_OPEN or len(self._failures) >= MAX_FAILURES:
-            raise AccessError("too many joins were refused or are in progress")
+            raise CapacityError("too many joins were refused or are in progress")
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""
