@@ -21,6 +21,7 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
         raise RequestError(
             f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
         )
+    assert len(request.emitted) < request.max_tokens, "the answer is complete"
     total = len(request.prompt) + request.max_tokens
     field = "prompt" if len(request.prompt) >= min(context, kv_tokens) else "max_tokens"
     if total > context:

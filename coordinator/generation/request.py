@@ -19,6 +19,8 @@ class GenerationRequest:
     A token of `stop_tokens` ends the text and is not emitted. `request_id` is for logs. `turn` and `continued` help
     the prefix cache and change no token. `turn` is the number of prompt tokens with which the conversation's next turn
     begins, 0 if unknown. `continued` says whether a later prompt may begin with this prompt and its answer.
+    `emitted` are the first tokens of the answer, which an earlier process emitted. They count towards `max_tokens` and
+    are not emitted again.
     """
 
     prompt: tuple[int, ...]
@@ -28,6 +30,7 @@ class GenerationRequest:
     request_id: str = ""
     turn: int = 0
     continued: bool = True
+    emitted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            self.tokens = list(self.request.prompt)
+            self.tokens = [*self.request.prompt, *self.request.emitted]
             self.prefill_tokens = len(self.tokens)
 
     @property

@@ -1,19 +1,15 @@
-"""The incremental parser of reasoning and tool calls in an answer, with mlx-lm's markers and call parsers."""
+"""The incremental parser of reasoning and tool calls in an answer."""
 
 from __future__ import annotations
 
-import json
-import logging
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_lm.generate import TextStateMachine
 
+from coordinator.text.call_parts import CallArguments, CallParser, CallPart
 from coordinator.text.model_info import Json
 from coordinator.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,31 +26,25 @@ class Reasoning:
     text: str
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call of the model. `arguments` is a JSON object as text."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-Part = Content | Reasoning | ToolCall
+Part = Content | Reasoning | CallPart
 
 
 class ChatParser:
     """The split of one answer's text into parts, while the text streams.
 
     Line breaks around reasoning and tool calls belong to the template and are dropped. A tool call that cannot be
-    parsed becomes content with its markers. Without `tools` the parser ignores the markup of calls.
+    parsed becomes content with its markers, after the parts of it that were sent. Without `tools` the parser ignores
+    the markup of calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, tools: Sequence[Json] = ()) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
         self._mode = "reasoning" if thinking else "normal"
-        self._split = tokenizer.markup(tools=bool(tools)).make_state(self._mode)
-        self._call = ""
+        self._machine = tokenizer.markup(tools=bool(tools))
+        self._split = self._machine.make_state(self._mode)
+        self._parser: CallParser | None = None
+        self._call = ""  # text since the start marker
         self._text = {"reasoning": _Lines(trim=True), "normal": _Lines(trim=False)}
 
     @property
@@ -67,54 +57,60 @@ class ChatParser:
         self._split, segments = TextStateMachine.split(self._split, text)
         return self._read(segments)
 
-    def finish(self) -> list[Part]:
-        """Return the parts held back, after the last text. A call without its end marker may be complete."""
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """Return the parts held back, after the last text.
+
+        A call without its end marker may be complete. With `cut` a limit has ended the text, and an incomplete call
+        does not become content.
+        """
         self._split, held, state = TextStateMachine.flush(self._split)
         parts = self._read([(state, held)])
-        if self._mode == "tool":
-            parts += self._end_call("")
+        if self._parser is not None:
+            parts += [*self._parser.finish(), *self._end_call(cut=cut)]
         return parts + self._emit("reasoning", "", last=True) + self._emit("normal", "", last=True)
 
     def _read(self, segments: Iterable[tuple[str, str]]) -> list[Part]:
         parts: list[Part] = []
         for state, text in segments:
             if state != self._mode:
-                parts += self._enter(state)
+                self._enter(state)
             if state == "tool":
-                self._call += text
+                parts += self._read_call(text)
             else:
                 parts += self._emit(state, text)
         return parts
 
-    def _enter(self, state: str) -> list[Part]:
+    def _enter(self, state: str) -> None:
         """Change to `state`. Line breaks between two states belong to neither."""
         left, self._mode = self._mode, state
-        if left == "tool":
-            _, end = self._tokenizer.tool_markers
-            return self._end_call(end)
+        if state == "tool":
+            self._call, self._parser = "", self._tokenizer.call_parser(self._tools)
         if "reasoning" in (left, state):
             self._text[left].drop()
             self._text["normal" if left == "reasoning" else "reasoning"].trim = True
-        return []
 
-    def _emit(self, state: str, text: str, *, last: bool = False) -> list[Part]:
-        final = self._text[state].add(text, last=last)
-        if not final:
-            return []
-        return [Reasoning(final) if state == "reasoning" else Content(final)]
+    def _read_call(self, text: str) -> list[Part]:
+        """Add text of a call. The text after its end marker is content again."""
+        assert self._parser is not None
+        self._call += text
+        parts: list[Part] = list(self._parser.add(text))
+        if not self._parser.done:
+            return parts
+        rest = self._parser.rest
+        self._call = self._call[: len(self._call) - len(rest)]
+        self._mode, self._split = "normal", self._machine.make_state("normal")
+        return [*parts, *self._end_call(), *self.add(rest)]
 
-    def _end_call(self, end: str) -> list[Part]:
-        """Return the calls in the text since the start marker, or that text as content if it cannot be parsed."""
-        text, self._call = self._call, ""
-        try:
-            calls = _tool_calls(self._tokenizer.parse_tool_call(text, self._tools))
-        except Exception:  # mlx-lm's parsers raise errors of many types
-            log.debug("tool call not parsed, sent as text", exc_info=True)
-            return self._emit("normal", self._tokenizer.tool_markers[0] + text + end)
+    def _end_call(self, *, cut: bool = False) -> list[Part]:
+        """Return the text of the call as content if it cannot be parsed."""
+        assert self._parser is not None
+        broken, self._parser = self._parser.broken, None
+        if broken and not cut:
+            return self._emit("normal", self._tokenizer.tool_markers[0] + self._call)
         for lines in self._text.values():
             lines.drop()
             lines.trim = True
-        return list(calls)
+        return []
 
 
 def join_parts(parts: Iterable[Part]) -> list[Part]:
@@ -126,6 +122,8 @@ def join_parts(parts: Iterable[Part]) -> list[Part]:
                 joined[-1] = Content(before + text)
             case (Reasoning(before), Reasoning(text)):
                 joined[-1] = Reasoning(before + text)
+            case (CallArguments(before), CallArguments(text)):
+                joined[-1] = CallArguments(before + text)
             case _:
                 joined.append(part)
     return joined
@@ -154,25 +152,3 @@ class _Lines:
     def drop(self) -> None:
         """Drop the line breaks held back."""
         self._held = ""
-
-
-def _tool_calls(parsed: object) -> list[ToolCall]:
-    """Convert the result of a parser. Raises ValueError if it is not a call or a list of calls."""
-    calls = []
-    for call in parsed if isinstance(parsed, list) else [parsed]:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError("a tool call has a name")
-        arguments = call.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            raise ValueError("a tool call's arguments are an object")
-        call_id = call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-        calls.append(ToolCall(str(call_id), call["name"], _dumps(arguments)))
-    if not calls:
-        raise ValueError("no tool call")
-    return calls
-
-
-def _dumps(arguments: Json) -> str:
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

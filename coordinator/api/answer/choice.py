@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.api.answer.events import (
@@ -37,7 +38,8 @@ class Choice:
 
     `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
     continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
-    The first `echoed_tokens` tokens repeat the client's prompt, after the request's own prompt.
+    The first `echoed_tokens` tokens repeat the client's prompt, after the request's own prompt. `generated` holds the
+    tokens that the choice has used, from which `replay` restores it. `next_request` is the request for the rest.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class Choice:
         self._text = TextStream(tokenizer.text_bytes, stop)
         self._reasoning_budget = reasoning_budget
         self._one_call = one_call
-        self._generated: list[int] = []  # tokens since the request's prompt
+        self.generated: list[int] = []
+        self.next_request = request
         self._continuation: GenerationRequest | None = None
         self._earlier_drafted = 0  # before the continuation
         self._earlier_accepted = 0
@@ -110,6 +113,25 @@ class Choice:
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._end("stop" if event.reason == "stop" else "length")
 
+    def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
+        """Restore the choice from the tokens that an earlier process used; return their events.
+
+        The events are the same as then, because each token is read on its own. `next_request` continues after them.
+        """
+        events: list[AnswerEvent] = []
+        emitted: list[int] = []
+        for token in tokens:
+            if self.done:
+                return events
+            events += self.apply_event(TokenChunk((token,)))
+            emitted.append(token)
+            if (continuation := self.take_continuation()) is not None:
+                self.next_request, emitted = continuation, []
+        if not self.done and len(emitted) >= self.next_request.max_tokens:
+            return events + self._end("length")
+        self.next_request = replace(self.next_request, emitted=tuple(emitted))
+        return events
+
     def take_continuation(self) -> GenerationRequest | None:
         """Return the request that replaces the current one, once; None if the current one goes on."""
         taken, self._continuation = self._continuation, None
@@ -123,7 +145,7 @@ class Choice:
         events: list[AnswerEvent] = []
         for token in chunk.tokens:
             self.tokens += 1
-            self._generated.append(token)
+            self.generated.append(token)
             events += self._read_piece(self._text.add(token))
             if self._text.stopped or (self._one_call and self.calls):
                 return events + self._end("stop")
@@ -152,7 +174,7 @@ class Choice:
         self._reasoning_budget = None
         self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
         self._new_logprobs.clear()
-        added = (*self._generated, *self._tokenizer.encode(closing))
+        added = (*self.generated, *self._tokenizer.encode(closing))
         room = self.request.max_tokens - len(added)
         if room < 1:
             return events + self._end("length")
