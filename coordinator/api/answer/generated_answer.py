@@ -117,12 +117,7 @@ async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedA
                 request,
                 api.tokenizer,
                 stops.strings,
-                ChatParser(
-                    api.tokenizer,
-                    thinking=prompt.thinking,
-                    tools=chat.tools,
-                    id_seed=request.request_id,
-                ),
+                ChatParser(api.tokenizer, thinking=prompt.thinking, tools=chat.tools),
                 reasoning_budget=chat.reasoning_budget,
                 one_call=chat.one_call,
             )
