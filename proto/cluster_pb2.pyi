@@ -278,6 +278,7 @@ class WorkerInfo(_message.Message):
     LEASED_TO_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     """random, changes at every start"""
@@ -289,6 +290,8 @@ class WorkerInfo(_message.Message):
     state: Global___WorkerState.ValueType
     node_id: _builtins.str
     """of its certificate, empty without one"""
+    version: _builtins.str
+    """of its programs, such as "0.1.0, mlx 0.31.0" """
     @_builtins.property
     def hardware(self) -> Global___Hardware: ...
     @_builtins.property
@@ -310,10 +313,11 @@ class WorkerInfo(_message.Message):
         leased_to: Global___Coordinator | None = ...,
         state: Global___WorkerState.ValueType = ...,
         node_id: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "hardware", b"hardware", "leased_to", b"leased_to", "pinned", b"pinned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to", "_pinned", b"_pinned", "fingerprint", b"fingerprint", "hardware", b"hardware", "leased_to", b"leased_to", "model", b"model", "name", b"name", "node_id", b"node_id", "pinned", b"pinned", "protocol_version", b"protocol_version", "state", b"state", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leased_to: _TypeAlias = _typing.Literal["leased_to"]  # noqa: Y015
     _WhichOneofArgType__leased_to: _TypeAlias = _typing.Literal["_leased_to", b"_leased_to"]  # noqa: Y015
@@ -971,6 +975,47 @@ class Fault(_message.Message):
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
+class MachineState(_message.Message):
+    """What the operating system reports of the whole machine, without root. A value that it does not offer is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FREE_FIELD_NUMBER: _builtins.int
+    SWAP_USED_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    POWER_FIELD_NUMBER: _builtins.int
+    memory_free: _builtins.int
+    """bytes that programs can still get without swapping"""
+    swap_used: _builtins.int
+    """bytes"""
+    temperature: _builtins.float
+    """degrees Celsius, of the hottest sensor of the chip"""
+    power: _builtins.float
+    """watts, of the GPU or of the whole machine"""
+    def __init__(
+        self,
+        *,
+        memory_free: _builtins.int = ...,
+        swap_used: _builtins.int = ...,
+        temperature: _builtins.float | None = ...,
+        power: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "_temperature", b"_temperature", "power", b"power", "temperature", b"temperature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "_temperature", b"_temperature", "memory_free", b"memory_free", "power", b"power", "swap_used", b"swap_used", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__power: _TypeAlias = _typing.Literal["power"]  # noqa: Y015
+    _WhichOneofArgType__power: _TypeAlias = _typing.Literal["_power", b"_power"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power) -> _WhichOneofReturnType__power | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+
+Global___MachineState: _TypeAlias = MachineState  # noqa: Y015
+
+@_typing.final
 class WorkerStatus(_message.Message):
     """The state of a worker. Counters start at 0 with the process."""
 
@@ -989,6 +1034,7 @@ class WorkerStatus(_message.Message):
     MESSAGES_IN_FIELD_NUMBER: _builtins.int
     MESSAGES_OUT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     epoch: _builtins.int
     """of the plan that the stage is bound into, 0 for none"""
@@ -1010,6 +1056,8 @@ class WorkerStatus(_message.Message):
     messages_out: _builtins.int
     @_builtins.property
     def fault(self) -> Global___Fault: ...
+    @_builtins.property
+    def machine(self) -> Global___MachineState: ...
     def __init__(
         self,
         *,
@@ -1026,10 +1074,11 @@ class WorkerStatus(_message.Message):
         messages_in: _builtins.int = ...,
         messages_out: _builtins.int = ...,
         fault: Global___Fault | None = ...,
+        machine: Global___MachineState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault", "machine", b"machine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "machine", b"machine", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015
@@ -1270,6 +1319,121 @@ class TraceReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TraceReport: _TypeAlias = TraceReport  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """---- ReadBackup and WriteBackup"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    seq_id: _builtins.int
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        seq_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "seq_id", b"seq_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupPiece(_message.Message):
+    """The first piece has `head` alone. The state of a layer follows in pieces, the last of which has `ends`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    APPENDS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """the number after the last layer stands for the MTP head"""
+    appends: _builtins.bool
+    """the state continues that of an earlier backup, as new tokens do for K/V"""
+    data: _builtins.bytes
+    ends: _builtins.bool
+    @_builtins.property
+    def head(self) -> Global___BackupHead: ...
+    def __init__(
+        self,
+        *,
+        head: Global___BackupHead | None = ...,
+        layer: _builtins.int = ...,
+        appends: _builtins.bool = ...,
+        data: _builtins.bytes = ...,
+        ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appends", b"appends", "data", b"data", "ends", b"ends", "head", b"head", "layer", b"layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupPiece: _TypeAlias = BackupPiece  # noqa: Y015
+
+@_typing.final
+class BackupHead(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    seq_id: _builtins.int
+    length: _builtins.int
+    """tokens of the sequence that the state follows"""
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """these tokens, for the last stage of WriteBackup"""
+
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        seq_id: _builtins.int = ...,
+        length: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "length", b"length", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupHead: _TypeAlias = BackupHead  # noqa: Y015
+
+@_typing.final
+class BackupReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupReply: _TypeAlias = BackupReply  # noqa: Y015
 
 @_typing.final
 class TrustUpdate(_message.Message):

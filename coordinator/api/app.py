@@ -61,7 +61,9 @@ def create_app(
         generator, tokenizer, model, status, options, metrics, replan, collect_trace
     )
     app.state.response_store = ResponseStore()
-    app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock, frames)
+    app.state.live_feed = LiveFeed(
+        status, metrics.latency, metrics.clock, frames, metrics.request_log
+    )
     routers = (
         chat.router,
         completions.router,

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.request.context import api_of
+from coordinator.web.event_stream import feed_of
 from proto.errors import NotReadyError, RequestError
 
 open_router = APIRouter()
@@ -34,8 +35,16 @@ async def ready(request: Request) -> Response:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Return the cluster's status, with the fields of `ClusterStatus`."""
-    return JSONResponse(asdict(api_of(request).status.status()))
+    """Return the fields of `ClusterStatus`, with the open and the last requests and the last events."""
+    api, feed = api_of(request), feed_of(request)
+    return JSONResponse(
+        {
+            **asdict(api.status.status()),
+            "open_requests": [asdict(one) for one in api.metrics.request_log.open_requests()],
+            "ended_requests": [asdict(one) for one in api.metrics.request_log.recent],
+            "events": [asdict(event) for event in feed.events.events],
+        }
+    )
 
 
 @router.post("/replan")

@@ -92,7 +92,8 @@ def _with_member_event(view: View, event: MemberEvent) -> View:
     members = {a: m for a, m in view.members.items() if a != address}
     match event:
         case WorkerJoined(member):
-            members[address] = replace(member.with_history_of(before), ready_since=view.now)
+            joined = replace(member, ready_since=view.now, joined_at=view.now)
+            members[address] = joined.with_history_of(before)
         case WorkerRefused(member, reason):
             refused = replace(member, state=MemberState.REFUSED, reason=reason)
             members[address] = refused.with_history_of(before)

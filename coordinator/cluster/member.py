@@ -50,6 +50,10 @@ class Member:
     backoff_until: float = 0.0
     """Manager's clock. No plan uses the worker earlier, so that one bad worker does not stop every stream again."""
     ready_since: float = 0.0
+    joined_at: float = 0.0
+    """Manager's clock. The process joined at this time."""
+    version: str = ""
+    """Versions of the worker's programs, as it reports them."""
 
     def usable(self, now: float) -> bool:
         """Return whether a plan may use this worker at `now`."""

@@ -265,4 +265,5 @@ def _member(address: str, name: str, info: pb.WorkerInfo) -> Member:
         chip=printable(info.hardware.chip, MAX_NAME),
         pinned=node.pinned,
         has_files=bool(info.fingerprint),
+        version=printable(info.version, MAX_NAME),
     )

@@ -36,6 +36,7 @@ from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import compile_seconds, default_memory_limit
 from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
+from worker.engine.sensors import Sensors, own_version
 from worker.engine.stage_engine import StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import load_stage
@@ -290,6 +291,7 @@ class LocalPipelines:
         self.model = model
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
+        self.sensors = Sensors()
         self._last: LocalPipeline | None = None
 
     @staticmethod
@@ -306,6 +308,7 @@ class LocalPipelines:
             memory_used=mx.get_active_memory(),
             memory_cached=mx.get_cache_memory(),
             memory_limit=default_memory_limit(),
+            version=own_version(),
         )
 
     async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:

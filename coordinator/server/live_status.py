@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,13 +41,17 @@ class LiveStatus:
         model: str,
         alone: Callable[[], NodeStatus],
         architecture: ModelStatus | None = None,
+        machine: Callable[[], pb.MachineState] = pb.MachineState,
     ) -> None:
         self.loop = loop
         self.architecture = architecture
         self.alone = alone
+        self.machine = machine
+        """A function that returns the state of this machine."""
         self.manager = manager
         self.model = model
         self._started = loop.clock()
+        self._epoch_offset = time.time() - (manager.clock() if manager else 0.0)
 
     def status(self) -> ClusterStatus:
         """See StatusSource."""
@@ -106,6 +112,7 @@ class LiveStatus:
                 stage_ms=sum(times) if times else None,
                 weight_bytes=weights,
                 prefix_bytes=loop.prefix_bytes,
+                **machine_fields(self.machine()),
             )
             others = [] if self.manager is None else self._members({}, loop)
             return (alone, *others)
@@ -153,8 +160,17 @@ class LiveStatus:
             loaded_bytes=done if loading else 0,
             load_bytes=total if loading else 0,
             weights_from=self._weights_from(member) if loading else "",
+            ready_at=self._unix_time(member.joined_at) if member.joined_at else None,
+            link_ms=client.link_seconds * 1000
+            if client and in_use and client.link_seconds
+            else None,
+            version=member.version,
             **_counters(worker_status),
         )
+
+    def _unix_time(self, moment: float) -> int:
+        """Return a time of the manager's clock as seconds since 1970."""
+        return round(moment + self._epoch_offset)
 
     def _weights_from(self, member: Member) -> str:
         assert self.manager is not None
@@ -176,7 +192,27 @@ def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
         "busy_seconds": worker_status.busy_us / 1e6,
         "bytes_in": worker_status.bytes_in,
         "bytes_out": worker_status.bytes_out,
+        **machine_fields(worker_status.machine),
     }
+
+
+def machine_fields(state: pb.MachineState) -> dict[str, Any]:
+    """Return the fields of a NodeStatus about the whole machine. Values that the worker does not report are None."""
+    if not state.memory_free:  # a worker of an earlier release
+        return {}
+    temperature = state.temperature if state.HasField("temperature") else None
+    power = state.power if state.HasField("power") else None
+    return {
+        "memory_free": state.memory_free,
+        "swap_used": state.swap_used,
+        "temperature": _finite(temperature),
+        "power": _finite(power),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return `value` with one digit, or None for a number that JSON cannot hold."""
+    return None if value is None or not math.isfinite(value) else round(value, 1)
 
 
 def _health(member: Member, *, in_use: bool, loading: bool) -> Health:

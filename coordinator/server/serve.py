@@ -161,6 +161,8 @@ class _Server:
             step_tokens=options.step_tokens,
         )
         local = LocalPipelines(local_model(checkpoint, options, mode))
+        reading = asyncio.create_task(local.sensors.refresh(), name="sensors")
+        stack.callback(reading.cancel)
         manager = None
         if options.single_node:
             if problem := why_not_alone(local.model):
@@ -193,7 +195,14 @@ class _Server:
             loop,
             tokenizer,
             model,
-            LiveStatus(loop, manager, model.id, local.status, model_status(checkpoint)),
+            LiveStatus(
+                loop,
+                manager,
+                model.id,
+                local.status,
+                model_status(checkpoint),
+                lambda: local.sensors.latest,
+            ),
             self.api_options,
             replan=manager.replan if manager else None,
             frames=loop.frames,

@@ -19,8 +19,13 @@ class NodeStatus:
     `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
     `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and
     `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the weights
-    during a load: `disk`, `hub` or `coordinator`. `link_ms` is the round trip to the next stage. `busy_seconds` and the
-    bytes of the data plane are counters since the worker's start. `ready_at` is seconds since 1970.
+    during a load: `disk`, `hub` or `coordinator`. `link_ms` is the measured time of one hop to the next stage.
+    `busy_seconds` and the bytes of the data plane are counters since the worker's start. `ready_at`, the time at which
+    the worker joined, is seconds since 1970.
+
+    `version` has the versions of the worker's programs. `memory_free` and `swap_used` are of the whole machine, with
+    all its programs. `temperature` is in degrees Celsius and `power` in watts; None where the system does not offer
+    them without root.
     """
 
     name: str
@@ -47,6 +52,11 @@ class NodeStatus:
     busy_seconds: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
+    version: str = ""
+    memory_free: int | None = None
+    swap_used: int | None = None
+    temperature: float | None = None
+    power: float | None = None
 
 
 @dataclass(frozen=True)

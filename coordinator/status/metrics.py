@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
 from coordinator.status.latency import LatencyLog
+from coordinator.status.request_log import RequestLog
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
@@ -31,6 +32,7 @@ class Metrics:
     ) -> None:
         self.clock = clock
         self.latency = LatencyLog()
+        self.request_log = RequestLog()
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "mtp_requests",
@@ -87,18 +89,22 @@ class RequestMeter:
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
+        self._record = metrics.request_log.begin_request(endpoint, time.time())
         metrics.open_requests.inc()
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""
         now, latency = self._metrics.clock(), self._metrics.latency
         latency.tokens += count
+        self._record.tokens += count
         if choice in self._last:
             self._metrics.gap.observe(now - self._last[choice])
             latency.record_gap(now - self._last[choice])
         else:
             self._metrics.first_token.observe(now - self._began)
             latency.record_first_token(now, now - self._began)
+            if self._record.first_token is None:
+                self._record.first_token = round(now - self._began, 4)
         self._last[choice] = now
         self._metrics.generated_tokens.inc(count)
 
@@ -106,12 +112,14 @@ class RequestMeter:
         """Record the prompt tokens of a completed answer, and how many of them were cached."""
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.cached_tokens.inc(cached)
+        self._record.prompt_tokens, self._record.cached_tokens = tokens, cached
 
     def end(self, outcome: str) -> None:
         """Record the end of the request and its outcome."""
         self._metrics.open_requests.dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
-        self._metrics.request_seconds.observe(self._metrics.clock() - self._began)
+        self._metrics.request_seconds.observe(self.seconds)
+        self._metrics.request_log.end_request(self._record, outcome, self.seconds)
 
     @property
     def seconds(self) -> float:

@@ -17,6 +17,7 @@ from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_history import FrameHistory, FrameTimes
 from coordinator.status.history import History
 from coordinator.status.latency import LatencyLog
+from coordinator.status.request_log import RequestLog
 from proto.errors import CapacityError
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class LiveFeed:
         latency: LatencyLog,
         clock: Callable[[], float] = time.perf_counter,
         frames: FrameHistory | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         self.source = source
         self.clock = clock
@@ -59,6 +61,11 @@ class LiveFeed:
         self.events = EventLog()
         self.history = History(latency)
         self.frames = FrameHistory() if frames is None else frames
+        self.requests = RequestLog() if requests is None else requests
+        self._sent_requests: list[Json] = []
+        """The open requests that pages have."""
+        self._sent_ended = 0
+        """The number of ended requests that pages have."""
         self._sent_frame = 0
         """Number of the newest frame that pages have."""
         self._status: Json = {}
@@ -104,6 +111,7 @@ class LiveFeed:
         sample = self.history.record_status(status, at, self.clock())
         if not self._subscribers:
             self._status, self._sent_frame = {}, self.frames.count
+            self._sent_ended = self.requests.ended
             return
         before, self._status = self._status, status_fields(status)
         delta: Json = {}
@@ -114,10 +122,27 @@ class LiveFeed:
             delta["events"] = [asdict(event) for event in events]
         if sample is not None:
             delta["history"] = [sample.compact()]
+            delta |= (
+                self._request_changes()
+            )  # once a second, because tokens are counted all the time
         if frames := self._new_frames():
             delta["frames"] = frames
         if delta:
             self._send(_message("delta", delta))
+
+    def _request_changes(self) -> Json:
+        """Return the open requests if they changed, and those that ended since the last message."""
+        changes: Json = {}
+        before, self._sent_requests = self._sent_requests, self._open_requests()
+        if before != self._sent_requests:
+            changes["open_requests"] = self._sent_requests
+        if ended := self.requests.ended_since(self._sent_ended):
+            changes["ended_requests"] = [asdict(record) for record in ended]
+        self._sent_ended = self.requests.ended
+        return changes
+
+    def _open_requests(self) -> list[Json]:
+        return [asdict(record) for record in self.requests.open_requests()]
 
     def _new_frames(self) -> list[list[float | str]]:
         """Return the frames since the last message, as `compact_frame` writes them."""
@@ -149,6 +174,8 @@ class LiveFeed:
                 "events": [asdict(event) for event in self.events.events],
                 "history": [sample.compact() for sample in self.history.samples],
                 "frames": self._recent_frames(),
+                "open_requests": self._open_requests(),
+                "ended_requests": [asdict(record) for record in self.requests.recent],
             },
         )
 

@@ -16,6 +16,7 @@ from proto.progress import OnProgress
 from proto.rpc.data_plane import StreamBinding
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.memory import release_weights
+from worker.engine.sensors import Sensors
 from worker.engine.stage_engine import Budget, StageEngine
 from worker.model.verifier import Verifier
 from worker.node.binding import Binding, Machinery, Place
@@ -33,6 +34,7 @@ class WorkerNode:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.machinery = Machinery()
+        self.sensors = Sensors()
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.lease: Lease | None = None
         self.epoch = 0

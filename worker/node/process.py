@@ -58,6 +58,8 @@ async def run(options: WorkerOptions) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
+        reading = asyncio.create_task(node.sensors.refresh(), name="sensors")
+        stack.callback(reading.cancel)
         port = _bind(server, options, trust)
         await server.start()
         stack.push_async_callback(server.stop, STOP_SECONDS)

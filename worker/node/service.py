@@ -22,7 +22,7 @@ from proto.rpc.channels import peer_of
 from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.status_codes import to_status
 from proto.span import Span
-from worker.engine import hardware
+from worker.engine import hardware, sensors
 from worker.fetch.provide import provide
 from worker.node.access import AccessInterceptor
 from worker.node.binding import Binding, Result
@@ -63,6 +63,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             model=identity.models.own.name if identity.models.own else "",
             state=node.state,
             node_id=identity.trust.identity.node if identity.trust else "",
+            version=sensors.own_version(),
         )
         if identity.pinned is not None:
             info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
@@ -273,6 +274,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             bytes_out=traffic.bytes_out,
             messages_in=traffic.messages_in,
             messages_out=traffic.messages_out,
+            machine=node.sensors.latest,
         )
         if binding is not None and binding.fault is not None:
             worker_status.fault.CopyFrom(binding.fault)
