@@ -74,6 +74,16 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.TraceRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.TraceReport.FromString,
                 _registered_method=True)
+        self.ReadBackup = channel.unary_stream(
+                '/mtpcluster.v1.Worker/ReadBackup',
+                request_serializer=proto_dot_cluster__pb2.BackupRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
+                _registered_method=True)
+        self.WriteBackup = channel.stream_unary(
+                '/mtpcluster.v1.Worker/WriteBackup',
+                request_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.BackupReply.FromString,
+                _registered_method=True)
         self.UpdateTrust = channel.unary_unary(
                 '/mtpcluster.v1.Worker/UpdateTrust',
                 request_serializer=proto_dot_cluster__pb2.TrustUpdate.SerializeToString,
@@ -145,6 +155,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBackup(self, request, context):
+        """Return the newest backup of a sequence, which an operation in a frame has made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteBackup(self, request_iterator, context):
+        """Give the stage the state of a sequence up to some token. An operation in a later frame restores it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdateTrust(self, request, context):
         """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
         Secured workers only.
@@ -195,6 +219,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReportTrace,
                     request_deserializer=proto_dot_cluster__pb2.TraceRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.TraceReport.SerializeToString,
+            ),
+            'ReadBackup': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBackup,
+                    request_deserializer=proto_dot_cluster__pb2.BackupRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.BackupPiece.SerializeToString,
+            ),
+            'WriteBackup': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteBackup,
+                    request_deserializer=proto_dot_cluster__pb2.BackupPiece.FromString,
+                    response_serializer=proto_dot_cluster__pb2.BackupReply.SerializeToString,
             ),
             'UpdateTrust': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateTrust,
@@ -418,6 +452,60 @@ class Worker:
             '/mtpcluster.v1.Worker/ReportTrace',
             proto_dot_cluster__pb2.TraceRequest.SerializeToString,
             proto_dot_cluster__pb2.TraceReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBackup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/ReadBackup',
+            proto_dot_cluster__pb2.BackupRequest.SerializeToString,
+            proto_dot_cluster__pb2.BackupPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBackup(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/mtpcluster.v1.Worker/WriteBackup',
+            proto_dot_cluster__pb2.BackupPiece.SerializeToString,
+            proto_dot_cluster__pb2.BackupReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,10 @@ class WorkerStub:
     """Return the clock of the worker and the times at which its newest frames passed the steps of the stage. Several
     calls without frames bound the difference of the clocks.
     """
+    ReadBackup: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BackupRequest, _cluster_pb2.BackupPiece]
+    """Return the newest backup of a sequence, which an operation in a frame has made."""
+    WriteBackup: _grpc.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]
+    """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
     UpdateTrust: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -97,6 +101,10 @@ class WorkerAsyncStub(WorkerStub):
     """Return the clock of the worker and the times at which its newest frames passed the steps of the stage. Several
     calls without frames bound the difference of the clocks.
     """
+    ReadBackup: _aio.UnaryStreamMultiCallable[_cluster_pb2.BackupRequest, _cluster_pb2.BackupPiece]  # type: ignore[assignment]
+    """Return the newest backup of a sequence, which an operation in a frame has made."""
+    WriteBackup: _aio.StreamUnaryMultiCallable[_cluster_pb2.BackupPiece, _cluster_pb2.BackupReply]  # type: ignore[assignment]
+    """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
     UpdateTrust: _aio.UnaryUnaryMultiCallable[_cluster_pb2.TrustUpdate, _cluster_pb2.TrustReply]  # type: ignore[assignment]
     """Replace the certificate authorities and the removed nodes that the worker knows, and renew its certificate.
     Secured workers only.
@@ -175,6 +183,22 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Return the clock of the worker and the times at which its newest frames passed the steps of the stage. Several
         calls without frames bound the difference of the clocks.
         """
+
+    @_abc_1.abstractmethod
+    def ReadBackup(
+        self,
+        request: _cluster_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.BackupPiece], _abc.AsyncIterator[_cluster_pb2.BackupPiece]]:
+        """Return the newest backup of a sequence, which an operation in a frame has made."""
+
+    @_abc_1.abstractmethod
+    def WriteBackup(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cluster_pb2.BackupPiece],
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.BackupReply, _abc.Awaitable[_cluster_pb2.BackupReply]]:
+        """Give the stage the state of a sequence up to some token. An operation in a later frame restores it."""
 
     @_abc_1.abstractmethod
     def UpdateTrust(

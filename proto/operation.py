@@ -101,7 +101,37 @@ class DropPrefix:
         check_int(self.entry, "entry")
 
 
-Op = Admit | Commit | Evict | SavePrefix | RestorePrefix | DropPrefix
+@dataclass(frozen=True)
+class BackUp:
+    """The backup of sequence `seq_id`, all of whose windows are committed, for the coordinator to read.
+
+    The coordinator has the K/V of the first `start` tokens from an earlier backup. Raises ProtocolError for a value out
+    of range.
+    """
+
+    kind: ClassVar[str] = "back_up"
+    seq_id: int
+    start: int
+
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.start, "start")
+
+
+@dataclass(frozen=True)
+class RestoreBackup:
+    """The start of the newly admitted, empty sequence `seq_id` from its backup of `length` tokens."""
+
+    kind: ClassVar[str] = "restore_backup"
+    seq_id: int
+    length: int
+
+    def __post_init__(self) -> None:
+        check_int(self.seq_id, "seq_id")
+        check_int(self.length, "length")
+
+
+Op = Admit | Commit | Evict | SavePrefix | RestorePrefix | DropPrefix | BackUp | RestoreBackup
 
 _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
     Admit.kind: (Admit, ("seq_id", "capacity", "prompt")),
@@ -110,6 +140,8 @@ _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
     SavePrefix.kind: (SavePrefix, ("seq_id", "entry")),
     RestorePrefix.kind: (RestorePrefix, ("seq_id", "entry")),
     DropPrefix.kind: (DropPrefix, ("entry",)),
+    BackUp.kind: (BackUp, ("seq_id", "start")),
+    RestoreBackup.kind: (RestoreBackup, ("seq_id", "length")),
 }
 """The class of each kind and its integer fields in wire order. Parameters and vocabulary of Admit follow them."""
 
