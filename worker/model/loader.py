@@ -111,6 +111,8 @@ def _build(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> nn.Modu
     _check(checkpoint, part, module, weights)
     _check_experts(part, module, weights)
     module.load_weights(list(weights.items()))
+    if part.startswith("layers."):
+        module = checkpoint.config.engine_layer(module)
     return module.eval()
 
 

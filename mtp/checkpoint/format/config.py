@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.checkpoint.families.family import Family
+from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.format.json_file import read_json_object
 from mtp.checkpoint.format.rope import with_rope_parameters
 from proto.errors import CheckpointError
 
 LayerKind = Literal["gdn", "attention"]
-
-SUPPORTED = ("qwen3_5", "qwen3_5_moe")
-_TEXT_ONLY = {f"{name}_text": name for name in SUPPORTED}
-"""The model types of checkpoints that transformers saved without the vision part."""
 
 _LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "attention"}
 
@@ -27,7 +26,7 @@ class ModelConfig:
     """The fields of config.json that decide a stage's modules, memory and stop tokens.
 
     `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
-    always has `rope_parameters`.
+    always has `rope_parameters`. `head_only` is true for a repo that holds an MTP head and no model.
     `quantization` is the raw dict of mlx-lm's own quantization, None when there is none. `fp8_block` has the rows and
     columns per scale of block-wise FP8 weights, None when the weights are not FP8.
     """
@@ -52,6 +51,7 @@ class ModelConfig:
     quantization: dict[str, Any] | None = field(repr=False, hash=False)
     text_config: dict[str, Any] = field(repr=False, hash=False)
     fp8_block: tuple[int, int] | None = None
+    head_only: bool = False
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -79,11 +79,33 @@ class ModelConfig:
         text = with_rope_parameters(_text(file, config))
         return _Reader(file, config, text).read(eos_token_ids)
 
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        found = find_family(self.model_type)
+        assert found is not None, f"{self.model_type} was checked when the config was read"
+        return found[0]
+
     def text_args(self) -> TextModelArgs:
-        """Return mlx-lm's arguments for the same model, built from a copy, since mlx-lm modifies its input."""
-        args: TextModelArgs = TextModelArgs.from_dict(copy.deepcopy(self.text_config))
-        args.tie_word_embeddings = self.tie_word_embeddings
-        return args
+        """Return mlx-lm's arguments for the engine's modules of this model."""
+        return self.family.text_args(self._text())
+
+    def backbone(self) -> nn.Module:
+        """Return mlx-lm's model without weights: its names begin with `model.` and `lm_head.`."""
+        return self.family.backbone(self._text())
+
+    def layer(self, index: int) -> nn.Module:
+        """Return layer `index` without weights, with the parameter names of a converted checkpoint."""
+        return self.family.layer(self._text(), index)
+
+    def engine_layer(self, layer: nn.Module) -> nn.Module:
+        """Return a loaded `layer` with the modules that the engine runs."""
+        return self.family.engine_layer(self._text(), layer)
+
+    def _text(self) -> dict[str, Any]:
+        """Return a copy of `text_config`, since mlx-lm modifies its input."""
+        tied = {"tie_word_embeddings": self.tie_word_embeddings}
+        return copy.deepcopy(self.text_config) | tied
 
     @property
     def gdn_conv_dim(self) -> int:
@@ -110,13 +132,13 @@ class _Reader:
 
     def read(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         """Read and check every field. Raises CheckpointError."""
-        model_type = self._model_type()
+        family, model_type, head_only = self._family()
         self._check_rope()
         layers = self._positive("num_hidden_layers")
         experts = self._count("num_experts")
         heads = self._positive("num_attention_heads")
         hidden = self._positive("hidden_size")
-        for name in self._mlp_fields(experts):
+        for name in family.mlp_fields(self.text):
             self._positive(name)
         config = ModelConfig(
             model_type=model_type,
@@ -134,11 +156,12 @@ class _Reader:
             gdn_key_heads=self._positive("linear_num_key_heads"),
             gdn_key_dim=self._positive("linear_key_head_dim"),
             gdn_kernel=self._positive("linear_conv_kernel_dim"),
-            mtp_layers=self._mtp_layers(),
+            mtp_layers=self._mtp_layers(family),
             eos_token_ids=eos_token_ids,
             quantization=self._quantization(),
             text_config=self.text,
             fp8_block=self._fp8_block(),
+            head_only=head_only,
         )
         if config.gdn_value_heads % config.gdn_key_heads:
             raise self._error(
@@ -160,24 +183,21 @@ class _Reader:
     def _count(self, name: str) -> int:
         return self._positive(name) if self.text.get(name) else 0
 
-    def _model_type(self) -> str:
-        found = self.config.get("model_type")
-        model_type = _TEXT_ONLY.get(found, found) if isinstance(found, str) else None
-        if model_type not in SUPPORTED:
+    def _family(self) -> tuple[Family, str, bool]:
+        name = self.config.get("model_type")
+        found = find_family(name) if isinstance(name, str) else None
+        if found is None:
+            releases = ", or a ".join(family.releases for family in FAMILIES)
+            kinds = [kind for family in FAMILIES for kind in family.model_types.values()]
+            types = " or ".join(dict.fromkeys(kinds))
+            reason = f": {NOT_SERVED[name]}" if name in NOT_SERVED else ""
             raise self._error(
-                f"model_type {found!r:.60} is not supported. Use a Qwen3.5 or Qwen3.6 checkpoint "
-                f"({' or '.join(SUPPORTED)})."
+                f"model_type {name!r:.60} is not supported{reason}. Use a {releases} checkpoint ({types})."
             )
-        return model_type
-
-    def _mlp_fields(self, experts: int) -> tuple[str, ...]:
-        if not experts:
-            return ("intermediate_size",)
-        return (
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-        )
+        family, model_type, head_only = found
+        if head_only and self._count("num_experts") and model_type == "qwen3_5":
+            model_type = "qwen3_5_moe"
+        return family, model_type, head_only
 
     def _check_rope(self) -> None:
         """Raise unless the config has a RoPE base: mlx-lm would use a default base, and the output would be wrong."""
@@ -206,8 +226,12 @@ class _Reader:
             raise self._error(f"tie_word_embeddings is {tied!r:.60}. It must be true or false.")
         return tied
 
-    def _mtp_layers(self) -> int:
-        layers = self._count("mtp_num_hidden_layers")
+    def _mtp_layers(self, family: Family) -> int:
+        layers = family.announced_head_layers(self.text) or 0
+        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+            raise self._error(
+                f"mtp_num_hidden_layers is {layers!r:.60}. It must be a positive integer."
+            )
         if layers > 1:
             raise self._error(
                 f"mtp_num_hidden_layers is {layers}, and only heads of one layer are supported. Set it to 0 to use the "

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
@@ -45,7 +44,7 @@ def _part_module(config: ModelConfig, part: str) -> nn.Module:
         case "mtp", _, _:
             return MTPHead(args)
         case _, _, layer:
-            return DecoderLayer(args, int(layer))
+            return config.layer(int(layer))
 
 
 def missing_tensors(checkpoint: Checkpoint, parts: Iterable[str]) -> tuple[str, ...]:

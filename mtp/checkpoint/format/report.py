@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import TextModel
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import local_name, module_path
@@ -51,8 +50,11 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
 
 def _parameters(checkpoint: Checkpoint) -> int:
     """Count the weights of backbone and head before quantization; a tied lm_head counts once."""
-    args = checkpoint.config.text_args()
-    modules = [TextModel(args), *([MTPHead(args)] if checkpoint.mtp.complete else [])]
+    config = checkpoint.config
+    modules = [
+        config.backbone(),
+        *([MTPHead(config.text_args())] if checkpoint.mtp.complete else []),
+    ]
     return sum(sum(w.size for w in dict(tree_flatten(m.parameters())).values()) for m in modules)
 
 

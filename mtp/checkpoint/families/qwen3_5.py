@@ -1,0 +1,41 @@
+"""Qwen3.5, 3.6 and 3.8: the family whose modules the engine runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import DecoderLayer, TextModel, TextModelArgs
+
+from mtp.checkpoint.families.family import Family, Text
+
+
+class Qwen35(Family):
+    """Dense models and mixtures of experts, with or without a vision part."""
+
+    releases = "Qwen3.5, Qwen3.6 or Qwen3.8"
+    model_types: ClassVar = {
+        "qwen3_5": "qwen3_5",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe": "qwen3_5_moe",
+        "qwen3_5_moe_text": "qwen3_5_moe",
+    }
+    head_types: ClassVar = {"qwen3_5_mtp": "qwen3_5", "qwen3_5_moe_mtp": "qwen3_5_moe"}
+    prefix = "language_model."
+
+    def text_args(self, text: Text) -> TextModelArgs:
+        """Return mlx-lm's arguments. The weights of the chosen experts always have the sum 1, as in transformers."""
+        args: TextModelArgs = TextModelArgs.from_dict({**text, "norm_topk_prob": True})
+        return args
+
+    def backbone(self, text: Text) -> nn.Module:
+        """Return mlx-lm's language model."""
+        return TextModel(self.text_args(text))
+
+    def layer(self, text: Text, index: int) -> nn.Module:
+        """Return mlx-lm's layer."""
+        return DecoderLayer(self.text_args(text), index)
+
+    def convert_text(self, text: Text) -> None:
+        """Remove `norm_topk_prob`: mlx-lm would follow it, and transformers does not."""
+        text.pop("norm_topk_prob", None)
