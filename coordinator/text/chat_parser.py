@@ -89,6 +89,12 @@ class ChatParser:
             self._text[left].drop()
             self._text["normal" if left == "reasoning" else "reasoning"].trim = True
 
+    def _emit(self, state: str, text: str, *, last: bool = False) -> list[Part]:
+        final = self._text[state].add(text, last=last)
+        if not final:
+            return []
+        return [Reasoning(final) if state == "reasoning" else Content(final)]
+
     def _read_call(self, text: str) -> list[Part]:
         """Add text of a call. The text after its end marker is content again."""
         assert self._parser is not None

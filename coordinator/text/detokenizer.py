@@ -65,7 +65,7 @@ class TextStream:
             self._held = ""
             self._unreported.clear()
             return piece
-        return self._release(len(self._held) - _hold_back(self._held, self._stop))
+        return self._release(len(self._held) - held_back(self._held, self._stop))
 
     def finish(self) -> Piece:
         """Return the text held back, after the last token. It is empty after a stop string."""
@@ -94,8 +94,8 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return min(found)[1:] if found else None
 
 
-def _hold_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` that is the beginning of one of `stops`, but not all of it."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     for length in range(min(longest, len(text)), 0, -1):
         if any(len(stop) > length and text.endswith(stop[:length]) for stop in stops):

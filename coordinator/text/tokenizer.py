@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 from mlx_lm import tokenizer_utils
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.generate import TextStateMachine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from coordinator.text.buffered_call import BufferedCallParser
 from coordinator.text.call_grammar import CallStyle
+from coordinator.text.call_parts import CallParser
+from coordinator.text.json_call import JsonCallParser
 from coordinator.text.model_info import Json
+from coordinator.text.xml_call import XmlCallParser
 from proto.errors import CheckpointError, RequestError
 
 _RESERVED_VARIABLES = frozenset(
@@ -250,22 +255,20 @@ class Tokenizer:
         """Return the bytes `token` adds to the text. Control tokens add none; markers of reasoning and calls do."""
         return b"" if token in self._control else self.token_bytes(token)
 
-    # ---- markup in answers, as mlx-lm defines it
+    # ---- markup in answers, with the markers that mlx-lm finds
 
     def markup(self, *, tools: bool) -> TextStateMachine:
         """Return the machine that splits an answer into the states normal, reasoning and, with `tools`, tool."""
         wrapper = self._wrapper
+        states: dict[str, list[tuple[str, str]]] = {"normal": []}
+        if wrapper.has_thinking:
+            states["normal"].append((wrapper.think_start, "reasoning"))
+            states["reasoning"] = [(wrapper.think_end, "normal")]
         if tools and wrapper.has_tool_calling:
-            machine: TextStateMachine = make_text_state_machine(wrapper)
-            return machine
-        if not wrapper.has_thinking:
-            return TextStateMachine()
-        return TextStateMachine(
-            {
-                "normal": [(wrapper.think_start, "reasoning")],
-                "reasoning": [(wrapper.think_end, "normal")],
-            }
-        )
+            for edges in states.values():
+                edges.append((wrapper.tool_call_start, "tool"))
+            states["tool"] = []  # the parser of the call finds its end
+        return TextStateMachine(states)
 
     @property
     def reasoning_end(self) -> str:
@@ -289,9 +292,15 @@ class Tokenizer:
         """The start and end marker of a tool call; the end marker may be empty."""
         return self._wrapper.tool_call_start or "", self._wrapper.tool_call_end or ""
 
-    def parse_tool_call(self, text: str, tools: Sequence[Json]) -> Any:
-        """Return the result of mlx-lm's tool parser for the text of a call. May raise any exception."""
-        return self._wrapper.tool_parser(text, list(tools))
+    def call_parser(self, tools: Sequence[Json]) -> CallParser:
+        """Return the parser of one call's text after its start marker."""
+        end = self.tool_markers[1]
+        match self.call_style:
+            case "xml":
+                return XmlCallParser(tools, end)
+            case "json":
+                return JsonCallParser(end)
+        return BufferedCallParser(partial(self._wrapper.tool_parser, tools=list(tools)), end)
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.api.answer.events import (
     AnswerEvent,
     CallDelta,
+    CallEnd,
     ChoiceEnd,
     EndReason,
     ReasoningDelta,
@@ -21,11 +23,28 @@ from coordinator.generation.request import (
     PrefillProgress,
     TokenChunk,
 )
-from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
+from coordinator.text import call_parts
+from coordinator.text.call_parts import CallArguments, CallStart
+from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, join_parts
 from coordinator.text.detokenizer import Piece, TextStream
 from coordinator.text.tokenizer import Tokenizer
 from proto.errors import WorkerLostError
 from proto.frame import TokenLogprob
+
+
+@dataclass
+class GeneratedCall:
+    """One tool call of a choice. `parts` are the parts of its arguments' JSON text."""
+
+    id: str
+    name: str
+    parts: list[str] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """The arguments so far. Those of a complete call are a JSON object."""
+        return "".join(self.parts)
 
 
 class Choice:
@@ -34,7 +53,7 @@ class Choice:
     With `parser` the text is split into content, reasoning and calls; without it all text is content.
     `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
     drafts up to there. `began` and `first_token_at` are times of `perf_counter`. `content`, `reasoning`, `calls`,
-    `logprobs` and `offsets` hold the choice so far.
+    `logprobs` and `offsets` hold the choice so far. `calls` includes calls that are not complete.
 
     `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
     continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
@@ -67,7 +86,7 @@ class Choice:
         self.finish_reason: EndReason | None = None
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[ToolCall] = []
+        self.calls: list[GeneratedCall] = []
         self.logprobs: list[TokenLogprob] = []
         self.offsets: list[int] = []
         self._parser = parser
@@ -93,6 +112,18 @@ class Choice:
     def stop_string(self) -> str | None:
         """The stop string that ended the choice, or None."""
         return self._text.stop_string
+
+    @property
+    def complete_calls(self) -> list[GeneratedCall]:
+        """The calls that are complete."""
+        return [call for call in self.calls if call.complete]
+
+    @property
+    def cut_call(self) -> GeneratedCall | None:
+        """The call that the limit cut off, or None."""
+        if self.finish_reason != "length" or not self.calls or self.calls[-1].complete:
+            return None
+        return self.calls[-1]
 
     def apply_event(self, event: GenerationEvent) -> list[AnswerEvent]:
         """Apply one event of the engine; return the answer events it makes, which end with a ChoiceEnd once done.
@@ -147,7 +178,7 @@ class Choice:
             self.tokens += 1
             self.generated.append(token)
             events += self._read_piece(self._text.add(token))
-            if self._text.stopped or (self._one_call and self.calls):
+            if self._text.stopped or (self._one_call and self.complete_calls):
                 return events + self._end("stop")
             if self._exceeds_budget():
                 return events + self._close_reasoning()
@@ -186,8 +217,8 @@ class Choice:
     def _end(self, reason: EndReason) -> list[AnswerEvent]:
         events = self._read_piece(self._text.finish())
         if self._parser is not None:
-            events += self._record_parts(self._parser.finish())
-        if self.calls and reason == "stop":
+            events += self._record_parts(self._parser.finish(cut=reason == "length"))
+        if self.complete_calls and reason == "stop":
             reason = "tool_calls"
         self.finish_reason = reason
         logprobs = self._release_logprobs()
@@ -213,9 +244,18 @@ class Choice:
         return [TextDelta(self.index, piece.text, self._release_logprobs(), piece.offsets)]
 
     def _record_parts(self, parts: list[Part]) -> list[AnswerEvent]:
-        events = [self._record_part(part) for part in join_parts(parts)]
-        if events:
-            events[-1] = replace(events[-1], logprobs=self._release_logprobs())
+        events: list[AnswerEvent] = []
+        for part in join_parts(parts):
+            event = self._record_part(part)
+            last = events[-1] if events else None
+            if isinstance(last, CallDelta) and isinstance(event, CallDelta) and event.id is None:
+                events[-1] = replace(last, arguments=last.arguments + event.arguments)
+            else:
+                events.append(event)
+        for place, event in reversed([*enumerate(events)]):
+            if not isinstance(event, CallEnd):
+                events[place] = replace(event, logprobs=self._release_logprobs())
+                break
         return events
 
     def _record_part(self, part: Part) -> AnswerEvent:
@@ -226,12 +266,24 @@ class Choice:
             case Reasoning(text):
                 self.reasoning.append(text)
                 return ReasoningDelta(self.index, text)
-            case call:
-                self.calls.append(call)
-                number = len(self.calls) - 1
-                return CallDelta(self.index, number, call.id, call.name, call.arguments)
+            case CallStart(name):
+                number = len(self.calls)
+                self.calls.append(GeneratedCall(_call_id(self.request.request_id, number), name))
+                return CallDelta(self.index, number, self.calls[-1].id, name, "")
+            case CallArguments(text):
+                self.calls[-1].parts.append(text)
+                return CallDelta(self.index, len(self.calls) - 1, None, None, text)
+            case call_parts.CallEnd(complete):
+                self.calls[-1].complete = complete
+                return CallEnd(self.index, len(self.calls) - 1, complete)
 
     def _release_logprobs(self) -> tuple[TokenLogprob, ...]:
         released, self._held_logprobs = tuple(self._held_logprobs), []
         self.logprobs += released
         return released
+
+
+def _call_id(request_id: str, number: int) -> str:
+    """Return the id of a call. It is the same when the answer is restored."""
+    digest = hashlib.sha256(f"{request_id}/{number}".encode()).hexdigest()
+    return f"call_{digest[:24]}"

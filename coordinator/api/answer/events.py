@@ -36,7 +36,7 @@ class ReasoningDelta:
 class CallDelta:
     """A part of a tool call. The first part of the call with index `call` has `id` and `name`.
 
-    `arguments` is the next part of the arguments' JSON text. `logprobs` is as in TextDelta.
+    `arguments` is the next part of the arguments' JSON text, which a CallEnd completes. `logprobs` is as in TextDelta.
     """
 
     choice: int
@@ -45,6 +45,15 @@ class CallDelta:
     name: str | None
     arguments: str
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The end of the call with index `call`. `complete` is False if the limit or an error cut the call off."""
+
+    choice: int
+    call: int
+    complete: bool
 
 
 @dataclass(frozen=True)
@@ -57,4 +66,4 @@ class ChoiceEnd:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-AnswerEvent = TextDelta | ReasoningDelta | CallDelta | ChoiceEnd
+AnswerEvent = TextDelta | ReasoningDelta | CallDelta | CallEnd | ChoiceEnd

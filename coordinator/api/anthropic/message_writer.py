@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from coordinator.api.answer.events import (
     AnswerEvent,
     CallDelta,
+    CallEnd,
     ChoiceEnd,
     ReasoningDelta,
     TextDelta,
@@ -21,7 +22,10 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessageWriter:
-    """The AnswerWriter of `POST /v1/messages`. A message has one choice, whose parts become content blocks."""
+    """The AnswerWriter of `POST /v1/messages`. A message has one choice, whose parts become content blocks.
+
+    A call that the limit cut off is omitted from a whole message. A stream has its block as far as it goes.
+    """
 
     media_type = EVENT_STREAM
 
@@ -42,8 +46,8 @@ class MessageWriter:
             content.append({"type": "thinking", "thinking": thinking, "signature": ""})
         if text := "".join(choice.content):
             content.append({"type": "text", "text": text})
-        for call in choice.calls:
-            arguments = json.loads(call.arguments or "{}")
+        for call in choice.complete_calls:
+            arguments = json.loads(call.arguments)
             content.append(
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
             )
@@ -89,7 +93,7 @@ class MessageWriter:
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
                 opened = self._open(("tool_use", event.call), block)
                 delta = {"type": "input_json_delta", "partial_json": event.arguments}
-            case ChoiceEnd():
+            case CallEnd() | ChoiceEnd():
                 return self._close()
         return opened + _event("content_block_delta", index=self._block, delta=delta)
 

@@ -6,9 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 
+from coordinator.api.answer.choice import GeneratedCall
 from coordinator.api.answer.events import (
     AnswerEvent,
     CallDelta,
+    CallEnd,
     ChoiceEnd,
     ReasoningDelta,
     TextDelta,
@@ -23,7 +25,8 @@ from coordinator.text.model_info import Json
 class LineWriter:
     """The AnswerWriter of `/api/chat` and, with `flat`, of `/api/generate`, which has no message object.
 
-    Ollama's streams have no comments, so there is no sign of life during a pause.
+    Ollama's calls have objects as arguments, so a line holds a complete call. A call that the limit cut off is
+    omitted. Ollama's streams have no comments, so there is no sign of life during a pause.
     """
 
     media_type = "application/x-ndjson"
@@ -36,7 +39,7 @@ class LineWriter:
     def whole(self) -> Json:
         """See AnswerWriter."""
         (choice,) = self._answer.choices
-        calls = [_call(call.id, call.name, call.arguments) for call in choice.calls]
+        calls = [_call(call) for call in choice.complete_calls]
         part = self._part("".join(choice.content), "".join(choice.reasoning), calls)
         return {**part, **self._end()}
 
@@ -70,10 +73,10 @@ class LineWriter:
                 part = self._part(text=event.text)
             case ReasoningDelta():
                 part = self._part(thinking=event.text)
-            case CallDelta():
-                call = _call(event.id or "", event.name or "", event.arguments)
-                part = self._part(calls=[call])
-            case ChoiceEnd():
+            case CallEnd(complete=True):
+                call = self._answer.choices[0].calls[event.call]
+                part = self._part(calls=[_call(call)])
+            case CallDelta() | CallEnd() | ChoiceEnd():
                 return b""
         return json_line({**part, "done": False})
 
@@ -104,8 +107,8 @@ class LineWriter:
         }
 
 
-def _call(call_id: str, name: str, arguments: str) -> Json:
-    return {"id": call_id, "function": {"name": name, "arguments": json.loads(arguments or "{}")}}
+def _call(call: GeneratedCall) -> Json:
+    return {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -6,15 +6,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.api.answer.delivery import PreparedAnswer, serve_answer
-from coordinator.api.answer.generated_answer import chat_answer, new_id
+from coordinator.api.answer.delivery import PreparedAnswer
+from coordinator.api.answer.generated_answer import RestoredAnswer, chat_answer, new_id
 from coordinator.api.openai_chat.chat_writer import ChatWriter
 from coordinator.api.openai_chat.schemas import ChatBody, Message
+from coordinator.api.openai_chat.stored_chats import DIALECT, LAST_EVENT_ID, continue_stream
 from coordinator.api.request.body import read_body
 from coordinator.api.request.chat import ChatRequest, call_message
 from coordinator.api.request.context import Api
 from coordinator.api.request.reasoning import reasoning_of
 from coordinator.api.request.settings import check_model
+from coordinator.api.stored.serving import new_record, serve_storable
+from coordinator.journal.record import Record
 from coordinator.text.model_info import Json
 
 router = APIRouter()
@@ -22,8 +25,13 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    """Generate the next message of a conversation."""
-    return await serve_answer(request, "chat", prepare)
+    """Generate the next message of a conversation.
+
+    A client that lost a stored stream repeats its request with `Last-Event-ID` and receives the rest.
+    """
+    if LAST_EVENT_ID in request.headers:
+        return await continue_stream(request)
+    return await serve_storable(request, DIALECT, prepare)
 
 
 async def prepare(api: Api, request: Request) -> PreparedAnswer:
@@ -34,7 +42,16 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         api.hints.report_hint(hint)
     answer = await chat_answer(api, internal_request(api, body), new_id("chatcmpl-"))
     writer = ChatWriter(answer, api.tokenizer, body.stream_options)
-    return PreparedAnswer(answer, writer, stream=bool(body.stream))
+    record = new_record(request, DIALECT, answer, body) if body.store else None
+    return PreparedAnswer(answer, writer, bool(body.stream), record)
+
+
+async def restore(api: Api, record: Record, restored: RestoredAnswer) -> PreparedAnswer:
+    """Read the body of a record again. See `Restore`."""
+    body = ChatBody.model_validate_json(record.body)
+    answer = await chat_answer(api, internal_request(api, body), record.id, restored)
+    writer = ChatWriter(answer, api.tokenizer, body.stream_options)
+    return PreparedAnswer(answer, writer, stream=True)
 
 
 def internal_request(api: Api, body: ChatBody) -> ChatRequest:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from coordinator.api.answer.events import (
     AnswerEvent,
     CallDelta,
+    CallEnd,
     ChoiceEnd,
     ReasoningDelta,
     TextDelta,
@@ -15,8 +16,11 @@ from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.openai_chat.chunk_writer import ChunkWriter
 from coordinator.api.openai_chat.logprobs import chat_logprobs
 from coordinator.api.openai_chat.schemas import StreamOptions
+from coordinator.api.request.errors import error_body
+from coordinator.api.stored.stored_answer import AnswerStatus
 from coordinator.text.model_info import Json
 from coordinator.text.tokenizer import Tokenizer
+from proto.errors import WorkerLostError
 from proto.frame import TokenLogprob
 
 
@@ -34,6 +38,7 @@ class ChatWriter(ChunkWriter):
     ) -> None:
         super().__init__(answer, stream_options)
         self._tokenizer = tokenizer
+        self._failure: Exception | None = None
 
     def opening(self) -> bytes:
         """See AnswerWriter."""
@@ -42,17 +47,35 @@ class ChatWriter(ChunkWriter):
             self.chunk(self._entry(choice.index, role)) for choice in self._answer.choices
         )
 
+    def result(self, status: AnswerStatus) -> Json:
+        """See StoredWriter."""
+        failure = {} if self._failure is None else error_body(self._failure)
+        return {**self.whole(), **failure}
+
+    def error(self, error: Exception) -> bytes:
+        """See AnswerWriter."""
+        self._failure = error
+        return super().error(error)
+
+    def cancelled(self) -> bytes:
+        """See StoredWriter."""
+        return self.error(WorkerLostError("the answer was cancelled"))
+
+    def interrupted(self, error: Exception) -> bytes:
+        """See StoredWriter."""
+        return super().error(error)
+
     def choice_result(self, index: int) -> Json:
         """See ChunkWriter."""
         choice = self._answer.choices[index]
         message: Json = {"role": "assistant", "content": "".join(choice.content)}
         if choice.reasoning:
             message["reasoning_content"] = "".join(choice.reasoning)
-        if choice.calls:
+        # A call that the limit cut off is included as far as it goes, and the finish reason is `length`.
+        calls = [*choice.complete_calls, *([choice.cut_call] if choice.cut_call else [])]
+        if calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                _call(call.id, call.name, call.arguments) for call in choice.calls
-            ]
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in calls]
         return {
             "index": index,
             "message": message,
@@ -73,6 +96,8 @@ class ChatWriter(ChunkWriter):
                 delta = {"tool_calls": [{"index": event.call, **call}]}
             case ChoiceEnd():
                 delta, reason = {}, event.reason
+            case CallEnd():
+                raise AssertionError("the end of a call has no chunk")
         return self._entry(event.choice, delta, event.logprobs, reason)
 
     def _entry(

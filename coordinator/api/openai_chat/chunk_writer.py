@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from coordinator.api.answer.events import AnswerEvent
+from coordinator.api.answer.events import AnswerEvent, CallEnd
 from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.answer.writer import EVENT_STREAM, sse_comment, sse_data
 from coordinator.api.openai_chat.schemas import StreamOptions
@@ -40,7 +40,7 @@ class ChunkWriter(abc.ABC):
 
     @abc.abstractmethod
     def choice_entry(self, event: AnswerEvent) -> Json:
-        """Return the entry of an event in a chunk's `choices`."""
+        """Return the entry of an event in a chunk's `choices`. A CallEnd has none."""
 
     def whole(self) -> Json:
         """See AnswerWriter."""
@@ -53,7 +53,9 @@ class ChunkWriter(abc.ABC):
 
     def write(self, events: Sequence[AnswerEvent]) -> bytes:
         """See AnswerWriter."""
-        return b"".join(self.chunk(self.choice_entry(event)) for event in events)
+        # The next chunk shows that a call has ended.
+        shown = [event for event in events if not isinstance(event, CallEnd)]
+        return b"".join(self.chunk(self.choice_entry(event)) for event in shown)
 
     def progress(self, done: int, total: int) -> bytes:
         """See AnswerWriter."""

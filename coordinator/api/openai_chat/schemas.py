@@ -163,9 +163,7 @@ class GenerationBody(Body):
 
     def hints(self) -> Iterator[str]:
         """Yield the hints that the body holds."""
-        # Clients send `store: false` and the usual service tiers as their defaults.
-        if self.store:
-            yield "store"
+        # Clients send the usual service tiers as their defaults.
         if self.service_tier not in (None, "auto", "default"):
             yield "service_tier"
         for name in (
@@ -346,6 +344,8 @@ class ChatBody(GenerationBody):
             )
         if self.structured_outputs and self.response_format:
             raise field_error("structured_outputs", "conflicts with response_format")
+        if self.store and self.stream and (self.n or 1) > 1:
+            raise field_error("store", "a stored stream has one choice. Omit n, store or stream.")
         if self.forced_tool is not None and not self.tools:
             raise field_error("tool_choice", "requires tools")
         return self
@@ -413,6 +413,12 @@ class CompletionBody(GenerationBody):
             if self.scores_prompt and getattr(self, name) is not None:
                 raise field_error(name, "is not supported with echo and logprobs")
         return self
+
+    def hints(self) -> Iterator[str]:
+        """See GenerationBody."""
+        yield from super().hints()
+        if self.store:
+            yield "store"
 
     @property
     def scores_prompt(self) -> bool:

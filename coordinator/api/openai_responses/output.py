@@ -13,13 +13,17 @@ EVENTS = {
 
 
 class OutputItem:
-    """An output item while it is generated. `kind` is its type, `index` its place in the output."""
+    """An output item while it is generated. `kind` is its type, `index` its place in the output.
+
+    `status` is `incomplete` for an item that the limit cut off, and for a call that cannot be parsed.
+    """
 
     def __init__(self, kind: str, index: int, answer_id: str, call_id: str, name: str) -> None:
         self.kind = kind
         self.index = index
         self.id = f"{PREFIXES[kind]}_{answer_id.partition('_')[2]}{index}"
         self.open = True
+        self.status = "in_progress"
         self._call_id = call_id
         self._name = name
         self._text: list[str] = []
@@ -47,9 +51,14 @@ class OutputItem:
             return {"name": self._name, "arguments": text}
         return {"text": text}
 
-    def as_json(self, status: str) -> Json:
-        """Return the item; `status` is that of the response."""
-        item: Json = {"id": self.id, "type": self.kind, "status": status}
+    def close(self, *, complete: bool) -> None:
+        """End the item."""
+        self.open = False
+        self.status = "completed" if complete else "incomplete"
+
+    def as_json(self) -> Json:
+        """Return the item."""
+        item: Json = {"id": self.id, "type": self.kind, "status": self.status}
         started = bool(self._text)
         if self.kind == "message":
             return {**item, "role": "assistant", "content": [self.part()] if started else []}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from coordinator.api.answer.events import (
     AnswerEvent,
     CallDelta,
+    CallEnd,
     ChoiceEnd,
     ReasoningDelta,
     TextDelta,
@@ -15,24 +16,23 @@ from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.answer.writer import EVENT_STREAM, sse_comment, sse_event
 from coordinator.api.openai_responses.output import OutputItem
 from coordinator.api.request.errors import error_body
+from coordinator.api.stored.stored_answer import AnswerStatus
 from coordinator.text.model_info import Json
 
 
 class ResponseWriter:
     """The AnswerWriter of `POST /v1/responses`.
 
-    `fields` are the fields of the response object that repeat the request. `on_complete` gets the complete object.
+    `fields` are the fields of the response object that repeat the request.
     """
 
     media_type = EVENT_STREAM
 
-    def __init__(
-        self, answer: GeneratedAnswer, fields: Json, on_complete: Callable[[Json], None]
-    ) -> None:
+    def __init__(self, answer: GeneratedAnswer, fields: Json) -> None:
         assert len(answer.choices) == 1
         self._answer = answer
         self._fields = fields
-        self._on_complete = on_complete
+        self._failure: Json | None = None
         self._items: list[OutputItem] = []
         self._number = 0
 
@@ -43,9 +43,15 @@ class ResponseWriter:
             self._add("reasoning").append("".join(choice.reasoning))
         if choice.content or not choice.calls:
             self._add("message").append("".join(choice.content))
-        for call in choice.calls:
+        for call in [*choice.complete_calls, *([choice.cut_call] if choice.cut_call else [])]:
             self._add("function_call", call.id, call.name).append(call.arguments)
-        return self._complete()
+        for item in self._items:
+            item.close(complete=item is not self._items[-1] or self._status() == "completed")
+        return self._response(self._status())
+
+    def result(self, status: AnswerStatus) -> Json:
+        """See StoredWriter."""
+        return self._response(self._status() if status == "ended" else status)
 
     def opening(self) -> bytes:
         """See AnswerWriter."""
@@ -68,16 +74,25 @@ class ResponseWriter:
 
     def closing(self) -> bytes:
         """See AnswerWriter."""
-        response = self._complete()
+        response = self._response(self._status())
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: Exception) -> bytes:
         """See AnswerWriter."""
         details = error_body(error)["error"]
         code = details["code"] or details["type"]
-        failure = {"code": code, "message": details["message"]}
-        response = {**self._response("failed"), "error": failure}
-        return self._event("response.failed", response=response)
+        self._failure = {"code": code, "message": details["message"]}
+        return self._event("response.failed", response=self._response("failed"))
+
+    def cancelled(self) -> bytes:
+        """See StoredWriter."""
+        return self._event("response.cancelled", response=self._response("cancelled"))
+
+    def interrupted(self, error: Exception) -> bytes:
+        """See StoredWriter."""
+        details = error_body(error)["error"]
+        fields = {"code": details["code"], "message": details["message"], "param": None}
+        return sse_event("error", {"type": "error", "sequence_number": self._number, **fields})
 
     def _write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -91,8 +106,10 @@ class ResponseWriter:
                 opened = closed + self._added(item)
             case CallDelta():
                 opened, item = b"", self._items[-1]
+            case CallEnd(complete=complete):
+                return self._close(complete=complete)
             case ChoiceEnd():
-                return self._close()
+                return self._close(complete=event.reason != "length")
         text = event.arguments if isinstance(event, CallDelta) else event.text
         item.append(text)
         return opened + self._part_event(item, "delta", delta=text)
@@ -112,18 +129,20 @@ class ResponseWriter:
 
     def _added(self, item: OutputItem) -> bytes:
         added = self._event(
-            "response.output_item.added", output_index=item.index, item=item.as_json("in_progress")
+            "response.output_item.added", output_index=item.index, item=item.as_json()
         )
         if item.part() is None:
             return added
         return added + self._part_event(item, "added", part={**(item.part() or {}), "text": ""})
 
-    def _close(self) -> bytes:
+    def _close(self, *, complete: bool = True) -> bytes:
         if not self._items or not self._items[-1].open:
             return b""
         item = self._items[-1]
-        item.open = False
-        content = self._part_event(item, "done", **item.final_fields())
+        item.close(complete=complete)
+        content = b""
+        if complete or item.kind != "function_call":  # arguments that were cut off are never done
+            content = self._part_event(item, "done", **item.final_fields())
         if (part := item.part()) is not None:
             content += self._event(
                 "response.content_part.done",
@@ -133,7 +152,7 @@ class ResponseWriter:
                 part=part,
             )
         return content + self._event(
-            "response.output_item.done", output_index=item.index, item=item.as_json(self._status())
+            "response.output_item.done", output_index=item.index, item=item.as_json()
         )
 
     def _part_event(self, item: OutputItem, stage: str, **fields: object) -> bytes:
@@ -148,11 +167,6 @@ class ResponseWriter:
         number, self._number = self._number, self._number + 1
         return sse_event(name, {"type": name, "sequence_number": number, **fields})
 
-    def _complete(self) -> Json:
-        response = self._response(self._status())
-        self._on_complete(response)
-        return response
-
     def _status(self) -> str:
         return "incomplete" if self._answer.choices[0].finish_reason == "length" else "completed"
 
@@ -164,10 +178,10 @@ class ResponseWriter:
             "object": "response",
             "created_at": self._answer.created,
             "status": status,
-            "error": None,
+            "error": self._failure,
             "incomplete_details": details,
             "model": self._answer.model,
-            "output": [item.as_json(status) for item in self._items] if ended else [],
+            "output": [item.as_json() for item in self._items] if ended else [],
             "usage": self._usage() if ended else None,
             **self._fields,
         }

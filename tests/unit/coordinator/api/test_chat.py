@@ -140,7 +140,7 @@ async def test_without_a_seed_every_request_has_another() -> None:
 
 
 async def test_tool_calls_whole_and_streamed() -> None:
-    """Calls have ids, names and JSON arguments; each delta of a stream holds a whole call with its index."""
+    """Calls have ids, names and JSON arguments; the deltas of a stream hold them piece by piece."""
     api = api_saying(f"</think>I look.\n\n{CALL}\n{CALL}")
     (choice,) = (await api.chat(tools=[TOOL])).json()["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -151,8 +151,13 @@ async def test_tool_calls_whole_and_streamed() -> None:
     assert all(set(call) == {"id", "type", "function"} for call in calls)
     events = await api.stream(tools=[TOOL])
     streamed = [call for calls in events.deltas("tool_calls") for call in calls]
-    assert [call["index"] for call in streamed] == [0, 1]
-    assert streamed[0]["id"] != streamed[1]["id"]
+    by_index = [[call for call in streamed if call["index"] == index] for index in (0, 1)]
+    for pieces in by_index:
+        assert len(pieces) > 4
+        assert [set(call) for call in pieces[1:]] == [{"index", "function"}] * (len(pieces) - 1)
+        arguments = "".join(call["function"]["arguments"] for call in pieces)
+        assert arguments == calls[0]["function"]["arguments"]
+    assert by_index[0][0]["id"] != by_index[1][0]["id"]
     assert "".join(events.deltas("content")) == "I look."
     assert events.finish_reasons() == ["tool_calls"]
 

@@ -1,17 +1,15 @@
-"""Tokenizer: exact bytes, chat prompts, end tokens and errors; ChatParser over its markers."""
+"""Tokenizer: exact bytes, chat prompts, end tokens and errors."""
 
 from __future__ import annotations
 
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, ToolCall, join_parts
 from coordinator.text.model_info import generation_defaults
 from coordinator.text.tokenizer import Tokenizer
 from proto.errors import CheckpointError, RequestError
@@ -24,10 +22,6 @@ WEATHER = {
         "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-CALL = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
-    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
-)
 
 
 @pytest.fixture(scope="module")
@@ -172,83 +166,3 @@ def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(
     none = Tokenizer.load(write_tokenizer(tmp_path, template=None))
     with pytest.raises(RequestError, match="has no chat template"):
         none.chat_prompt([user])
-
-
-# ---- reasoning and tool calls in answers
-
-
-def parse(tokenizer: Tokenizer, text: str, step: int, **options: Any) -> list[Part]:
-    """Parts of `text` fed `step` characters at a time, neighbours of one kind joined."""
-    parser = ChatParser(tokenizer, **options)
-    parts: list[Part] = []
-    for start in range(0, len(text), step):
-        parts += parser.add(text[start : start + step])
-    return join_parts([*parts, *parser.finish()])
-
-
-STEPS = pytest.mark.parametrize("step", [1, 3, 7, 1000])
-
-
-@STEPS
-def test_reasoning_opened_by_the_template_ends_at_its_marker(
-    tokenizer: Tokenizer, step: int
-) -> None:
-    """The line breaks around the marker belong to neither part; those inside stay."""
-    parts = parse(tokenizer, "I think\n\nso.\n</think>\n\n  Yes.\n\nBye\n", step, thinking=True)
-    assert parts == [Reasoning("I think\n\nso."), Content("  Yes.\n\nBye\n")]
-
-
-@STEPS
-def test_reasoning_the_model_opens_itself(tokenizer: Tokenizer, step: int) -> None:
-    """A think block that the answer opens is reasoning too."""
-    parts = parse(tokenizer, "<think>\nhm\n</think>\n\nYes", step, thinking=False)
-    assert parts == [Reasoning("hm"), Content("Yes")]
-
-
-@STEPS
-def test_an_answer_that_ends_while_reasoning(tokenizer: Tokenizer, step: int) -> None:
-    """The whole text is reasoning, including the start of an unfinished marker."""
-    assert parse(tokenizer, "hm </thi", step, thinking=True) == [Reasoning("hm </thi")]
-
-
-@STEPS
-def test_tool_calls_are_parsed_with_the_types_of_their_schema(
-    tokenizer: Tokenizer, step: int
-) -> None:
-    """Two calls have different ids, and no blank content appears between or after them."""
-    text = f"Let me see.\n\n{CALL}\n{CALL}\n"
-    said, first, second = parse(tokenizer, text, step, thinking=False, tools=[WEATHER])
-    assert said == Content("Let me see.")
-    assert isinstance(first, ToolCall)
-    assert isinstance(second, ToolCall)
-    assert first.name == "weather"
-    assert json.loads(first.arguments) == {"city": "Rome", "days": 2}
-    assert first.id != second.id
-
-
-@STEPS
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "<tool_call>\nno function\n</tool_call>",
-        CALL.replace("2", "two"),
-        "<tool_call>\n<function=weather>\n<param",
-    ],
-)
-def test_a_broken_tool_call_is_text(tokenizer: Tokenizer, step: int, broken: str) -> None:
-    """A call that cannot be parsed becomes content, with its markers and without loss."""
-    parts = parse(tokenizer, f"So:\n{broken}", step, thinking=False, tools=[WEATHER])
-    assert parts == [Content(f"So:\n{broken}")]
-
-
-@STEPS
-def test_without_tools_markup_of_calls_is_text(tokenizer: Tokenizer, step: int) -> None:
-    """Without tools in the request the markup of a call streams as content."""
-    assert parse(tokenizer, f"{CALL} done", step, thinking=False) == [Content(f"{CALL} done")]
-
-
-def test_a_call_made_while_reasoning(tokenizer: Tokenizer) -> None:
-    """A model that calls a tool without closing its think block still calls it."""
-    parts = parse(tokenizer, f"I need it.\n{CALL}", 5, thinking=True, tools=[WEATHER])
-    assert parts[0] == Reasoning("I need it.")
-    assert isinstance(parts[1], ToolCall)
