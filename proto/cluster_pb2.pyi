@@ -243,22 +243,26 @@ class Hardware(_message.Message):
     CHIP_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
     chip: _builtins.str
     """such as Apple M4 Pro"""
     memory_limit: _builtins.int
     """bytes that the worker may use"""
     bytes_per_second: _builtins.float
     """read speed of a matrix-vector product, measured at start, rounded"""
+    arithmetic: _builtins.str
+    """such as "metal applegpu_g16s, mlx 0.32.4"; machines with equal text round alike"""
     def __init__(
         self,
         *,
         chip: _builtins.str = ...,
         memory_limit: _builtins.int = ...,
         bytes_per_second: _builtins.float = ...,
+        arithmetic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "chip", b"chip", "memory_limit", b"memory_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "bytes_per_second", b"bytes_per_second", "chip", b"chip", "memory_limit", b"memory_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +621,7 @@ class LoadRequest(_message.Message):
     MTP_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -628,6 +633,8 @@ class LoadRequest(_message.Message):
     """load the head if the checkpoint has one; last stage only"""
     lease_ms: _builtins.int
     """milliseconds without a signal after which the lease ends"""
+    exact: _builtins.bool
+    """a row has the same bits with any rows beside it"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -650,10 +657,11 @@ class LoadRequest(_message.Message):
         mtp: _builtins.bool = ...,
         limits: Global___Limits | None = ...,
         lease_ms: _builtins.int = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
