@@ -35,6 +35,7 @@ FORMS: list[dict[str, Any]] = [
     {"tie": False},
     {"moe": True},
     {"moe": True, "fused_mtp_experts": True, "tie": False},
+    {"moe": True, "qwen3_next": True},
 ]
 
 FEW = {7: 60.0, 90: 60.0, 201: 60.0}
@@ -49,8 +50,8 @@ def _hidden(path: Path, tokens: list[int], *, normed: bool = True) -> Array:
     """Return mlx-lm's hidden states of `tokens` `[n, H]`, after the final norm or before it."""
     model, _ = load_model(path)
     if not normed:
-        model.language_model.model.norm = nn.Identity()
-    hidden: Array = np.array(model.language_model.model(mx.array([tokens]))[0], np.float64)
+        model.model.norm = nn.Identity()
+    hidden: Array = np.array(model.model(mx.array([tokens]))[0], np.float64)
     return hidden
 
 
@@ -110,7 +111,11 @@ def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
     return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
 
 
-@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"moe": True}, {"moe": True, "qwen3_next": True}],
+    ids=["dense", "experts", "Qwen3-Next"],
+)
 def test_the_cache_never_drifts_from_the_text(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:

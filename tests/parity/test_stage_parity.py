@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "4 bit": {"layout": "mlx", "quantize": 4},
     "8 bit": {"layout": "mlx", "quantize": 8},
     "experts": {"moe": True},
+    "Qwen3-Next": {"moe": True, "qwen3_next": True},
 }
 
 FORMS: list[dict[str, Any]] = [
@@ -45,6 +46,8 @@ FORMS: list[dict[str, Any]] = [
     {"moe": True},
     {"moe": True, "tie": False, "fused_experts": False},
     {"layout": "mlx", "quantize": 4, "moe": True},
+    {"moe": True, "tie": False, "qwen3_next": True},
+    {"layout": "mlx", "quantize": 4, "moe": True, "qwen3_next": True},
 ]
 
 

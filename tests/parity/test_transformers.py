@@ -22,11 +22,18 @@ transformers = pytest.importorskip("transformers")
 TOKENS = [[(7 * i * i + 3 * i) % 250 for i in range(40)]]
 """A prompt longer than the convolution, the head dimension and a GDN chunk's remainder."""
 
+_CLASSES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
 
 def transformers_logits(path: Path, tokens: list[list[int]]) -> np.ndarray[Any, Any]:
     """Return logits `[B, L, vocab]` in fp32 on the CPU, loaded and computed by transformers."""
-    config = transformers.AutoConfig.from_pretrained(path).text_config
-    name = "Qwen3_5MoeForCausalLM" if "moe" in config.model_type else "Qwen3_5ForCausalLM"
+    config = transformers.AutoConfig.from_pretrained(path)
+    config = getattr(config, "text_config", config)
+    name = _CLASSES[config.model_type]
     model, loading = getattr(transformers, name).from_pretrained(
         path, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -45,8 +52,14 @@ def relative_error(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tie": False, "shards": 3}, {"moe": True}, {"moe": True, "tie": False}],
-    ids=["dense", "dense-untied-sharded", "moe", "moe-untied"],
+    [
+        {},
+        {"tie": False, "shards": 3},
+        {"moe": True},
+        {"moe": True, "tie": False},
+        {"moe": True, "tie": False, "qwen3_next": True},
+    ],
+    ids=["dense", "dense-untied-sharded", "moe", "moe-untied", "qwen3-next"],
 )
 def test_mlx_lm_and_transformers_agree(checkpoints: Checkpoints, options: dict[str, Any]) -> None:
     """Logits over a prompt differ by at most 1e-4 of the largest, in fp32."""

@@ -17,9 +17,26 @@ from tests.support.stages.chain import Chain, Script, random_tokens
 
 LENGTH = 40
 
+UNNORMALIZED = (("norm_topk_prob", False),)
+"""A field that transformers ignores in Qwen3.5 and follows in Qwen3-Next."""
+
 
 @pytest.mark.parametrize(
-    "options", [{}, {"moe": True, "tie": False}], ids=["dense", "experts, untied"]
+    "options",
+    [
+        {},
+        {"moe": True, "tie": False},
+        {"moe": True, "fields": UNNORMALIZED},
+        {"moe": True, "tie": False, "qwen3_next": True},
+        {"moe": True, "qwen3_next": True, "fields": UNNORMALIZED},
+    ],
+    ids=[
+        "dense",
+        "experts, untied",
+        "experts, norm_topk_prob",
+        "Qwen3-Next",
+        "Qwen3-Next, norm_topk_prob",
+    ],
 )
 def test_a_chain_of_stages_agrees_with_transformers(
     checkpoints: Checkpoints, options: dict[str, Any]

@@ -22,6 +22,7 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config
 
 from mtp.head.mtp_head import MTPHead
+from tests.support.checkpoints.qwen3_next import next_config, next_weights
 
 Weights = dict[str, mx.array]
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -39,6 +40,8 @@ def write_checkpoint(
     path: Path,
     *,
     moe: bool = False,
+    qwen3_next: bool = False,
+    fields: tuple[tuple[str, Any], ...] = (),
     layers: int = 8,
     hidden: int = 64,
     vocab: int = 256,
@@ -56,6 +59,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint into `path` and return `path`.
 
+    `qwen3_next` writes a Qwen3-Next model, which needs `moe`. `fields` are further fields of the text config.
     `mtp` False leaves out the head's tensors. config.json announces the head anyway unless `announce_mtp` is False.
     Fused and unfused experts of one seed are equal. `quantize` (with layout "mlx") also quantizes the head, except
     `fc`. `overrides` gives down_proj of every odd layer 8 bits of group 32 and leaves v_proj unquantized.
@@ -66,11 +70,17 @@ def write_checkpoint(
     config = config_of(moe=moe, layers=layers, hidden=hidden, vocab=vocab, tie=tie, dtype=dtype)
     if not announce_mtp:
         config["text_config"]["mtp_num_hidden_layers"] = 0
+    config["text_config"] |= dict(fields)
     text = config["text_config"]
     weights = _backbone(text) | (_head(text) if mtp else {})
     raw = {n: w if n.endswith("A_log") else w.astype(dtype) for n, w in weights.items()}
-    if layout == "raw":
+    if qwen3_next:
+        assert moe, "the fixture has no dense Qwen3-Next"
+        config, raw = next_config(config, **dict(fields)), next_weights(text, raw)
+        fused_experts, fused_mtp_experts = False, fused_mtp_experts or layout == "mlx"
+    if layout == "raw" or qwen3_next:
         raw = _with_layout(raw, fused_experts, fused_mtp_experts)
+    if layout == "raw":
         _save_shards(path, raw, shards, "pt")
         (path / "config.json").write_text(json.dumps(config, indent=2))
     else:
@@ -313,7 +323,7 @@ def _convert(
     _save_shards(source, {n: w for n, w in raw.items() if not n.startswith("mtp.")}, 1, "pt")
     (source / "config.json").write_text(json.dumps(config))
     model, loaded = load_model(source)
-    head = _converted_head(config["text_config"], raw)
+    head = _converted_head(config.get("text_config", config), raw)
     if bits is not None:
         choose = _predicate(model.quant_predicate, overrides)
         model, loaded = quantize_model(model, loaded, _GROUP, bits, quant_predicate=choose)
@@ -322,9 +332,14 @@ def _convert(
             paths = {p: v for p, v in settings["quantization"].items() if isinstance(v, dict)}
             loaded["quantization"] |= {f"mtp.{path}": value for path, value in paths.items()}
     weights = dict(tree_flatten(model.parameters()))
-    if head is not None:
-        weights |= {f"mtp.{n}": w for n, w in dict(tree_flatten(head.parameters())).items()}
-    mx.eval(weights)
+    found = dict(tree_flatten(head.parameters())) if head is not None else {}
+    heads = {f"mtp.{name}": weight for name, weight in found.items()}
+    mx.eval(weights, heads)
+    if heads and config["model_type"] == "qwen3_next":
+        # mlx-lm skips the head of a converted Qwen3.5 only.
+        mx.save_safetensors(str(path / "mtp.safetensors"), heads, {"format": "mlx"})
+    else:
+        weights |= heads
     _save_shards(path, weights, shards, "mlx")
     save_config(loaded, path / "config.json")
     shutil.rmtree(source)

@@ -21,13 +21,15 @@ class HeadReference:
     """`draft` gives the logits of a chain; `hidden` is whatever the caller holds the backbone's to be."""
 
     def __init__(self, path: Path) -> None:
-        self.text = json.loads((path / "config.json").read_text())["text_config"]
+        config = json.loads((path / "config.json").read_text())
+        self.text = config.get("text_config", config)
         loaded = mx.load(str(path / "model.safetensors"))
         assert isinstance(loaded, dict)
         self.weights: dict[str, Array] = {
             name: np.array(w.astype(mx.float32)).astype(np.float64) for name, w in loaded.items()
         }
-        self.embedding = self.weights["model.language_model.embed_tokens.weight"]
+        (embedding,) = [name for name in self.weights if name.endswith("embed_tokens.weight")]
+        self.embedding = self.weights[embedding]
         self.lm_head = self.weights.get("lm_head.weight", self.embedding)
 
     def draft(self, hidden: Array, following: list[int], tokens: list[int]) -> Array:
@@ -80,7 +82,7 @@ class HeadReference:
 
     def _rope(self, x: Array) -> Array:
         """Rotate the first quarter of each head, its first half against its second."""
-        rope = self.text["rope_parameters"]
+        rope = self.text.get("rope_parameters", self.text)
         turned = int(self.text["head_dim"] * rope["partial_rotary_factor"])
         frequency = rope["rope_theta"] ** (-np.arange(0, turned, 2) / turned)
         angle = np.arange(len(x))[:, None, None] * frequency
