@@ -103,7 +103,7 @@ def check_schema(schema: Any, param: str) -> None:
     kinds = schema.get("type", [])
     known = {"object", "array", "string", "number", "integer", "boolean", "null"}
     for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise RequestError(f"{param}.type: {kind!r:.60} is not a type", param=f"{param}.type")
     for name in ("properties", "$defs", "definitions"):
         members = schema.get(name, {})

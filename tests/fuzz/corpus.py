@@ -47,4 +47,4 @@ def _made(target: str) -> list[bytes]:
         "host": [b"localhost:8080", b"[::1]:8080", b"10.0.0.1", b"evil.example"],
         "safetensors": [struct.pack("<Q", len(header)) + header + bytes(16)],
     }
-    return made[target]
+    return made.get(target, [])

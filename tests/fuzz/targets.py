@@ -21,6 +21,8 @@ from proto.rpc.status_codes import from_status
 from proto.trust.certificates import from_pem, requested_key
 from proto.trust.join_session import MAX_LINE_BYTES, read_message
 from proto.trust.join_token import JoinToken
+from tests.fuzz.http_bodies import fuzz_http
+from tests.fuzz.hub_answers import fuzz_hub
 
 Target = Callable[[bytes], None]
 
@@ -122,4 +124,6 @@ TARGETS: dict[str, Target] = {
     "status": fuzz_status,
     "host": fuzz_host,
     "safetensors": fuzz_safetensors,
+    "http": fuzz_http,
+    "hub": fuzz_hub,
 }

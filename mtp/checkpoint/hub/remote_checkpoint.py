@@ -54,7 +54,7 @@ def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
     if hub.size(INDEX) is None:
         return {Path(_ONLY_FILE): hub.read_header(_ONLY_FILE)}
     weight_map = _read_object(hub, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise CheckpointError(
             f"{hub.repo}: {INDEX} has no valid weight_map. Give another repo or revision."
         )
@@ -72,3 +72,10 @@ def _read_object(hub: HubRepo, file: str) -> dict[str, Any]:
     if content is None:
         raise CheckpointError(f"{hub.repo}: no {file} found. Give a repo that holds a checkpoint.")
     return parse_json_object(content, f"{hub.repo}/{file}")
+
+
+def _is_file_name(value: object) -> bool:
+    """Return whether `value` is the name of a file in the repo's main folder."""
+    return (
+        isinstance(value, str) and value.isprintable() and 0 < len(Path(value).name) == len(value)
+    )

@@ -43,6 +43,9 @@ FIRST_PAUSE = 0.5
 PIECE_BYTES = 1024 * 1024
 """Bytes per piece that is read from a file of the local cache."""
 
+MAX_SMALL_BYTES = 64 * 2**20
+"""Bytes. Bounds a file that is read into memory as a whole. The index of the largest checkpoints takes 10 MB."""
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -86,7 +89,13 @@ class HubRepo:
     def read(self, file: str) -> bytes | None:
         """Return the content of a small file; None when the repo does not have this file."""
         size = self.size(file)
-        return None if size is None else b"".join(self.read_range(file, 0, size))
+        if size is None:
+            return None
+        if size > MAX_SMALL_BYTES:
+            raise CheckpointError(
+                f"{self.repo}: {file}: {size} bytes exceed the limit of {MAX_SMALL_BYTES}. Give another repo."
+            )
+        return b"".join(self.read_range(file, 0, size))
 
     def read_header(self, file: str) -> Header:
         """Read the header of a safetensors file."""
@@ -113,6 +122,8 @@ class HubRepo:
                         self.received += len(piece)
                         start += len(piece)
                         yield piece
+                if start < end:
+                    pauses.wait_after(TransientError("the hub's answer ended early"))
             except FileNotFoundError:
                 raise self._missing(file) from None
             except (TransientError, httpx.TransportError) as error:
