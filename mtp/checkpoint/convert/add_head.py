@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import TextModel, TextModelArgs
+from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
 from mtp.checkpoint.convert.converted_weights import (
-    PREFIX,
     SAFETENSORS,
     Choice,
     Group,
@@ -53,8 +52,6 @@ _COMPARED = (
     "shared_expert_intermediate_size",
 )
 """The fields that must be equal in the configs of head and backbone, by mlx-lm's names."""
-
-_HEAD = f"{PREFIX}mtp"
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,8 @@ class HeadAddition:
         if weights is not None and packed:
             _load(model, weights, self.source)
         parameters = dict(tree_flatten(model.parameters()))
-        return group_parameters({f"{PREFIX}{name}": weight for name, weight in parameters.items()})
+        prefix = self.target.config.family.prefix
+        return group_parameters({prefix + name: weight for name, weight in parameters.items()})
 
     def _choose(self, path: str, module: nn.Module) -> Choice:
         return self.quantization.get(path.removeprefix("mtp."), False)
@@ -133,7 +131,8 @@ class HeadAddition:
             usual = {key: found.get(key, "affine") for key in ("group_size", "bits", "mode")}
             found = usual | found
             others = {name: value for name, value in found.items() if not is_head(name)}
-            mine = {f"{_HEAD}.{n}": v for n, v in self.quantization.items() if v != usual}
+            head = f"{self.target.config.family.prefix}mtp"
+            mine = {f"{head}.{n}": v for n, v in self.quantization.items() if v != usual}
             config["quantization"] = config["quantization_config"] = others | mine
         return config
 
@@ -270,7 +269,7 @@ def _like_backbone(target: Checkpoint, bits: HeadBits | None) -> dict[str, dict[
     default = target.config.quantization or {}
     affine = default.get("mode", "affine") == "affine"
     asked = Quantization.of(int(bits), default.get("group_size") if affine else None)
-    routers: Callable[[str, nn.Module], Choice] | None = TextModel(args).quant_predicate
+    routers: Callable[[str, nn.Module], Choice] | None = target.config.backbone().quant_predicate
     found: dict[str, dict[str, Any]] = {}
     for path, module in head.layers[0].named_modules():
         if not hasattr(module, "to_quantized"):

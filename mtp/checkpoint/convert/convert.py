@@ -131,6 +131,7 @@ def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
     text["mtp_num_hidden_layers"] = int(source.mtp.complete)
     # mlx-lm does not read the places that older exporters used.
     text["rope_parameters"] = source.config.text_config["rope_parameters"]
+    source.config.family.convert_text(text)
     if weights.quantization is not None:
         config["quantization"] = config["quantization_config"] = weights.quantization
     return config

@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.convert import mixed_quant_predicate_builder
-from mlx_lm.models.qwen3_5 import TextModel
 
 from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -26,9 +25,6 @@ from mtp.checkpoint.format.shard import Entry
 from mtp.head.mtp_head import MTPHead
 from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
-
-PREFIX = "language_model."
-"""The prefix of every name, as mlx-lm writes it. The names of the head begin with `language_model.mtp.`."""
 
 SAFETENSORS: dict[mx.Dtype, str] = {
     **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
@@ -81,14 +77,14 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     with_head = checkpoint.mtp.complete
-    model = nn.Module()
-    model.language_model = TextModel(config.text_args())
+    model = config.backbone()
     if with_head:
-        model.language_model.mtp = MTPHead(config.text_args())
+        model.mtp = MTPHead(config.text_args())
+    prefix = config.family.prefix
     _load(checkpoint, model, settings, with_head)
-    found = _quantize(model, settings)
-    parameters = dict(tree_flatten(model.parameters()))
-    backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{PREFIX}mtp.")}
+    found = _quantize(model, prefix, settings)
+    parameters = {prefix + n: w for n, w in tree_flatten(model.parameters())}
+    backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     return ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
 
@@ -102,7 +98,7 @@ def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_hea
             continue
         name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
         dtype: mx.Dtype | None = getattr(mx, name) if name else None
-        inside = PREFIX if part in ("lm_head", "mtp") else f"{PREFIX}model."
+        inside = "" if part in ("lm_head", "mtp") else "model."
         weights += [
             (f"{inside}{module_path(part, within)}", weight)
             for within, weight in read_part(checkpoint, part, dtype).items()
@@ -126,10 +122,11 @@ def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
 # ---- the choice of quantization
 
 
-def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
+def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
-    The same predicate decides for backbone and head; a module of the head counts as the same module of layer 0.
+    Paths in config.json begin with `prefix`. The same predicate decides for backbone and head; a module of the head
+    counts as the same module of layer 0.
     """
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
@@ -137,17 +134,16 @@ def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = default.to_json()
     follows = settings.head_bits is None
-    choose = _predicate(model.language_model, settings)
-    routers = _routers(model.language_model)
+    choose = _predicate(model, settings)
+    routers = _routers(model)
 
     def quantize(path: str, module: nn.Module) -> Choice:
         """Return how to quantize the module at `path`, and record an override in `found`."""
-        local = path.removeprefix(PREFIX)
-        in_head = local.startswith("mtp.")
+        in_head = path.startswith("mtp.")
         mine = of_head if in_head else of_backbone
-        if mine is None or local == "mtp.fc" or not hasattr(module, "to_quantized"):
+        if mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
-        twin = local.replace("mtp.", "model.", 1) if in_head else local
+        twin = path.replace("mtp.", "model.", 1) if in_head else path
         choice = choose(twin, module) if follows or not in_head else routers(twin, module)
         if choice is True and mine != default:
             choice = mine.to_json()
@@ -155,7 +151,7 @@ def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
         if module.weight.shape[-1] % (group or mine.group_size):
             return False
         if isinstance(choice, dict):
-            found[path] = choice
+            found[prefix + path] = choice
         return choice
 
     nn.quantize(
@@ -164,7 +160,7 @@ def _quantize(model: nn.Module, settings: Settings) -> dict[str, Any] | None:
     return found
 
 
-def _predicate(model: TextModel, settings: Settings) -> Predicate:
+def _predicate(model: nn.Module, settings: Settings) -> Predicate:
     """Return mlx-lm's predicate, or that of one of its recipes; routers stay at 8 bits under every recipe."""
     routers = _routers(model)
     if settings.recipe is None:
@@ -184,6 +180,6 @@ def _predicate(model: TextModel, settings: Settings) -> Predicate:
     return choose
 
 
-def _routers(model: TextModel) -> Predicate:
+def _routers(model: nn.Module) -> Predicate:
     predicate: Predicate | None = model.quant_predicate
     return predicate or (lambda path, module: True)

@@ -27,6 +27,7 @@ SOURCES: list[dict[str, Any]] = [
     {"tie": False, "shards": 3},
     {"moe": True, "tie": False, "fused_experts": True, "fused_mtp_experts": False, "shards": 2},
     {"moe": True, "fused_experts": False, "fused_mtp_experts": True},
+    {"moe": True, "tie": False, "qwen3_next": True, "fields": (("norm_topk_prob", False),)},
 ]
 each_source = pytest.mark.parametrize("options", SOURCES, ids=repr)
 TOKENS = mx.array([[3, 14, 15, 92, 65, 35, 89, 79]])
@@ -76,13 +77,22 @@ def test_unquantized_output_is_the_source_to_the_bit(
     assert mx.array_equal(model(TOKENS), original(TOKENS))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [
+        (4, {"moe": False}),
+        (8, {"moe": False}),
+        (4, {"moe": True}),
+        (8, {"moe": True}),
+        (4, {"moe": True, "qwen3_next": True}),
+    ],
+    ids=repr,
+)
 def test_quantized_output_is_what_mlx_lm_makes(
-    checkpoints: Checkpoints, tmp_path: Path, moe: bool, bits: int
+    checkpoints: Checkpoints, tmp_path: Path, bits: int, options: dict[str, Any]
 ) -> None:
     """Every tensor has the same bits as with mlx-lm's own converter, and the head is packed like the backbone."""
-    options: dict[str, Any] = {"moe": moe, "tie": False}
+    options = options | {"tie": False}
     settings = Settings(Quantization.of(bits, None))
     out = converted(checkpoints(**options), tmp_path / "out", settings)
     expected = checkpoints(**options, layout="mlx", quantize=bits)

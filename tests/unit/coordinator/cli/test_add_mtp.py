@@ -32,6 +32,7 @@ HEADS: list[dict[str, Any]] = [
     {},
     {"moe": True, "fused_mtp_experts": True},
     {"moe": True, "fused_mtp_experts": False, "shards": 4},
+    {"moe": True, "qwen3_next": True},
 ]
 each_head = pytest.mark.parametrize("options", HEADS, ids=repr)
 
