@@ -74,7 +74,7 @@ def convert(
         head_bits=mtp_bits,
         head_dtype=mtp_dtype,
     )
-    source = Checkpoint.open(resolve_model(hf_path), allow_fp8=True)
+    source = Checkpoint.open(resolve_model(hf_path), to_convert=True)
     with byte_bar("converting") as on_progress:
         outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
     for line in _summary(outcome):

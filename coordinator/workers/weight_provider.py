@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from typing import BinaryIO
 
 from coordinator.workers.client import WorkerClient
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.config import read_config
 from mtp.checkpoint.format.header import TensorInfo
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ProtocolError
@@ -55,7 +57,7 @@ class WeightProvider:
             coordinator=request.coordinator,
             lease_ms=request.lease_ms,
             model=self.ref,
-            config=(self.checkpoint.path / "config.json").read_text(encoding="utf-8"),
+            config=json.dumps(read_config(self.checkpoint.path)),
             layout=self.checkpoint.layout,
             share=self.share,
         )
@@ -79,7 +81,7 @@ class WeightProvider:
 
     def _tensors(self, part: str) -> list[tuple[str, TensorInfo]]:
         plan = self.checkpoint.plans[part]
-        names = {name for source in plan.values() for name in source.stored}
+        names = {name for source in plan.values() for name in source.tensors}
         found = [(name, self.checkpoint.tensors[name]) for name in names]
         return sorted(found, key=lambda item: (item[1].file, item[1].start))
 

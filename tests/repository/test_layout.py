@@ -29,10 +29,12 @@ ARROWS: dict[str, set[str]] = {
     "mtp.sampling": WIRE,
     "mtp.depth": WIRE,
     "mtp.kernels": set(),
+    "mtp.packing": set(),
+    "mtp.exact": {"mtp.kernels"} | WIRE,
     "mtp.head": {"mtp.kernels", "mtp.sampling"} | WIRE,
     "mtp.checkpoint": {"mtp.checkpoint.format"},
     "mtp.checkpoint.families": set(),
-    "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head"} | TERMINAL,
+    "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "mtp.packing"} | TERMINAL,
     "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "mtp.checkpoint.hub": {"mtp.builtin", "mtp.checkpoint.convert", "mtp.checkpoint.format"} | WIRE,
     "worker": {"mtp.checkpoint.hub", "worker.engine", "worker.node"} | TERMINAL,
@@ -47,11 +49,13 @@ ARROWS: dict[str, set[str]] = {
         "worker.model",
     }
     | TERMINAL,
-    "worker.engine": {"mtp.kernels", "worker.cache", "worker.model"} | WIRE,
+    "worker.engine": {"mtp.exact", "mtp.kernels", "worker.cache", "worker.model"} | WIRE,
     "worker.model": {
         "mtp.checkpoint.format",
+        "mtp.exact",
         "mtp.head",
         "mtp.kernels",
+        "mtp.packing",
         "mtp.sampling",
         "worker.cache",
     }
@@ -179,6 +183,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.cluster": {
+        "mtp.exact",
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.workers",

@@ -15,10 +15,12 @@ from mlx_lm.utils import infer_quant_config
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.lazy_weights import read_part
-from mtp.checkpoint.format.names import module_path
+from mtp.checkpoint.format.names import Source, module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
+from mtp.exact.ranged_rows import RangedRows
 from mtp.head.mtp_head import MTPHead
 from mtp.kernels.packed_linear import PackedEmbedding, PackedLinear
+from mtp.packing.repacked_linear import add_extras
 from proto.dtype import DTYPE_BYTES
 from proto.errors import CheckpointError, UsageError
 from proto.progress import OnProgress
@@ -33,7 +35,8 @@ class StageModules:
     """The modules of one stage. A part that the stage does not own is None.
 
     The first stage has `embed_tokens`. The last stage has it if a tied lm_head or the MTP head needs it. `lm_head` is
-    None on a last stage with tied embeddings. `layers` have the order of `span`.
+    None on a last stage with tied embeddings, unless exact mode calls the embedding through it. `layers` have the
+    order of `span`.
     """
 
     config: ModelConfig
@@ -41,7 +44,7 @@ class StageModules:
     layers: list[DecoderLayer]
     embed_tokens: nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding | None = None
     norm: nn.RMSNorm | None = None
-    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | None = None
+    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | RangedRows | None = None
     head: MTPHead | None = None
 
 
@@ -124,7 +127,8 @@ def _quantize(
     Bits, group size and mode follow from the shapes, by mlx-lm's own rule. So the exceptions that config.json lists by
     path are not needed.
     """
-    if checkpoint.config.quantization is None:
+    config = checkpoint.config
+    if config.quantization is None and config.foreign is None:
         return module
     # nn.quantize replaces the leaves of a module. The holder makes a part that is itself a leaf replaceable.
     holder = nn.Module()
@@ -142,6 +146,7 @@ def _quantize(
 
     try:
         nn.quantize(holder, class_predicate=parameters)
+        add_extras(holder, stored)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: the quantization of {part} is not supported: {error}"
@@ -157,7 +162,7 @@ def _check(
     expected = dict(tree_flatten(module.parameters()))
     plan = checkpoint.plans[part]
     for name in weights.keys() - expected.keys():
-        stored = plan[name].stored[0]
+        stored = _stored_name(plan, name)
         hint = (
             "it is quantized, but config.json has no quantization. Convert the checkpoint again."
             if name.endswith("scales")
@@ -168,11 +173,17 @@ def _check(
         )
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
-            stored = plan[name].stored[0]
+            stored = _stored_name(plan, name)
             raise CheckpointError(
                 f"{checkpoint.tensors[stored].file}: tensor {stored} gives {module_path(part, name)} the "
                 f"shape {weight.shape}, but config.json requires {expected[name].shape}. Download both again."
             )
+
+
+def _stored_name(plan: dict[str, Source], name: str) -> str:
+    """Return the stored name of a parameter. All parameters of a packed weight come from the weight's tensors."""
+    source = plan.get(name) or plan[f"{name.rpartition('.')[0]}.weight".removeprefix(".")]
+    return source.stored[0]
 
 
 def _check_experts(part: str, module: nn.Module, weights: dict[str, mx.array]) -> None:

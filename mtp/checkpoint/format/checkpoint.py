@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from mtp.checkpoint.format.names import (
     local_name,
     module_path,
     mtp_parameters,
-    pair_fp8_scales,
     part_names,
     plan_part,
     split_part,
 )
+from mtp.checkpoint.format.packed_plan import plan_packed
+from mtp.checkpoint.format.packed_source import repacked_bytes
+from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 from proto.span import Span
 
@@ -37,6 +40,9 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 """The file that maps each tensor of a sharded checkpoint to its file."""
+
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")
+"""The directory of a repo in the hub's cache."""
 
 _SAMPLED_TENSORS = 1024
 _SAMPLED_BYTES = 64
@@ -73,23 +79,20 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path, *, allow_fp8: bool = False) -> Checkpoint:
+    def open(cls, path: Path, *, to_convert: bool = False) -> Checkpoint:
         """Read config.json and the headers of the safetensors files, but no tensor.
 
-        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. An FP8
-        checkpoint is refused with the command that converts it, unless `allow_fp8` is set.
+        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. Packed weights
+        that no format of MLX holds are refused with the command that converts them, unless `to_convert` is set.
         """
         config = ModelConfig.load(path)
-        if config.fp8_block is not None and not allow_fp8:
-            raise CheckpointError(
-                f"{path}: the weights are FP8, which MLX cannot compute with. Convert them: mtp-coord convert "
-                f"--hf-path {path} --mlx-path {path.name}-mlx -q --q-mode mxfp8"
-            )
         headers = _read_headers(path)
         layout = detect_layout(path, headers)
         checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
         if checkpoint.ignored:
             _warn_of_ignored(path, checkpoint.ignored)
+        if not to_convert:
+            checkpoint.check_servable()
         return checkpoint
 
     @classmethod
@@ -116,12 +119,15 @@ class Checkpoint:
                 unknown.append(name)
             else:
                 pairs[where[0]].append((where[1], name))
-        plans = {
-            part: plan_part(part, stored, layout, config.num_experts)
-            for part, stored in pairs.items()
-        }
-        if config.fp8_block is not None:
-            plans = {part: pair_fp8_scales(plan) for part, plan in plans.items()}
+        plans = {}
+        for part, stored in pairs.items():
+            packed: dict[str, Source] = {}
+            if config.foreign is not None:
+                packed, stored, unused = plan_packed(
+                    part, stored, config.foreign, tensors, layout, config.num_experts
+                )
+                ignored += unused
+            plans[part] = packed | plan_part(part, stored, layout, config.num_experts)
         return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
 
     @cached_property
@@ -160,14 +166,63 @@ class Checkpoint:
             f"{place}: {what} missing. Download the checkpoint again, or convert it again."
         )
 
-    def part_bytes(self) -> dict[str, int]:
-        """Return the bytes on disk of each part: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
-        return {
-            part: sum(self.tensors[n].nbytes for n in self._stored(part) if n in self.tensors)
-            for part in self.plans
-        }
+    @cached_property
+    def activation_dtype(self) -> str:
+        """The type of the checkpoint's own activations: that of its norms, or else the one in config.json."""
+        for part in reversed(self.plans):
+            for name, source in self.plans[part].items():
+                info = self.tensors.get(source.stored[0])
+                if name.endswith("norm.weight") or part == "norm":
+                    for dtype, stored in STORED_NAMES.items():
+                        if info is not None and info.dtype == stored:
+                            return dtype
+        text = self.config.text_config
+        found = str(text.get("dtype", text.get("torch_dtype"))).removeprefix("torch.")
+        return found if found in STORED_NAMES else "bfloat16"
 
-    def _stored(self, part: str) -> set[str]:
+    def repacked_bytes(self, source: Source) -> int | None:
+        """Return the bytes of a packed weight in a format of MLX, None when no format holds it."""
+        if source.transform == "stack" and "order" in source.members and self._reorders():
+            return None  # experts with different orders of their inputs
+        return repacked_bytes(source, self.tensors, STORED_NAMES[self.activation_dtype])
+
+    def _reorders(self) -> bool:
+        return self.config.foreign is not None and self.config.foreign.reorders
+
+    def unservable(self) -> tuple[str, ...]:
+        """Return the stored names of the packed weights that no format of MLX holds."""
+        packed = [s for plan in self.plans.values() for s in plan.values() if s.packing is not None]
+        return tuple(s.stored[0] for s in packed if self.repacked_bytes(s) is None)
+
+    def check_servable(self) -> None:
+        """Raise CheckpointError with the command that converts this checkpoint, if it cannot be served as it is."""
+        if names := self.unservable():
+            name = model_name(self.path)
+            assert self.config.foreign is not None
+            raise CheckpointError(
+                f"{name}: MLX has no format for {join_names(names)} ({self.config.foreign.method}). Convert it: "
+                f"mtp-coord convert --hf-path {name} --mlx-path {name.rpartition('/')[2]}-8bit -q --q-bits 8"
+            )
+
+    def part_bytes(self) -> dict[str, int]:
+        """Return the bytes of each part when it is loaded as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`.
+
+        Weights in a format of MLX or without quantization have the same size on the disk.
+        """
+        return {part: self._part_bytes(part) for part in self.plans}
+
+    def _part_bytes(self, part: str) -> int:
+        stored: set[str] = set()
+        total = 0
+        for source in self.plans[part].values():
+            loaded = None if source.packing is None else self.repacked_bytes(source)
+            if loaded is None:
+                stored |= set(source.tensors)
+            else:
+                total += loaded
+        return total + sum(self.tensors[n].nbytes for n in stored if n in self.tensors)
+
+    def stored_tensors(self, part: str) -> set[str]:
         """Return the stored names that a part is made of; a set, since both halves of a fused tensor share its name."""
         return {name for source in self.plans[part].values() for name in source.tensors}
 
@@ -219,6 +274,12 @@ class Checkpoint:
         for name in sorted(samples):
             digest.update(samples[name])
         return digest.hexdigest()
+
+
+def model_name(path: Path) -> str:
+    """Return the name by which commands call the model in `path`: the repo for the hub's cache, or else the path."""
+    found = _SNAPSHOT.search(path.as_posix())
+    return found[1].replace("--", "/", 1) if found else str(path)
 
 
 @cache

@@ -12,9 +12,17 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED, find_family
+from mtp.checkpoint.format.foreign import (
+    ForeignQuantization,
+    UnsupportedQuantizationError,
+    with_quantization,
+)
 from mtp.checkpoint.format.json_file import read_json_object
 from mtp.checkpoint.format.rope import with_rope_parameters
 from proto.errors import CheckpointError
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""The file in which ModelOpt describes its quantization."""
 
 LayerKind = Literal["gdn", "attention"]
 
@@ -27,8 +35,8 @@ class ModelConfig:
 
     `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
     always has `rope_parameters`. `head_only` is true for a repo that holds an MTP head and no model.
-    `quantization` is the raw dict of mlx-lm's own quantization, None when there is none. `fp8_block` has the rows and
-    columns per scale of block-wise FP8 weights, None when the weights are not FP8.
+    `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the quantization by another program. At
+    least one of them is None.
     """
 
     model_type: str
@@ -50,7 +58,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = field(repr=False, hash=False)
     text_config: dict[str, Any] = field(repr=False, hash=False)
-    fp8_block: tuple[int, int] | None = None
+    foreign: ForeignQuantization | None = field(default=None, hash=False)
     head_only: bool = False
 
     @classmethod
@@ -64,9 +72,8 @@ class ModelConfig:
             raise CheckpointError(
                 f"{path}: no such directory. Give a directory with config.json and *.safetensors."
             )
-        file = path / "config.json"
-        config = read_json_object(file)
-        return cls.parse(file, config, _eos_token_ids(path, config))
+        config = read_config(path)
+        return cls.parse(path / "config.json", config, _eos_token_ids(path, config))
 
     @classmethod
     def parse(
@@ -160,7 +167,7 @@ class _Reader:
             eos_token_ids=eos_token_ids,
             quantization=self._quantization(),
             text_config=self.text,
-            fp8_block=self._fp8_block(),
+            foreign=self._foreign(),
             head_only=head_only,
         )
         if config.gdn_value_heads % config.gdn_key_heads:
@@ -244,41 +251,42 @@ class _Reader:
             )
         return layers
 
-    def _fp8_block(self) -> tuple[int, int] | None:
-        found = self._foreign_quantization()
-        if not isinstance(found, dict) or found.get("quant_method") != "fp8":
-            return None
+    def _foreign(self) -> ForeignQuantization | None:
         if self.config.get("quantization") is not None:
-            raise self._error("quantization and FP8 are both set. Download config.json again.")
-        block = found.get("weight_block_size")
-        match block:
-            case [int(rows), int(columns)] if rows > 0 and columns > 0:
-                return rows, columns
-        raise self._error(
-            f"weight_block_size of FP8 is {block!r:.60}. Two positive integers are needed."
-        )
+            return None
+        try:
+            return ForeignQuantization.parse(self._quantization_config())
+        except UnsupportedQuantizationError as error:
+            raise self._error(
+                f"{error}. Use the unquantized checkpoint, or one quantized with mtp-coord convert."
+            ) from error
 
-    def _foreign_quantization(self) -> Any:
-        return self.config.get("quantization_config", self.text.get("quantization_config"))
+    def _quantization_config(self) -> Any:
+        return with_quantization(self.config, None).get("quantization_config")
 
     def _quantization(self) -> dict[str, Any] | None:
         if self.config.get("quantize_activations"):
             raise self._error("quantize_activations is not supported. Convert without it.")
         found = self.config.get("quantization")
         if found is None:
-            foreign = self._foreign_quantization()
-            if foreign is None or self._fp8_block() is not None:
+            found = self._quantization_config()
+            if found is None or self._foreign() is not None:
                 return None
-            method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
-            if method is not None:
-                raise self._error(
-                    f"quantized by {method!r:.60}, which is not supported. Use the unquantized "
-                    "checkpoint, or one quantized with mlx_lm.convert."
-                )
-            found = foreign
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
             raise self._error("quantization is not an object with bits and group_size")
         return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the object of `path/config.json`, with the quantization that ModelOpt writes into a file of its own.
+
+    Raises CheckpointError for a missing or invalid file.
+    """
+    beside = path / QUANTIZATION_FILE
+    return with_quantization(
+        read_json_object(path / "config.json"),
+        read_json_object(beside) if beside.is_file() else None,
+    )
 
 
 def _type_of(kind: LayerKind) -> str:

@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import Source, Transform, join_names
+from mtp.checkpoint.format.packed_source import dequantize_source, read_members, repack_source
 from mtp.checkpoint.format.parts import check_types
 from proto.errors import CheckpointError
 
-_NEVER_CAST = ("A_log", "global_scale")
+_NEVER_CAST = ("A_log", "global_scale", "output_scale")
 """Endings of the parameters that stay in fp32, whatever the model's dtype."""
 
 _UNREAD = ("F64", "F8_E5M2")
@@ -25,11 +26,14 @@ _UNREAD = ("F64", "F8_E5M2")
 _Files = dict[Path, dict[str, mx.array]]
 
 
-def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict[str, mx.array]:
+def read_part(
+    checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None, *, dequantize: bool = False
+) -> dict[str, mx.array]:
     """Return the lazy parameters of `part` by their name within it.
 
     Floating parameters are cast to `dtype` (None: as stored), as mlx-lm's converter casts them. Quantization scales
-    and biases are cast too; A_log is not. Only the files that hold tensors of the part are opened.
+    and biases are cast too; A_log is not. Only the files that hold tensors of the part are opened. A packed weight is
+    repacked where MLX has its format, or else dequantized. `dequantize` dequantizes all of them.
 
     Raises CheckpointError when the checkpoint lacks a tensor of the part, or stores it in an invalid type.
     """
@@ -39,10 +43,16 @@ def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict
     files: _Files = {}
     weights = {}
     for name, source in checkpoint.plans[part].items():
+        if source.packing is not None:
+            members = read_members(source, lambda stored: _load(checkpoint, stored, files))
+            wanted = dtype or getattr(mx, checkpoint.activation_dtype)
+            found = None if dequantize else repack_source(source, members, wanted)
+            if found is None:
+                found = {"weight": dequantize_source(source, members).astype(wanted)}
+            module = name.removesuffix("weight")
+            weights |= {f"{module}{leaf}": array for leaf, array in found.items()}
+            continue
         stored = [_load(checkpoint, tensor, files) for tensor in source.stored]
-        if source.scales:
-            scales = [_load(checkpoint, tensor, files) for tensor in source.scales]
-            stored = [_from_fp8(checkpoint, *pair) for pair in zip(stored, scales, strict=True)]
         made = (
             mx.stack(stored)
             if source.transform == "stack"
@@ -78,20 +88,6 @@ def _load(checkpoint: Checkpoint, name: str, files: _Files) -> mx.array:
         assert isinstance(loaded, dict)
         files[file] = loaded
     return files[file][name]
-
-
-def _from_fp8(checkpoint: Checkpoint, weight: mx.array, scale: mx.array) -> mx.array:
-    """Dequantize an FP8 weight `[rows, columns]` with one scale per block. Returns bfloat16."""
-    block = checkpoint.config.fp8_block
-    assert block is not None, "only a checkpoint with an FP8 block has scales"
-    rows, columns = weight.shape
-    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
-        raise CheckpointError(
-            f"{checkpoint.path}: FP8 scales of shape {scale.shape} do not fit a weight of {weight.shape} in blocks of "
-            f"{block}. Download the checkpoint again."
-        )
-    wide = mx.repeat(mx.repeat(scale.astype(mx.float32), block[0], axis=0), block[1], axis=1)
-    return (mx.from_fp8(weight, mx.float32) * wide[:rows, :columns]).astype(mx.bfloat16)
 
 
 def _shift(by: float) -> Callable[[mx.array], mx.array]:

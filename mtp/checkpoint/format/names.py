@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
+from mtp.packing.packing import Member, Packing
 from proto.errors import CheckpointError
 
 Layout = Literal["raw", "mlx"]
@@ -61,17 +62,19 @@ _MOST_NAMED = 3
 class Source:
     """The stored tensors that one parameter is made of, and their transform.
 
-    `scales` are the FP8 scales of the stored tensors, in the same order; empty when the tensors are not FP8.
+    With a `packing` each stored tensor is the `weight` member of a packed weight. `members` has the names of the other
+    members, in the same order.
     """
 
     stored: tuple[str, ...]
     transform: Transform = "as stored"
-    scales: tuple[str, ...] = ()
+    packing: Packing | None = None
+    members: dict[Member, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All stored names: those of the weights and of their scales."""
-        return self.stored + self.scales
+        """All stored names: those of the weights and of their other members."""
+        return self.stored + tuple(name for names in self.members.values() for name in names)
 
 
 def local_name(stored: str) -> str | None:
@@ -146,7 +149,7 @@ def plan_part(
     """
     plan: dict[str, Source] = {}
     for within, name in stored:
-        for target, source in _sources(part, within, name, layout, num_experts):
+        for target, source in name_sources(part, within, name, layout, num_experts):
             if plan.setdefault(target, source) != source:
                 raise CheckpointError(
                     f"{module_path(part, target)} is stored twice: as {plan[target].stored[0]} and as {name}"
@@ -154,23 +157,10 @@ def plan_part(
     return plan
 
 
-def pair_fp8_scales(plan: dict[str, Source]) -> dict[str, Source]:
-    """Return the plan of an FP8 checkpoint with each `weight_scale_inv` as the scales of its weight.
-
-    Scales without a weight stay, so that loading refuses them by name.
-    """
-    paired = dict(plan)
-    for name, source in plan.items():
-        weight = name.removesuffix("_scale_inv")
-        if weight != name and weight in plan:
-            paired[weight] = replace(paired[weight], scales=source.stored)
-            del paired[name]
-    return paired
-
-
-def _sources(
+def name_sources(
     part: str, within: str, name: str, layout: Layout, num_experts: int
 ) -> list[tuple[str, Source]]:
+    """Return the parameters that the stored tensor `name` is a part of, each with its Source."""
     if (expert := _EXPERT.fullmatch(within)) and int(expert[2]) < num_experts:
         prefix = name[: -len(f"{expert[2]}.{expert[3]}")]
         stack = tuple(f"{prefix}{e}.{expert[3]}" for e in range(num_experts))

@@ -18,7 +18,6 @@ from proto.span import Span
 
 _FLOATS = tuple(STORED_NAMES.values())
 _PACKED = ("U32",)
-_FP8 = ("F8_E4M3",)
 _SCALES = (*_FLOATS, "U8")
 """Types of quantization scales. The modes other than affine store them as bytes."""
 
@@ -91,16 +90,19 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
     plan = checkpoint.plans[part]
     quantized = checkpoint.config.quantization is not None
     for name, source in plan.items():
+        if source.packing is not None:
+            continue  # the types have decided the packing
         wanted = _FLOATS
         if name.endswith("scales"):
             wanted = _SCALES
+        elif name.endswith("input_order"):
+            wanted = _PACKED
         elif name.endswith("weight") and f"{name.removesuffix('weight')}scales" in plan:
             # Scales without quantization in config.json are refused elsewhere, with an error of their own.
             wanted = _PACKED if quantized else (*_FLOATS, *_PACKED)
         for stored in source.tensors:
             info = checkpoint.tensors[stored]
-            is_fp8 = stored in source.stored and bool(source.scales)
-            if info.dtype not in (_FP8 if is_fp8 else wanted):
+            if info.dtype not in wanted:
                 raise CheckpointError(
                     f"{info.file}: tensor {stored} is stored as {info.dtype}; "
                     f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "

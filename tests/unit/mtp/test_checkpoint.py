@@ -78,8 +78,18 @@ def test_state_bytes_follow_the_shapes_of_the_caches(checkpoints: Checkpoints) -
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads 3"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size of FP8 is None"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes': its NF4"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq': only fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits"),
+        ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "'gemv'"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}},
+            "'NVFP4_AWQ'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            r"weight_block_size is \[128\]",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_file(

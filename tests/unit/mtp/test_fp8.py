@@ -72,7 +72,7 @@ def fp8_pair(path: Path, **options: Any) -> tuple[Path, Path]:
 
 def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array]:
     """Convert `source` and return the tensors of the result."""
-    convert(Checkpoint.open(source, allow_fp8=True), out, settings)
+    convert(Checkpoint.open(source, to_convert=True), out, settings)
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == (settings.quantization is not None)
     found: dict[str, mx.array] = {}
@@ -106,7 +106,7 @@ def test_a_head_in_fp8_is_added(tmp_path: Path) -> None:
         target = write_checkpoint(
             tmp_path / name, layers=4, layout="mlx", mtp=False, dtype=mx.bfloat16
         )
-        head = Checkpoint.open(source, allow_fp8=True)
+        head = Checkpoint.open(source, to_convert=True)
         addition = plan_head_addition(Checkpoint.open(target), head)
         assert any(needed.endswith("_scale_inv") for needed in addition.needed) == (source == fp8)
         addition.write(head)
@@ -120,7 +120,7 @@ def test_serving_names_the_command_that_converts(tmp_path: Path) -> None:
     """A program that computes with the weights refuses an FP8 checkpoint and shows the command to type."""
     fp8, _ = fp8_pair(tmp_path)
     with pytest.raises(
-        CheckpointError, match=f"mtp-coord convert --hf-path {fp8} --mlx-path fp8-mlx"
+        CheckpointError, match=f"mtp-coord convert --hf-path {fp8} --mlx-path fp8-8bit"
     ):
         Checkpoint.open(fp8)
 
@@ -128,7 +128,7 @@ def test_serving_names_the_command_that_converts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_block_size": None}, "weight_block_size of FP8 is None"),
+        ({"weight_block_size": None}, "do not fit"),
         ({"weight_block_size": [64, 64]}, "do not fit"),
     ],
     ids=["no block", "another block"],
@@ -140,5 +140,5 @@ def test_a_wrong_block_is_refused(tmp_path: Path, change: dict[str, Any], messag
     config["quantization_config"] |= change
     (fp8 / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        convert(Checkpoint.open(fp8, allow_fp8=True), tmp_path / "out", Settings())
+        convert(Checkpoint.open(fp8, to_convert=True), tmp_path / "out", Settings())
     assert not (tmp_path / "out" / "config.json").exists()
