@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.api.answer.events import (
+    DRAFTED,
+    SAMPLED,
     AnswerEvent,
     CallDelta,
     CallEnd,
@@ -102,6 +104,8 @@ class Choice:
         self._earlier_accepted = 0
         self._new_logprobs: list[TokenLogprob] = []  # of tokens without a piece yet
         self._held_logprobs: list[TokenLogprob] = []  # of tokens whose text the parser holds back
+        self._new_origins = ""  # of tokens without a piece yet
+        self._held_origins = ""  # of tokens whose text the parser holds back
 
     @property
     def done(self) -> bool:
@@ -171,6 +175,9 @@ class Choice:
     def _apply_tokens(self, chunk: TokenChunk) -> list[AnswerEvent]:
         self.first_token_at = self.first_token_at or time.perf_counter()
         self._new_logprobs += chunk.logprobs
+        self._new_origins += DRAFTED * chunk.accepted + SAMPLED * (
+            len(chunk.tokens) - chunk.accepted
+        )
         self.drafted += chunk.drafted
         self.accepted += chunk.accepted
         events: list[AnswerEvent] = []
@@ -205,6 +212,7 @@ class Choice:
         self._reasoning_budget = None
         self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
         self._new_logprobs.clear()
+        self._new_origins = ""
         added = (*self.generated, *self._tokenizer.encode(closing))
         room = self.request.max_tokens - len(added)
         if room < 1:
@@ -228,6 +236,8 @@ class Choice:
         taken = self._new_logprobs[: len(piece.tokens)]
         del self._new_logprobs[: len(taken)]
         self._held_logprobs += taken
+        self._held_origins += self._new_origins[: len(piece.tokens)]
+        self._new_origins = self._new_origins[len(piece.tokens) :]
         if self._parser is None:
             return self._record_text(piece)
         was_reasoning = self._parser.reasoning
@@ -241,7 +251,8 @@ class Choice:
         if not piece.text and not self._held_logprobs:
             return []
         self.content.append(piece.text)
-        return [TextDelta(self.index, piece.text, self._release_logprobs(), piece.offsets)]
+        logprobs, origins = self._release_logprobs(), self._release_origins()
+        return [TextDelta(self.index, piece.text, logprobs, piece.offsets, origins)]
 
     def _record_parts(self, parts: list[Part]) -> list[AnswerEvent]:
         events: list[AnswerEvent] = []
@@ -254,7 +265,9 @@ class Choice:
                 events.append(event)
         for place, event in reversed([*enumerate(events)]):
             if not isinstance(event, CallEnd):
-                events[place] = replace(event, logprobs=self._release_logprobs())
+                events[place] = replace(
+                    event, logprobs=self._release_logprobs(), origins=self._release_origins()
+                )
                 break
         return events
 
@@ -276,6 +289,10 @@ class Choice:
             case call_parts.CallEnd(complete):
                 self.calls[-1].complete = complete
                 return CallEnd(self.index, len(self.calls) - 1, complete)
+
+    def _release_origins(self) -> str:
+        released, self._held_origins = self._held_origins, ""
+        return released
 
     def _release_logprobs(self) -> tuple[TokenLogprob, ...]:
         released, self._held_logprobs = tuple(self._held_logprobs), []

@@ -7,6 +7,9 @@ from typing import Literal
 
 from proto.frame import TokenLogprob
 
+DRAFTED, SAMPLED = "d", "s"
+"""Origins of a token: an accepted draft of the MTP head, or the model's own choice after the drafts."""
+
 EndReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -15,28 +18,32 @@ class TextDelta:
     """The next text of a choice. `offsets` are the tokens' character offsets in the choice's whole text.
 
     `logprobs` covers the tokens since the last event with logprobs; it is empty unless the client requested it.
+    `origins` has one letter for each token since the last event.
     """
 
     choice: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     offsets: tuple[int, ...] = ()
+    origins: str = ""
 
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """The next reasoning of a choice. `logprobs` is as in TextDelta."""
+    """The next reasoning of a choice. `logprobs` and `origins` are as in TextDelta."""
 
     choice: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    origins: str = ""
 
 
 @dataclass(frozen=True)
 class CallDelta:
     """A part of a tool call. The first part of the call with index `call` has `id` and `name`.
 
-    `arguments` is the next part of the arguments' JSON text, which a CallEnd completes. `logprobs` is as in TextDelta.
+    `arguments` is the next part of the arguments' JSON text, which a CallEnd completes. `logprobs` and `origins`
+    are as in TextDelta.
     """
 
     choice: int
@@ -45,6 +52,7 @@ class CallDelta:
     name: str | None
     arguments: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    origins: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class ChatWriter(ChunkWriter):
     ) -> None:
         super().__init__(answer, stream_options)
         self._tokenizer = tokenizer
+        self._token_origins = bool(stream_options and stream_options.token_origins)
         self._failure: Exception | None = None
 
     def opening(self) -> bytes:
@@ -98,7 +99,10 @@ class ChatWriter(ChunkWriter):
                 delta, reason = {}, event.reason
             case CallEnd():
                 raise AssertionError("the end of a call has no chunk")
-        return self._entry(event.choice, delta, event.logprobs, reason)
+        entry = self._entry(event.choice, delta, event.logprobs, reason)
+        if self._token_origins and not isinstance(event, ChoiceEnd):
+            entry["token_origins"] = event.origins
+        return entry
 
     def _entry(
         self,

@@ -95,6 +95,8 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    token_origins: bool | None = None
+    """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
 
 
 class GenerationBody(Body):

@@ -32,6 +32,8 @@ class FakeGenerator:
     tokenizer: Tokenizer
     text: str = "Hello world, how are you?"
     window: int = 2
+    accepted: int = 0
+    """Accepted drafts of each window."""
     cached: int = 0
     refuse: Exception | None = None
     failure: Exception | None = None
@@ -58,7 +60,8 @@ class FakeGenerator:
             for index, start in enumerate(range(0, len(tokens), self.window)):
                 await self._obstacle(index)
                 chunk = tokens[start : start + self.window]
-                yield TokenChunk(chunk, self._logprobs(request, chunk))
+                accepted = min(self.accepted, len(chunk))
+                yield TokenChunk(chunk, self._logprobs(request, chunk), accepted, accepted)
             await self._obstacle(-1)
             reason: FinishReason = "length" if len(tokens) == request.max_tokens else self.end
             finished = True

@@ -283,3 +283,20 @@ async def test_logprobs_end_where_a_stop_string_cut_the_text() -> None:
     answer = (await api_saying("</think>ab STOP cd").chat(logprobs=True, stop=" STOP")).json()
     entries = answer["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "</think>ab"
+
+
+async def test_a_stream_tells_the_origin_of_each_token_on_request() -> None:
+    """With `token_origins` the letters of all chunks cover the text's tokens: drafts first in each window."""
+    text = "hm\n</think>\n\nHello there, friend of mine"
+    api = api_saying(text, window=3, accepted=2)
+    events = await api.stream(stream_options={"token_origins": True})
+    entries = [entry for chunk in events.data for entry in chunk["choices"]]
+    letters = "".join(entry.get("token_origins", "") for entry in entries)
+    tokens = len(tiny_tokenizer().encode(text))
+    assert letters == ("dds" * tokens)[: len(letters)]
+    assert tokens - len(letters) <= 1
+    assert all(
+        entry["token_origins"] for entry in entries if entry["delta"].get("content", "").strip()
+    )
+    plain = await api.stream()
+    assert not any("token_origins" in entry for chunk in plain.data for entry in chunk["choices"])
