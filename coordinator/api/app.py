@@ -14,13 +14,16 @@ from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.api.ollama import answers as ollama_answers
 from coordinator.api.ollama import models as ollama_models
 from coordinator.api.ollama.errors import ollama_error
-from coordinator.api.openai_chat import chat, completions, models
+from coordinator.api.openai_chat import chat, completions, models, stored_chats
 from coordinator.api.openai_responses import responses
 from coordinator.api.openai_responses.store import ResponseStore
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
+from coordinator.api.stored.stored_answers import Restore, StoredAnswers
 from coordinator.generation.request import Generator
+from coordinator.journal.journal import Journal
+from coordinator.models.admin import ModelAdmin
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_history import FrameHistory
 from coordinator.status.metrics import Metrics
@@ -37,6 +40,12 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
 }
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
+RESTORE: dict[str, Restore] = {
+    stored_chats.DIALECT: chat.restore,
+    responses.DIALECT: responses.restore,
+}
+"""The dialects with stored answers."""
+
 
 def create_app(
     generator: Generator,
@@ -47,26 +56,39 @@ def create_app(
     replan: Callable[[], None] | None = None,
     frames: FrameHistory | None = None,
     collect_trace: CollectTrace | None = None,
+    model_admin: ModelAdmin | None = None,
+    invite: Callable[[], Invitation] | None = None,
+    journal: Journal | None = None,
 ) -> FastAPI:
     """Return an ASGI app that serves one model. The caller starts and stops the parts.
 
     `replan` requests a new plan from the cluster; it is None without a cluster. `frames` is what the page's timeline
-    shows. `collect_trace` returns the answer of `/trace`.
+    shows. `collect_trace` returns the answer of `/trace`. Without `journal` stored answers are kept in memory.
     """
     options = options or ApiOptions()
     # No generated pages: they would load scripts from other sites.
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     metrics = Metrics(status)
-    app.state.api = Api(
-        generator, tokenizer, model, status, options, metrics, replan, collect_trace
+    app.state.api = api = Api(
+        generator,
+        tokenizer,
+        model,
+        status,
+        options,
+        metrics,
+        replan,
+        collect_trace,
+        model_admin,
+        invite,
     )
-    app.state.response_store = ResponseStore()
+    app.state.stored_answers = StoredAnswers(api, journal or Journal(), RESTORE)
     app.state.live_feed = LiveFeed(
         status, metrics.latency, metrics.clock, frames, metrics.request_log
     )
     routers = (
         chat.router,
         completions.router,
+        stored_chats.router,
         models.router,
         responses.router,
         messages.router,

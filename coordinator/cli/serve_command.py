@@ -14,6 +14,7 @@ import typer
 from coordinator.cli.http_call import API_KEY
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.state_option import StateOption
+from coordinator.journal.database import Retention
 from coordinator.planning.capacity import DEFAULT_SEQUENCES
 from coordinator.server.options import DEFAULT_WAIT, ServeOptions
 from coordinator.server.serve import serve as run_server
@@ -23,9 +24,12 @@ from proto.address import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.params import Acceptance
 from proto.terminal.logs import LogFormat, LogLevel, configure
+from proto.terminal.size import parse_size
 from proto.trust.state_dir import state_dir as directory_of
 
 log = logging.getLogger(__name__)
+
+DAY_SECONDS = 86400.0
 
 JOIN_PORT = 50504
 """Default port of --listen."""
@@ -189,6 +193,23 @@ def serve(
         ),
     ] = None,
     state_dir: StateOption = None,
+    no_journal: Annotated[
+        bool,
+        typer.Option(
+            "--no-journal",
+            help="Keep stored answers in memory only. Without it they are kept in the state directory and continue "
+            "after a restart.",
+        ),
+    ] = False,
+    journal_days: Annotated[
+        float, typer.Option(min=0, help="Days after which stored answers are deleted.")
+    ] = 30.0,
+    journal_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Size of all stored answers above which the oldest are deleted."
+        ),
+    ] = "1GB",
     insecure: Annotated[
         bool,
         typer.Option(
@@ -262,6 +283,8 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
+        journal=not no_journal,
+        retention=Retention(journal_days * DAY_SECONDS, parse_size(journal_size)),
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

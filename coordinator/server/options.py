@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.journal.database import Retention
 from mtp.depth.controller import MtpMode
 from proto.params import Acceptance
 from proto.trust.state_dir import state_dir
@@ -57,3 +58,6 @@ class ServeOptions:
     tls_key: Path | None = None
     """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
     allowed_hosts: tuple[str, ...] = ()
+    journal: bool = True
+    """Keep stored answers in the state directory, within the limits of `retention`."""
+    retention: Retention = field(default_factory=Retention)

@@ -23,11 +23,13 @@ from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
 from coordinator.api.request.host_check import HostCheck
 from coordinator.api.starting_app import SwitchedApp, starting_app
+from coordinator.api.stored.stored_answers import StoredAnswers
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Phase
 from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.scheduler import Scheduler
+from coordinator.journal.journal import Journal
 from coordinator.local_engine.generator import effective_mtp_mode
 from coordinator.pipeline.local import LocalPipelines, LocalSource
 from coordinator.server.download import ModelDownload
@@ -99,6 +101,10 @@ class _Server:
             clamp_max_tokens=options.clamp_max_tokens,
             key_ring=KeyRing(options.state),
         )
+        self.journal = Journal(
+            options.state / "journal" / "answers.db" if options.journal else None, options.retention
+        )
+        self.stored_answers: StoredAnswers | None = None
         self.app = SwitchedApp(starting_app(self.download, self.api_options))
         self.loop: GenerationLoop | None = None
         self.http = HttpServer(
@@ -114,6 +120,8 @@ class _Server:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
 
     async def _end_answers(self) -> None:
+        if self.stored_answers is not None:
+            await self.stored_answers.suspend()
         if self.loop is not None:
             await self.loop.close()
 
@@ -138,10 +146,13 @@ class _Server:
                 path = await asyncio.to_thread(self.download.run, show)
         finally:
             self.download.stop.set()
+        stack.push_async_callback(self.journal.close)
         self.loop, manager = self._make_parts(path, stack)
         reporting = manager and asyncio.create_task(_report_wait(manager, self.url))
         try:
             await self.loop.start()
+            assert self.stored_answers is not None
+            await self.stored_answers.resume()
         finally:
             if reporting:
                 reporting.cancel()
@@ -190,6 +201,7 @@ class _Server:
             checkpoint.config.max_positions,
             replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
             options.served_names,
+            fingerprint=checkpoint.fingerprint(),
         )
         app = create_app(
             loop,
@@ -207,7 +219,12 @@ class _Server:
             replan=manager.replan if manager else None,
             frames=loop.frames,
             collect_trace=partial(trace_report, loop),
+            journal=self.journal,
+            model_admin=admin,
+            invite=partial(make_invitation, trust) if trust and options.join_address else None,
         )
+        self.stored_answers = app.state.stored_answers
+        stack.push_async_callback(app.state.stored_answers.suspend)
         self._end_pages()  # they reconnect to the app that serves the model
         app.state.live_feed.start()
         self.app.app = app

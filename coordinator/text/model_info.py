@@ -23,7 +23,7 @@ class ModelInfo:
 
     `context_length` is the maximum number of tokens of prompt and answer together. Requests name the model by `id`
     or by one of `aliases`, which the user chose, or as mlx-lm's clients by `default_model`. `defaults` apply to
-    sampling fields that a request omits.
+    sampling fields that a request omits. `fingerprint` identifies the checkpoint by its content.
     """
 
     id: str
@@ -31,6 +31,7 @@ class ModelInfo:
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str = ""
 
     def answers_to(self, name: str) -> bool:
         """Return whether `name` means this model."""

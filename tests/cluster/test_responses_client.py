@@ -160,7 +160,7 @@ def test_errors(served: Served) -> None:
     for fields, param in (
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 9000}, "max_output_tokens"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"extra_body": {"surprise": 1}}, "surprise"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),

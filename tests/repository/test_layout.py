@@ -69,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.trust",
         "coordinator.doctor",
         "coordinator.generation",
+        "coordinator.journal",
         "coordinator.local_engine",
         "coordinator.planning",
         "coordinator.server",
@@ -100,8 +101,10 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.frame_trace",
         "coordinator.api",
         "coordinator.api.request",
+        "coordinator.api.stored",
         "coordinator.cluster",
         "coordinator.generation",
+        "coordinator.journal",
         "coordinator.local_engine",
         "coordinator.pipeline",
         "coordinator.planning",
@@ -120,7 +123,9 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api.openai_chat",
         "coordinator.api.openai_responses",
         "coordinator.api.request",
+        "coordinator.api.stored",
         "coordinator.generation",
+        "coordinator.journal",
         "coordinator.status",
         "coordinator.text",
         "coordinator.web",
@@ -129,12 +134,16 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.api.openai_chat": {
         "coordinator.api.answer",
         "coordinator.api.request",
+        "coordinator.api.stored",
+        "coordinator.journal",
         "coordinator.text",
     }
     | WIRE,
     "coordinator.api.openai_responses": {
         "coordinator.api.answer",
         "coordinator.api.request",
+        "coordinator.api.stored",
+        "coordinator.journal",
         "coordinator.text",
     }
     | WIRE,
@@ -152,6 +161,16 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.api.answer": {
         "coordinator.api.request",
         "coordinator.generation",
+        "coordinator.journal",
+        "coordinator.status",
+        "coordinator.text",
+    }
+    | WIRE,
+    "coordinator.api.stored": {
+        "coordinator.api.answer",
+        "coordinator.api.request",
+        "coordinator.generation",
+        "coordinator.journal",
         "coordinator.status",
         "coordinator.text",
     }
@@ -213,6 +232,7 @@ ARROWS: dict[str, set[str]] = {
         "proto.trust",
     }
     | WIRE,
+    "coordinator.journal": set(),
     "coordinator.planning": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
     "coordinator.trust": {"proto.trust"} | WIRE,
     "coordinator.text": {"mtp.checkpoint.format", "mtp.sampling"} | WIRE,
@@ -239,6 +259,7 @@ WIRES_OF: dict[str, set[str]] = {
     "worker.node": {"grpc", "socket", "zeroconf"},
     "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
     "coordinator.api.answer": {"starlette"},
+    "coordinator.api.stored": {"starlette"},
     "coordinator.api.anthropic": {"fastapi", "starlette"},
     "coordinator.api.ollama": {"fastapi", "starlette"},
     "coordinator.api.openai_responses": {"fastapi", "starlette"},

@@ -17,7 +17,8 @@ from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.answer.merge import Merge
 from coordinator.api.answer.writer import AnswerWriter
 from coordinator.api.request.context import Api, api_of
-from coordinator.generation.request import GenerationEvent, PrefillProgress
+from coordinator.generation.request import GenerationEvent, GenerationRequest, PrefillProgress
+from coordinator.journal.record import Record
 from coordinator.status.metrics import RequestMeter
 from proto.errors import ClusterError, RequestError
 
@@ -35,11 +36,15 @@ IndexedEvent = tuple[int, GenerationEvent] | None
 
 @dataclass(frozen=True)
 class PreparedAnswer:
-    """An answer before its first token, with the writer of its dialect."""
+    """An answer before its first token, with the writer of its dialect.
+
+    `record` is set for an answer that is stored.
+    """
 
     answer: GeneratedAnswer
     writer: AnswerWriter
     stream: bool
+    record: Record | None = None
 
 
 Prepare = Callable[[Api, Request], Awaitable[PreparedAnswer]]
@@ -48,30 +53,43 @@ Prepare = Callable[[Api, Request], Awaitable[PreparedAnswer]]
 
 async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Response:
     """Answer one request: `prepare` reads it, the engine generates, the client gets a body or a stream."""
-    api = api_of(request)
-    meter = api.metrics.begin(endpoint)
-    try:
-        prepared = await prepare(api, request)
-        delivery = Delivery(api, prepared, meter)
-    except BaseException as error:
-        meter.end(_outcome(error))
-        raise
+    prepared, meter = await read_answer(request, endpoint, prepare)
+    delivery = Delivery(api_of(request), prepared, meter)
     if prepared.stream:
         return await delivery.stream()
     return await delivery.send_whole(request)
 
 
-class Delivery:
-    """The delivery of one answer. It calls `close` at its end, also after an error."""
+async def read_answer(
+    request: Request, endpoint: str, prepare: Prepare
+) -> tuple[PreparedAnswer, RequestMeter]:
+    """Read a request with `prepare`, and begin to measure it."""
+    api = api_of(request)
+    meter = api.metrics.begin(endpoint)
+    try:
+        return await prepare(api, request), meter
+    except BaseException as error:
+        meter.end(_outcome(error))
+        raise
 
-    def __init__(self, api: Api, prepared: PreparedAnswer, meter: RequestMeter) -> None:
+
+class Delivery:
+    """The delivery of one answer. It calls `close` at its end, also after an error.
+
+    `outcome` is the finish reason, `refused` or `error`, and `cancelled` until then. With `opened` the client has the
+    opening of the stream already.
+    """
+
+    def __init__(
+        self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False
+    ) -> None:
         self._answer = prepared.answer
         self._writer = prepared.writer
         self._meter = meter
         self._keep_alive = api.options.keep_alive_seconds
-        self._merge = Merge(api.generator, [choice.request for choice in self._answer.choices])
-        self._outcome = "cancelled"
-        self._opened = False
+        self._merge = Merge(api.generator, self._next_requests())
+        self.outcome = "cancelled"
+        self._opened = opened
 
     async def send_whole(self, request: Request) -> Response:
         """Return the complete answer, unless the client disconnects before."""
@@ -84,23 +102,28 @@ class Delivery:
                 self._record_success()
                 return JSONResponse(self._writer.whole(), headers={"X-Request-Id": self._answer.id})
             except Exception as error:
-                self._outcome = _outcome(error)
+                self.outcome = _outcome(error)
                 raise
 
     async def stream(self) -> Response:
         """Return the answer as a stream. An error before the first event has its own status, a later one an event."""
-        try:
-            # The engine rejects a request at once. A request in a long queue starts its stream after this wait.
-            first = await self._next_event(self._keep_alive)
-        except BaseException as error:
-            self._outcome = _outcome(error)
-            self.close()
-            raise
+        # A request in a long queue starts its stream after this wait.
+        first = await self.first_event(self._keep_alive)
         return AnswerStream(
-            self._chunks(first), self._answer.id, self.close, self._writer.media_type
+            self.chunks(first), self._answer.id, self.close, self._writer.media_type
         )
 
-    async def _chunks(self, item: IndexedEvent) -> AsyncGenerator[bytes, None]:
+    async def first_event(self, seconds: float) -> IndexedEvent:
+        """Return the first event, or None after `seconds`. The engine rejects a request at once, which raises."""
+        try:
+            return await self._next_event(seconds)
+        except BaseException as error:
+            self.outcome = _outcome(error)
+            self.close()
+            raise
+
+    async def chunks(self, item: IndexedEvent) -> AsyncGenerator[bytes, None]:
+        """Yield the stream from its first event on. An error is its last event."""
         try:
             while True:
                 content = self._sign_of_life(item) + self._writer.write(self._apply(item))
@@ -112,12 +135,17 @@ class Delivery:
             self._record_success()
             yield self._writer.closing()
         except ClusterError as error:
-            self._outcome = _outcome(error)
+            self.outcome = _outcome(error)
             yield self._after_opening(self._writer.error(error))
         except Exception as error:
             log.exception("stream failed", extra={"request_id": self._answer.id})
-            self._outcome = _outcome(error)
+            self.outcome = _outcome(error)
             yield self._after_opening(self._writer.error(error))
+
+    def _next_requests(self) -> list[GenerationRequest]:
+        if self._answer.done:
+            return []
+        return [choice.next_request for choice in self._answer.choices]
 
     def _after_opening(self, content: bytes) -> bytes:
         """Return `content`, preceded by the stream's opening the first time. The opening knows the cached tokens."""
@@ -162,18 +190,18 @@ class Delivery:
         return events
 
     def _record_success(self) -> None:
-        self._outcome = self._answer.choices[0].finish_reason or "stop"
+        self.outcome = self._answer.choices[0].finish_reason or "stop"
         self._meter.record_prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
 
     def close(self) -> None:
         """Stop the requests that still run; record and log the end."""
         self._merge.close()
-        self._meter.end(self._outcome)
+        self._meter.end(self.outcome)
         log.info(
             "request ended",
             extra={
                 "request_id": self._answer.id,
-                "outcome": self._outcome,
+                "outcome": self.outcome,
                 "prompt_tokens": self._answer.prompt_tokens,
                 "completion_tokens": self._answer.completion_tokens,
                 "seconds": round(self._meter.seconds, 3),

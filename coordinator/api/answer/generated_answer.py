@@ -12,9 +12,11 @@ from coordinator.api.answer.choice import Choice
 from coordinator.api.request.chat import ChatRequest, render_chat
 from coordinator.api.request.context import Api
 from coordinator.api.request.forced import grammar_fields, text_grammar
-from coordinator.api.request.settings import GenerationSettings, requests_of, stops_of
+from coordinator.api.request.settings import GenerationSettings, Stops, requests_of, stops_of
+from coordinator.generation.request import GenerationRequest
 from coordinator.text.chat_parser import ChatParser
 from coordinator.text.output_format import OutputFormat
+from coordinator.text.tokenizer import ChatPrompt
 
 
 def new_id(prefix: str) -> str:
@@ -63,6 +65,14 @@ class GeneratedAnswer:
         return sum(max(0, choice.tokens - choice.echoed_tokens) for choice in self.choices)
 
 
+@dataclass(frozen=True)
+class RestoredAnswer:
+    """The engine's requests of an answer that an earlier process began, and the time in seconds since 1970."""
+
+    requests: Sequence[GenerationRequest]
+    created: int
+
+
 async def text_answer(
     api: Api,
     settings: GenerationSettings,
@@ -91,22 +101,19 @@ async def text_answer(
     )
 
 
-async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedAnswer:
-    """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request."""
+async def chat_answer(
+    api: Api, chat: ChatRequest, answer_id: str, restored: RestoredAnswer | None = None
+) -> GeneratedAnswer:
+    """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request.
+
+    With `restored` the answer continues one of an earlier process.
+    """
     prompt = await render_chat(api, chat)
-    forced: dict[str, Any] = await grammar_fields(api, chat, thinking=prompt.thinking)
     stops = stops_of(api, chat.settings)
-    requests = [
-        replace(
-            request,
-            turn=prompt.turn,
-            continued=prompt.continued,
-            params=replace(request.params, **forced),
-        )
-        for request in requests_of(
-            api, chat.settings, [prompt.tokens], request_id=answer_id, stops=stops
-        )
-    ]
+    if restored is not None:
+        requests = list(restored.requests)
+    else:
+        requests = await _chat_requests(api, chat, prompt, stops, answer_id)
     return GeneratedAnswer(
         id=answer_id,
         model=api.model.id,
@@ -125,4 +132,22 @@ async def chat_answer(api: Api, chat: ChatRequest, answer_id: str) -> GeneratedA
         ],
         per_prompt=len(requests),
         user=chat.user,
+        created=int(time.time()) if restored is None else restored.created,
     )
+
+
+async def _chat_requests(
+    api: Api, chat: ChatRequest, prompt: ChatPrompt, stops: Stops, answer_id: str
+) -> list[GenerationRequest]:
+    forced: dict[str, Any] = await grammar_fields(api, chat, thinking=prompt.thinking)
+    return [
+        replace(
+            request,
+            turn=prompt.turn,
+            continued=prompt.continued,
+            params=replace(request.params, **forced),
+        )
+        for request in requests_of(
+            api, chat.settings, [prompt.tokens], request_id=answer_id, stops=stops
+        )
+    ]

@@ -81,6 +81,7 @@ class ResponsesBody(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
@@ -103,7 +104,6 @@ class ResponsesBody(Body):
     client_metadata: Json | None = None
 
     # Accepted only at the default value, because clients send it.
-    background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
 
@@ -111,6 +111,8 @@ class ResponsesBody(Body):
     def _fields_agree(self) -> ResponsesBody:
         if self.forced_tool is not None and not self.tools:
             raise field_error("tool_choice", "requires tools")
+        if self.background and self.store is False:
+            raise field_error("background", "requires a stored response. Omit store.")
         if not self.input:
             raise field_error("input", "empty. Send a text or at least one item.")
         if self.user is not None and not self.user.isprintable():

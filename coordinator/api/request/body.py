@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from coordinator.api.request.context import api_of
+from coordinator.api.request.context import ApiOptions, api_of
 from coordinator.api.request.errors import request_error
 from coordinator.trust.key_ring import Scope
 
@@ -25,8 +26,14 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 ADMIN_PATHS = frozenset({"/replan", "/trace"})
+ADMIN_PREFIX = "/v1/cluster/"
 METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
 """Paths that need another scope than inference."""
+
+
+def keys_are_set(options: ApiOptions) -> bool:
+    """Return whether requests need a key."""
+    return bool(options.api_keys or (options.key_ring and options.key_ring.stored_keys()))
 
 
 async def require_key(request: Request) -> AsyncIterator[None]:
@@ -36,16 +43,17 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     The request counts as open until its answer has ended.
 
     The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
-    compared, in constant time.
+    compared, in constant time. `request.state.owner` becomes a digest of the valid key.
     """
     options = api_of(request).options
     keys, ring = options.api_keys, options.key_ring
-    if not keys and not (ring and ring.stored_keys()):
+    if not keys_are_set(options):
         yield
         return
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
+    request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
     matches = [secrets.compare_digest(content, key.encode()) for key in keys]
     named = ring.find(content) if ring else None
     if any(matches):
@@ -63,7 +71,7 @@ async def require_key(request: Request) -> AsyncIterator[None]:
 
 def scope_of(path: str) -> Scope:
     """Return the scope that a request for `path` needs."""
-    if path in ADMIN_PATHS:
+    if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
         return Scope.ADMIN
     return Scope.METRICS if path in METRICS_PATHS else Scope.INFERENCE
 

@@ -36,7 +36,6 @@ HINTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_key": "k"}, "prompt_cache_key"),
     ({"safety_identifier": "u"}, "safety_identifier"),
     ({"service_tier": "flex"}, "service_tier"),
-    ({"store": True}, "store"),
     ({"verbosity": "low"}, "verbosity"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"tools": [STRICT]}, "tools[].strict"),

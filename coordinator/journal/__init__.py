@@ -1,0 +1,1 @@
+"""The journal of stored answers: an SQLite database behind a thread, off the path of the tokens."""
