@@ -180,6 +180,21 @@ async def test_a_cluster_of_workers_without_files(
     assert [w.records("weights received")[-1]["received"] for w in workers] == ["0 B", "0 B"]
 
 
+async def test_qwen3_next_over_two_workers(
+    theirs: Path, workers: list[Worker], homes: Path
+) -> None:
+    """Two workers give the answer of one process, with drafts and rejections. Each fetches its span and no other."""
+    path = write_checkpoint(theirs / "next", moe=True, qwen3_next=True, tie=False)
+    checkpoint = Checkpoint.open(path)
+    async with local_generator(checkpoint, mtp=MtpMode(2)) as local:
+        expected = await answer(local)
+    forget(homes)
+    assert await answer_from(served(checkpoint, share=True), workers) == expected
+    first, second = stored_files(homes / "a"), stored_files(homes / "b")
+    assert first.keys() & second.keys() == {"embed"}
+    assert first.keys() | second.keys() == checkpoint.part_bytes().keys()
+
+
 @pytest.mark.parametrize("share", [True, False], ids=["--share-weights", "--model REPO"])
 async def test_the_commands_people_type(
     source: Path,

@@ -91,7 +91,8 @@ def test_a_loaded_stage_holds_what_mlx_lm_holds(
 
 def test_every_span_holds_its_part_of_the_whole(checkpoints: Checkpoints) -> None:
     """A stage equals its slice of the whole model, also with only GDN or only attention layers."""
-    for options in ({}, {"moe": True, "shards": 3}, {"layout": "mlx", "quantize": 4}):
+    qwen3_next = {"moe": True, "qwen3_next": True}
+    for options in ({}, {"moe": True, "shards": 3}, {"layout": "mlx", "quantize": 4}, qwen3_next):
         checkpoint = Checkpoint.open(checkpoints(**options))
         whole = _backbone(_whole(checkpoint.path))
         for span in (Span(0, 3), Span(3, 4), Span(4, 8), Span(7, 8)):
@@ -281,6 +282,7 @@ def test_a_quarter_stage_reads_and_holds_a_quarter(tmp_path: Path) -> None:
         ({"moe": True, "fused_experts": False}, None),
         ({"moe": True}, None),
         ({"layout": "mlx", "quantize": 4}, None),
+        ({"moe": True, "qwen3_next": True}, None),
     ]
     common: dict[str, Any] = {"shards": 2, "mtp": False}
     jobs = [
