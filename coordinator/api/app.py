@@ -16,7 +16,6 @@ from coordinator.api.ollama import models as ollama_models
 from coordinator.api.ollama.errors import ollama_error
 from coordinator.api.openai_chat import chat, completions, models, stored_chats
 from coordinator.api.openai_responses import responses
-from coordinator.api.openai_responses.store import ResponseStore
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
