@@ -9,7 +9,7 @@ import secrets
 import ssl
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import CERTIFICATE_LIFE, Authority
 from coordinator.trust.registry import Registry
-from proto.errors import CapacityError, ClusterError, ProtocolError, UsageError
+from proto.errors import ClusterError, ProtocolError, UsageError
 from proto.trust.certificates import from_pem, key_to_pem, new_key, requested_key
 from proto.trust.identity import NodeIdentity, Role, new_id
 from proto.trust.join_session import (
@@ -33,18 +33,21 @@ log = logging.getLogger(__name__)
 
 _DER = serialization.Encoding.DER
 
-MAX_OPEN = 16
-"""Bounds the joins in progress."""
+MAX_OPEN, MAX_OPEN_OF_PEER = 64, 8
+"""Bound the joins in progress, in all and from one address."""
 
-MAX_FAILURES = 20
+MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
 FAILURE_SECONDS = 60.0
-"""After MAX_FAILURES refused joins within these seconds, all joins are refused until fewer remain in the period."""
+"""Bound the refused tokens within these seconds, in all and from one address. Above a bound joins are refused."""
 
 REFUSED = (
     "the coordinator refused the token. It may be used, expired, revoked or of another cluster. "
     "Get a new one with mtp-coord token create"
 )
-"""The answer to every refused join. The log of the coordinator has the reason."""
+"""The answer to every refused token. The log of the coordinator has the reason."""
+
+LIMITED = "the coordinator has received too many joins. Try again in a minute"
+"""The answer above a limit, before the joining machine has sent anything."""
 
 
 class JoinServer:
@@ -53,15 +56,22 @@ class JoinServer:
     def __init__(self, authority: Authority, registry: Registry) -> None:
         self._authority = authority
         self._registry = registry
-        self._open = 0
-        self._failures: deque[float] = deque()
+        self._open: Counter[str] = Counter()
+        """Joins in progress by the peer's address."""
+        self._failures: deque[tuple[float, str]] = deque()
+        """Monotonic seconds and peer of each refused token, the oldest first."""
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
         try:
             server = await asyncio.start_server(
-                self._join, host, port, ssl=self._context(), limit=MAX_LINE_BYTES
+                self._join,
+                host,
+                port,
+                ssl=self._context(),
+                ssl_handshake_timeout=JOIN_SECONDS,
+                limit=MAX_LINE_BYTES,
             )
         except OSError as error:
             raise UsageError(
@@ -89,12 +99,15 @@ class JoinServer:
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection."""
         peer = str(writer.get_extra_info("peername", ("?",))[0])
+        self._open[peer] += 1
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 await self._answer(reader, writer, peer)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ProtocolError) as error:
             log.info("join ended early", extra={"peer": peer, "error": type(error).__name__})
         finally:
+            self._open[peer] -= 1
+            self._open += Counter()  # drops the peers without joins
             writer.close()
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(JOIN_SECONDS):
@@ -103,31 +116,35 @@ class JoinServer:
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> None:
-        self._open += 1
+        greeting = {"authorities": self._authority.bundle}
+        if self._is_limited(peer):
+            log.warning("join refused", extra={"peer": peer, "reason": "too many joins"})
+            await write_message(writer, greeting | {"refused": LIMITED})
+            return
+        await write_message(writer, greeting)
+        # A program that connects by mistake, such as a gRPC client, ends here. It has tried no token.
+        request = await read_message(reader)
+        tls = writer.get_extra_info("ssl_object")
         try:
-            self._check_limits()
-            await write_message(writer, {"authorities": self._authority.bundle})
-            request = await read_message(reader)
-            tls = writer.get_extra_info("ssl_object")
             reply = self._admit(request, session_binding(tls, self._certificate), peer)
         except ClusterError as error:
-            if not isinstance(
-                error, CapacityError
-            ):  # else a client that retries would keep the limit closed
-                self._failures.append(time.monotonic())
+            self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
             reply = {"refused": REFUSED}
-        finally:
-            self._open -= 1
         await write_message(writer, reply)
 
-    def _check_limits(self) -> None:
-        """Raise CapacityError while too many joins are open or have failed."""
+    def _is_limited(self, peer: str) -> bool:
+        """Return whether too many joins are in progress or were refused, in all or from `peer`."""
         now = time.monotonic()
-        while self._failures and self._failures[0] < now - FAILURE_SECONDS:
+        while self._failures and self._failures[0][0] < now - FAILURE_SECONDS:
             self._failures.popleft()
-        if self._open > MAX_OPEN or len(self._failures) >= MAX_FAILURES:
-            raise CapacityError("too many joins were refused or are in progress")
+        failed = sum(address == peer for _, address in self._failures)
+        return (
+            self._open.total() > MAX_OPEN
+            or self._open[peer] > MAX_OPEN_OF_PEER
+            or len(self._failures) >= MAX_FAILURES
+            or failed >= MAX_FAILURES_OF_PEER
+        )
 
     def _admit(self, request: dict[str, object], session: bytes, peer: str) -> dict[str, str]:
         """Return the certificate for a valid request. Raises AccessError or ProtocolError otherwise."""

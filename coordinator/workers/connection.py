@@ -9,6 +9,7 @@ from coordinator.workers.discovery import Candidate
 from proto import cluster_pb2 as pb
 from proto.address import host_of, is_loopback
 from proto.errors import AccessError, WorkerLostError
+from proto.rpc.grpc_text import CLOSED
 from proto.trust.node_trust import NodeTrust
 
 
@@ -94,6 +95,13 @@ async def _describe(
     client = WorkerClient(address, me, trust, node)
     try:
         return client, await client.describe(model, timeout=timeout)
+    except WorkerLostError as error:
+        await client.close()
+        if trust is None and CLOSED in str(error):
+            raise WorkerLostError(
+                f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
+            ) from error
+        raise
     except BaseException:
         await client.close()
         raise

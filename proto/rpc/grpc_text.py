@@ -5,9 +5,24 @@ from __future__ import annotations
 MAX_CHARACTERS = 200
 """Characters of a text that has no plain words. A peer may have chosen it."""
 
-_ANOTHER_PROGRAM = "another program listens there. Give the address of an mtp-worker, not of a coordinator's HTTP port"
+_ANOTHER_PROGRAM = (
+    "another program listens there. Give the address of an mtp-worker, not a port of a coordinator"
+)
+
+CLOSED = "the connection was closed"
+"""The text for a connection that the peer closed. A peer that requires TLS closes a connection without it."""
 
 _PLAIN: tuple[tuple[str, str], ...] = (
+    (
+        "WRONG_VERSION_NUMBER",
+        "it has no TLS, so it has not joined the cluster. Start it with --join and a token of this cluster",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "its certificate is of another cluster, or expired. Start it with --join and a token of this cluster",
+    ),
+    ("Hostname Verification", "it is another node of the cluster than expected"),
+    ("ALPN", _ANOTHER_PROGRAM),
     ("http1.x", _ANOTHER_PROGRAM),
     ("HTTP/2", _ANOTHER_PROGRAM),
     ("http2 header with status", _ANOTHER_PROGRAM),
@@ -18,10 +33,10 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("DNS resolution failed", "host name not found"),
     ("hostname lookup error", "host name not found"),
     ("timed out", "connection timed out"),
-    ("Socket closed", "the connection was closed"),
-    ("Connection reset", "the connection was closed"),
-    ("Broken pipe", "the connection was closed"),
-    ("GOAWAY", "the connection was closed"),
+    ("Socket closed", CLOSED),
+    ("Connection reset", CLOSED),
+    ("Broken pipe", CLOSED),
+    ("GOAWAY", CLOSED),
     ("keepalive", "the connection does not answer"),
     ("failed to connect to all addresses", "cannot connect"),
 )

@@ -73,7 +73,10 @@ async def _exchange(
 ) -> NodeTrust:
     tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) or b""
-    _check_server(certificate, text_of(await read_message(reader), "authorities"), token)
+    greeting = await read_message(reader)
+    _check_server(certificate, text_of(greeting, "authorities"), token)
+    if "refused" in greeting:
+        raise AccessError(f"--join: {text_of(greeting, 'refused')}")
     key = new_key()
     request = signing_request(key)
     proof = token.proof(session_binding(tls, certificate), request)

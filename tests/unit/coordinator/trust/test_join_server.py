@@ -1,0 +1,130 @@
+"""Joins on loopback: limits, and connections that are no joins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from coordinator.trust import join_server
+from coordinator.trust.authority import Authority
+from coordinator.trust.join_server import LIMITED, MAX_FAILURES_OF_PEER, REFUSED, JoinServer
+from coordinator.trust.registry import Registry
+from proto.errors import AccessError
+from proto.rpc.channels import open_channel
+from proto.trust.identity import Role
+from proto.trust.join_client import join
+from proto.trust.join_token import JoinToken, new_token
+from tests.support.trust.cluster_ca import make_authority, trust_of
+
+
+@asynccontextmanager
+async def joining(folder: Path) -> AsyncIterator[tuple[Authority, JoinToken]]:
+    """Run a join server, and yield its authority and a token for many machines."""
+    authority, registry = make_authority(folder / "a"), Registry(folder / "a")
+    async with JoinServer(authority, registry).listening("127.0.0.1", 0) as port:
+        token = new_token(authority.cluster, authority.fingerprint, f"127.0.0.1:{port}")
+        registry.add_token(token, 60.0, 1000)
+        yield authority, token
+
+
+async def send_wrong_token(token: JoinToken, source: str) -> str:
+    """Send a join with an unknown token from the address `source`. Return the reason of the refusal."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    host, _, port = token.address.partition(":")
+    reader, writer = await asyncio.open_connection(
+        host, int(port), ssl=context, local_addr=(source, 0)
+    )
+    greeting = json.loads(await reader.readline())
+    if "refused" not in greeting:
+        fields = {"token_id": "0" * 16, "proof": "00", "request": "x", "name": "stranger"}
+        writer.write(json.dumps(fields).encode() + b"\n")
+        greeting = json.loads(await reader.readline())
+    writer.close()
+    return str(greeting["refused"])
+
+
+async def test_connections_without_a_request_do_not_close_the_joins(tmp_path: Path) -> None:
+    """A gRPC client that dials the join server again and again leaves it open for machines that join.
+
+    A coordinator does that when --worker names the join address, or a port that the join server got later.
+    """
+    async with joining(tmp_path) as (authority, token):
+        trust = trust_of(authority, Role.COORDINATOR)
+        for _ in range(MAX_FAILURES_OF_PEER + 5):
+            channel = open_channel(token.address, trust)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary("/any/call")(b"", timeout=5)
+            await channel.close()
+            _, writer = await asyncio.open_connection(*token.address.split(":"))
+            writer.close()
+        joined = await join(token, "mac-2", tmp_path / "b")
+    assert joined.identity.cluster == authority.cluster
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the address 127.0.0.2")
+async def test_refused_tokens_limit_their_sender_only(tmp_path: Path) -> None:
+    """After many wrong tokens an address is refused for a while, with a reason, and others may still join."""
+    async with joining(tmp_path) as (_, token):
+        refusals = [
+            await send_wrong_token(token, "127.0.0.2") for _ in range(MAX_FAILURES_OF_PEER + 2)
+        ]
+        assert refusals == [REFUSED] * MAX_FAILURES_OF_PEER + [LIMITED] * 2
+        assert (await join(token, "mac-2", tmp_path / "b")).identity.role is Role.WORKER
+
+
+async def test_a_refused_join_has_no_effect_on_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that retries above the limit learns the reason, and can join when the period has passed."""
+    monkeypatch.setattr(join_server, "FAILURE_SECONDS", 1.0)
+    async with joining(tmp_path) as (_, token):
+        wrong = new_token(token.cluster, token.authority, token.address)
+        for _ in range(MAX_FAILURES_OF_PEER):
+            with pytest.raises(AccessError, match="refused the token"):
+                await join(wrong, "mac-2", tmp_path / "b")
+        end = asyncio.get_running_loop().time() + 20
+        with pytest.raises(AccessError, match="too many joins"):
+            await join(token, "mac-2", tmp_path / "b")
+        while not (tmp_path / "b" / "node.key").exists():
+            assert asyncio.get_running_loop().time() < end
+            await asyncio.sleep(0.1)
+            try:
+                await join(token, "mac-2", tmp_path / "b")
+            except AccessError as error:
+                assert LIMITED in str(error)
+
+
+async def test_silent_connections_are_bounded(tmp_path: Path) -> None:
+    """Connections that say nothing occupy a few places of their address, and are counted no longer when they end."""
+    async with joining(tmp_path) as (_, token):
+        host, _, port = token.address.partition(":")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        silent = [
+            await asyncio.open_connection(host, int(port), ssl=context)
+            for _ in range(join_server.MAX_OPEN_OF_PEER)
+        ]
+        for reader, _ in silent:
+            await reader.readline()
+        with pytest.raises(AccessError, match="too many joins"):
+            await join(token, "mac-2", tmp_path / "b")
+        for _, writer in silent:
+            writer.transport.abort()
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            try:
+                await join(token, "mac-2", tmp_path / "b")
+                break
+            except AccessError as error:
+                assert LIMITED in str(error)
+        assert (tmp_path / "b" / "node.key").exists()
