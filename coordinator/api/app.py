@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from coordinator.api import frame_trace, health
+from coordinator.api import cluster_models, frame_trace, health
 from coordinator.api.anthropic import messages
 from coordinator.api.anthropic.errors import anthropic_error
 from coordinator.api.ollama import answers as ollama_answers
@@ -21,6 +21,7 @@ from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.stored.stored_answers import Restore, StoredAnswers
 from coordinator.generation.request import Generator
+from coordinator.models.admin import ModelAdmin
 from coordinator.journal.journal import Journal
 from coordinator.models.admin import ModelAdmin
 from coordinator.status.cluster_status import StatusSource
@@ -28,6 +29,7 @@ from coordinator.status.frame_history import FrameHistory
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.trust.invitation import Invitation
 from coordinator.web import event_stream
 from coordinator.web.assets import page_routes
 from coordinator.web.live_feed import LiveFeed
@@ -96,6 +98,7 @@ def create_app(
         health.router,
         event_stream.router,
         frame_trace.router,
+        cluster_models.router,
     )
     for router in routers:
         app.include_router(router, dependencies=[Depends(require_key)])

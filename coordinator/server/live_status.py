@@ -24,6 +24,7 @@ from coordinator.status.cluster_status import (
     NodeStatus,
     PrefillStatus,
 )
+from coordinator.status.job_status import JobStatus
 from mtp.depth.report import SearchReport
 from proto import cluster_pb2 as pb
 
@@ -42,12 +43,15 @@ class LiveStatus:
         alone: Callable[[], NodeStatus],
         architecture: ModelStatus | None = None,
         machine: Callable[[], pb.MachineState] = pb.MachineState,
+        jobs: Callable[[], tuple[JobStatus, ...]] = tuple,
     ) -> None:
         self.loop = loop
         self.architecture = architecture
         self.alone = alone
         self.machine = machine
         """A function that returns the state of this machine."""
+        self.jobs = jobs
+        """A function that returns the jobs on models."""
         self.manager = manager
         self.model = model
         self._started = loop.clock()
@@ -81,6 +85,7 @@ class LiveStatus:
             uptime_seconds=self.loop.clock() - self._started,
             architecture=self.architecture,
             mtp_choices=tuple(_choices(report) for report in loop.choices),
+            jobs=self.jobs(),
             **self._cluster_fields(),
         )
 

@@ -35,6 +35,7 @@ from coordinator.pipeline.local import LocalPipelines, LocalSource
 from coordinator.server.download import ModelDownload
 from coordinator.server.http_tls import TlsFiles, http_tls
 from coordinator.server.live_status import LiveStatus
+from coordinator.server.model_admin import model_admin
 from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
 from coordinator.server.model_status import model_status
 from coordinator.server.options import ServeOptions
@@ -43,6 +44,7 @@ from coordinator.text.model_info import ModelInfo, generation_defaults
 from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.invitation import make_invitation
 from coordinator.trust.key_ring import KeyRing
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller
@@ -203,6 +205,9 @@ class _Server:
             options.served_names,
             fingerprint=checkpoint.fingerprint(),
         )
+        admin = model_admin(options, model.id, manager, local)
+        stack.push_async_callback(admin.jobs.close)
+        trust = self.trust
         app = create_app(
             loop,
             tokenizer,
@@ -214,6 +219,7 @@ class _Server:
                 local.status,
                 model_status(checkpoint),
                 lambda: local.sensors.latest,
+                lambda: tuple(admin.jobs.jobs),
             ),
             self.api_options,
             replan=manager.replan if manager else None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from coordinator.status.job_status import JobStatus
+
 Health = Literal["ready", "loading", "idle", "draining", "refused", "lost"]
 
 
@@ -141,6 +143,7 @@ class ClusterStatus:
     workers_wanted: int | None = None
     architecture: ModelStatus | None = None
     mtp_choices: tuple[MtpChoices, ...] = ()
+    jobs: tuple[JobStatus, ...] = ()
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:

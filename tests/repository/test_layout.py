@@ -64,6 +64,15 @@ ARROWS: dict[str, set[str]] = {
     "worker.fetch": {"mtp.checkpoint.format", "mtp.checkpoint.hub", "proto.rpc", "worker.engine"}
     | TERMINAL,
     "coordinator": set(),
+    "coordinator.models": {
+        "coordinator.local_engine",
+        "coordinator.planning",
+        "coordinator.status",
+        "mtp.checkpoint.convert",
+        "mtp.checkpoint.format",
+        "mtp.checkpoint.hub",
+    }
+    | TERMINAL,
     "coordinator.cli": {
         "proto.trust",
         "coordinator.trust",
@@ -95,6 +104,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.server": {
+        "coordinator.models",
         "proto.trust",
         "coordinator.workers",
         "coordinator.trust",
@@ -118,6 +128,8 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.api": {
+        "coordinator.models",
+        "coordinator.trust",
         "coordinator.api.anthropic",
         "coordinator.api.ollama",
         "coordinator.api.openai_chat",
@@ -176,6 +188,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.api.request": {
+        "coordinator.models",
         "coordinator.trust",
         "coordinator.generation",
         "coordinator.status",

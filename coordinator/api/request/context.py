@@ -11,11 +11,13 @@ from starlette.requests import Request
 
 from coordinator.api.request.hints import HintLog
 from coordinator.generation.request import Generator
+from coordinator.models.admin import ModelAdmin
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.output_format import GrammarCompiler
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.trust.invitation import Invitation
 from coordinator.trust.key_ring import KeyRing
 
 CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
@@ -60,6 +62,9 @@ class Api:
     metrics: Metrics
     replan: Callable[[], None] | None = None
     collect_trace: CollectTrace | None = None
+    model_admin: ModelAdmin | None = None
+    invite: Callable[[], Invitation] | None = None
+    """A function that makes an invitation for a machine; None if machines cannot join."""
     hints: HintLog = field(default_factory=HintLog)
 
     @cached_property

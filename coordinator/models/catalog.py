@@ -1,0 +1,115 @@
+"""The models on this machine by name: the built-in one, the hub's local cache, and those that jobs have converted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.parts import missing_from_backbone
+from mtp.checkpoint.hub.local_repos import cached_repos
+from mtp.checkpoint.hub.resolve import BUILTIN, find_model
+from mtp.checkpoint.hub.search import is_repo_name
+from proto.errors import CheckpointError, ClusterError
+
+_DIRECTORY = re.compile(r"[\w][\w.-]{0,127}")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model, as its config.json and headers describe it. No weight is read.
+
+    `head` is `complete`, `incomplete` or `missing`. `quantization` is a short text, or empty. `problem` says why the
+    model cannot be served; the other fields are then unknown. `converted` models were made by a job of this server.
+    """
+
+    name: str
+    nbytes: int = 0
+    layers: int = 0
+    context: int = 0
+    quantization: str = ""
+    head: str = "missing"
+    raw: bool = False
+    """The checkpoint is as published; `convert` makes it smaller and faster."""
+    converted: bool = False
+    problem: str = ""
+
+
+class Catalog:
+    """The models by name. A name never holds a path, because clients see it. `directory` has the converted models."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def list_models(self) -> list[ModelFacts]:
+        """Return all models on this machine. Reads headers, so it blocks for the disk."""
+        names = [BUILTIN, *self._converted(), *cached_repos()]
+        return [self.describe_local(name) for name in names if self._exists(name)]
+
+    def _converted(self) -> list[str]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(d.name for d in self.directory.iterdir() if (d / "config.json").is_file())
+
+    def _exists(self, name: str) -> bool:
+        try:
+            return self.find_path(name) is not None
+        except CheckpointError:
+            return False
+
+    def find_path(self, name: str) -> Path | None:
+        """Return the directory of model `name`, or None for a repo that is not whole on this machine.
+
+        Raises CheckpointError for a name that is neither a repo nor a model of this machine.
+        """
+        if name == BUILTIN:
+            return find_model(BUILTIN)
+        if _DIRECTORY.fullmatch(name) and (self.directory / name / "config.json").is_file():
+            return self.directory / name
+        if not is_repo_name(name):
+            raise CheckpointError(
+                f"model {name!r:.120}: not found. Give the name of a listed model, or a hub repo"
+            )
+        return find_model(name)
+
+    def target_path(self, name: str) -> Path:
+        """Return the directory for a new converted model. Raises CheckpointError for a name that is not a file name."""
+        if not _DIRECTORY.fullmatch(name):
+            raise CheckpointError(
+                f"target {name!r:.120}: invalid. Use letters, digits, dots and dashes"
+            )
+        return self.directory / name
+
+    def describe_local(self, name: str) -> ModelFacts:
+        """Return the facts of a model on this machine, or the problem with it."""
+        path = self.find_path(name)
+        assert path is not None
+        converted = path.parent == self.directory
+        try:
+            return describe_model(name, Checkpoint.open(path, allow_fp8=True), converted=converted)
+        except ClusterError as error:
+            return ModelFacts(
+                name, converted=converted, problem=error.public.replace(str(path), name)
+            )
+
+
+def describe_model(name: str, checkpoint: Checkpoint, *, converted: bool = False) -> ModelFacts:
+    """Return the facts of an opened checkpoint."""
+    config, mtp = checkpoint.config, checkpoint.mtp
+    problem = ""
+    if missing := missing_from_backbone(checkpoint):
+        problem = f"{len(missing)} tensors are missing, such as {missing[0]}. Download it again"
+    elif config.fp8_block is not None:
+        problem = "the weights are FP8. Convert it"
+    return ModelFacts(
+        name,
+        sum(checkpoint.part_bytes().values()),
+        config.num_layers,
+        config.max_positions,
+        f"{config.quantization['bits']}-bit" if config.quantization else "",
+        "complete" if mtp.complete else "incomplete" if mtp.present else "missing",
+        checkpoint.layout == "raw",
+        converted,
+        problem,
+    )
