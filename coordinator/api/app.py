@@ -21,7 +21,6 @@ from coordinator.api.request.context import Api, ApiOptions, CollectTrace
 from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
 from coordinator.api.stored.stored_answers import Restore, StoredAnswers
 from coordinator.generation.request import Generator
-from coordinator.models.admin import ModelAdmin
 from coordinator.journal.journal import Journal
 from coordinator.models.admin import ModelAdmin
 from coordinator.status.cluster_status import StatusSource
