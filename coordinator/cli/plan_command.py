@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli.model_argument import ModelArgument, ModelOption, required_model
+from coordinator.cli.state_option import StateOption
 from coordinator.planning.capacity import plan_capacity, reserve_bytes
 from coordinator.planning.model_costs import model_costs
 from coordinator.planning.partition import Objective
@@ -84,6 +86,7 @@ def plan(
         str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
+    state: StateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
@@ -101,7 +104,9 @@ def plan(
     checkpoint = Checkpoint.open(resolve_model(model)) if whole else open_model(model)
     refused: dict[str, str] = {}
     if discover or worker:
-        asked, refused = asyncio.run(_ask(checkpoint, worker or [], wait if discover else None))
+        asked, refused = asyncio.run(
+            _ask(checkpoint, worker or [], wait if discover else None, state)
+        )
         specs += asked
     if not specs:
         reasons = "; ".join(refused.values()) or (
@@ -193,7 +198,7 @@ def _stage_facts(stage: StagePlan) -> dict[str, Any]:
 
 
 async def _ask(
-    checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None
+    checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None, state: Path | None
 ) -> tuple[list[NodeSpec], dict[str, str]]:
     """Return the nodes that answer, and by address why the others are left out."""
     # gRPC and zeroconf, which a plan on paper does not need.
@@ -205,7 +210,7 @@ async def _ask(
     from proto.trust.state_dir import state_dir
 
     ref = pb.ModelRef(path=str(checkpoint.path), fingerprint=checkpoint.fingerprint())
-    trust = ClusterTrust.open(state_dir(None), create=False)
+    trust = ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None)
     me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord plan")
     async with Discovery(addresses, mdns=wait is not None) as discovery:

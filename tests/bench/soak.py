@@ -113,7 +113,7 @@ def _print_row(samples: list[Sample]) -> None:
 def main() -> None:
     """Run the soak, publish its curves, and exit with status 1 when the limit was exceeded."""
     parser = argparse.ArgumentParser(description="Memory under a limit, over many minutes.")
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=3.0)
     minutes = parser.parse_args().minutes
     print("minute   in use   cached      sum   resident   (MB, largest of a minute)")
     flags = ("--memory-limit", f"{LIMIT / MB:g}MB")
