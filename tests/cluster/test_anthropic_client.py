@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,6 +213,16 @@ def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
     served.generator.failure, served.generator.fail_after = WorkerLostError("worker lost"), 2
     with pytest.raises(anthropic.APIStatusError, match="worker lost"):
         list(served.client.messages.create(model="tiny", max_tokens=50, messages=HI, stream=True))
+
+
+def test_agents_recognize_the_words_for_a_conversation_that_is_too_long(served: Served) -> None:
+    """The messages are those of Anthropic's API, after which agents compact or lower their limit."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        served.ask(max_tokens=5000)
+    words = r"input length and `max_tokens` exceed context limit: \d+ \+ 5000 > 4000"
+    assert re.search(words, refused.value.message)
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4000"):
+        served.ask(messages=[{"role": "user", "content": "word " * 5000}])
 
 
 def test_a_pause_has_pings(served: Served) -> None:

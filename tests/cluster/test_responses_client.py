@@ -102,6 +102,10 @@ def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> No
     assert after.output_text == "Sunny"
     assert served.prompt() == by_items
     assert by_items.index("Let me see.") < by_items.index(CALL) < by_items.index("18 degrees")
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    referring: Any = [{"role": "user", "content": "Hi"}, *references, output]
+    assert served.ask(input=referring, tools=[TOOL]).output_text == "Sunny"
+    assert served.prompt() == by_items
     again = served.ask(input="And now?", previous_response_id=after.id)
     assert again.previous_response_id == after.id
     assert served.prompt().index("18 degrees") < served.prompt().index("Sunny")
@@ -166,6 +170,7 @@ def test_errors(served: Served) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "message", "role": "user", "content": [{"type": "image"}]}]}, "input"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             served.ask(**fields)

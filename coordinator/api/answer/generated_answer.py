@@ -18,10 +18,13 @@ from coordinator.text.chat_parser import ChatParser
 from coordinator.text.output_format import OutputFormat
 from coordinator.text.tokenizer import ChatPrompt
 
+ID_LENGTH = 24
+"""Characters of an answer's id after its prefix, as OpenAI's ids have."""
+
 
 def new_id(prefix: str) -> str:
     """Return a new id of an answer, for the body, `X-Request-Id`, the engine's requests and the log."""
-    return f"{prefix}{uuid.uuid4().hex[:24]}"
+    return f"{prefix}{uuid.uuid4().hex[:ID_LENGTH]}"
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,13 @@ class ReasoningItem(Body):
     status: Status | None = None
 
 
+class ReferenceItem(Body):
+    """A reference to an output item of a stored response. Clients send it instead of the item."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _kind(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "")
     return kind if isinstance(kind, str) else ""
@@ -76,11 +83,13 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(
         _kind,
         custom_error_type="item",
-        custom_error_message="send an item of type message, function_call, function_call_output or reasoning",
+        custom_error_message="send an item of type message, function_call, function_call_output, reasoning or "
+        "item_reference",
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.answer.delivery import PreparedAnswer
-from coordinator.api.answer.generated_answer import RestoredAnswer, chat_answer, new_id
-from coordinator.api.openai_responses.items import Item, template_messages
+from coordinator.api.answer.generated_answer import ID_LENGTH, RestoredAnswer, chat_answer, new_id
+from coordinator.api.openai_responses.items import Item, ReferenceItem, template_messages
 from coordinator.api.openai_responses.response_writer import ResponseWriter
 from coordinator.api.openai_responses.schemas import ResponsesBody
 from coordinator.api.request.body import read_body
@@ -100,17 +101,23 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     before: list[Json] = []
     if body.previous_response_id is not None:
         before = await _conversation(request, body.previous_response_id)
-    items = [*_items.validate_python(before), *body.items]
+    own = [
+        await _referenced_item(request, item) if isinstance(item, ReferenceItem) else item
+        for item in body.items
+    ]
+    items = [*_items.validate_python(before), *own]
     answer = await chat_answer(api, _internal_request(api, body, items), new_id("resp_"))
     record = None
     if body.store is not False:
-        own = [item.model_dump(exclude_none=True) for item in body.items]
         record = new_record(
             request,
             DIALECT,
             answer,
             body,
-            history={"before": before, "input": own},
+            history={
+                "before": before,
+                "input": [item.model_dump(exclude_none=True) for item in own],
+            },
             background=bool(body.background),
         )
     writer = ResponseWriter(answer, _repeated_fields(body))
@@ -120,7 +127,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
 async def restore(api: Api, record: Record, restored: RestoredAnswer) -> PreparedAnswer:
     """Read the body of a record again. See `Restore`."""
     body = ResponsesBody.model_validate_json(record.body)
-    items = [*_items.validate_python(record.history["before"]), *body.items]
+    items = _items.validate_python([*record.history["before"], *record.history["input"]])
     answer = await chat_answer(api, _internal_request(api, body, items), record.id, restored)
     return PreparedAnswer(answer, ResponseWriter(answer, _repeated_fields(body)), stream=True)
 
@@ -135,6 +142,20 @@ async def _conversation(request: Request, response_id: str) -> list[Json]:
         )
     output: list[Any] = record.result["output"]
     return [*record.history["before"], *record.history["input"], *output]
+
+
+async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
+    """Return the output item that `reference` names. Its id begins with the id of its response."""
+    number = reference.id.partition("_")[2][:ID_LENGTH]
+    output: list[Json] = []
+    with suppress(RequestError):  # raised for an unknown response
+        record = await stored_of(request).find(request, f"resp_{number}", DIALECT)
+        output = [] if isinstance(record, StoredAnswer) else record.result["output"]
+    for item in output:
+        if item["id"] == reference.id:
+            found: Item = _items.validate_python([item])[0]
+            return found
+    raise RequestError(f"input: no stored item has the id {reference.id!r:.80}", param="input")
 
 
 def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
@@ -22,12 +23,28 @@ RETRY_SECONDS = 5.0
 FIELD = "field"
 """The type of a pydantic error of a whole object that one field causes. Its context names the field."""
 
+_TYPE = re.compile(
+    r"(str|int|float|bool)$|(list|dict|literal|tagged-union|function-\w+)\[|constrained-"
+)
+"""The names of types that pydantic puts into the path of an error in a field of several types."""
+
 ErrorFormat = Callable[[Exception], Json]
 """A function that returns the error body of a dialect."""
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or prompt and answer together, exceed the model's context."""
+    """The prompt, or prompt and answer together, exceed the `limit` in tokens of the context or of the K/V memory.
+
+    `max_tokens` is None if the prompt alone exceeds it.
+    """
+
+    def __init__(
+        self, message: str, param: str, *, prompt: int, max_tokens: int | None, limit: int
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.limit = limit
 
 
 class UnknownModelError(RequestError):
@@ -102,8 +119,11 @@ def error_response(error: Exception, error_format: ErrorFormat = error_body) -> 
 
 def request_error(error: ValidationError) -> RequestError:
     """Return pydantic's first finding as a RequestError that names the field as the client wrote it."""
-    found = error.errors(include_url=False, include_input=False)[0]
-    where = found["loc"]
+    errors = error.errors(include_url=False, include_input=False)
+    # Where a field may have several types, the type that fits best has the deepest error.
+    same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    found = max(same_field, key=lambda each: len(each["loc"]))
+    where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]

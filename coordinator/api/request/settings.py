@@ -168,24 +168,30 @@ def _check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
 def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     """Return the maximum number of tokens of one answer to `prompt` tokens. Raises RequestError if they do not fit."""
     context = api.model.context_length
+    limit = min(context, api.status.status().kv_limit or context)
+    bound = "the model's context" if limit == context else "the K/V memory of this cluster"
     prompt_name = settings.client_name("prompt")
     limit_name = settings.client_name("max_tokens")
     if prompt == 0:
         raise RequestError(f"{prompt_name}: empty. Send at least one token.", param=prompt_name)
-    if prompt >= context:
+    if prompt >= limit:
         raise ContextLengthError(
-            f"{prompt_name}: {prompt} tokens leave no room for an answer in the model's context of "
-            f"{context} tokens. Shorten it.",
-            param=prompt_name,
+            f"{prompt_name}: {prompt} tokens leave no room for an answer in {bound} of {limit} tokens. Shorten it.",
+            prompt_name,
+            prompt=prompt,
+            max_tokens=None,
+            limit=limit,
         )
-    # The room in the context and in the K/V memory of the plan.
-    room = max(1, min(context, api.status.status().kv_limit or context) - prompt)
+    room = limit - prompt
     if settings.max_tokens and api.options.clamp_max_tokens:
         return min(settings.max_tokens, room)
-    if settings.max_tokens and prompt + settings.max_tokens > context:
+    if settings.max_tokens and settings.max_tokens > room:
         raise ContextLengthError(
-            f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed the model's context of "
-            f"{context} tokens. Lower {limit_name}.",
-            param=limit_name,
+            f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed {bound} of {limit} tokens. "
+            f"Lower {limit_name}.",
+            limit_name,
+            prompt=prompt,
+            max_tokens=settings.max_tokens,
+            limit=limit,
         )
     return settings.max_tokens or min(api.options.default_max_tokens, room)
