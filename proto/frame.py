@@ -134,6 +134,11 @@ class Frame:
         """Number of rows of all segments."""
         return sum(segment.rows for segment in self.segments)
 
+    @property
+    def continues(self) -> bool:
+        """True if a segment continues with a token that the header does not carry."""
+        return any(segment.continues for segment in self.segments)
+
     def with_tensor(self, dtype: str, shape: tuple[int, ...], tensor: memoryview | bytes) -> Frame:
         """Return this frame with the hidden states `tensor` of `shape`."""
         return replace(self, dtype=dtype, shape=shape, tensor=tensor)

@@ -103,6 +103,11 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def needs_host(self) -> bool:
+        """True if the logits depend on tokens that only the host has processed: on a history or a grammar."""
+        return self.penalized or bool(self.grammar)
+
     def to_wire(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as msgpack encodes them."""
         default = SamplingParams()

@@ -31,7 +31,9 @@ class Segment:
     `tokens[0]` in the sequence. The tokens of a prompt chunk are permanent, so it is not `open`. An open
     window waits for its Commit. `sample` asks the last stage for the next token, and `drafts` for that
     number of drafts after it. A `cancelled` segment builds on a rejected window; stages forward it
-    without rows. Raises ProtocolError for a value out of range.
+    without rows. A segment that `continues` is an open window of one token: the target's choice after the
+    window before it, which the last stage knows and the header does not carry. Raises ProtocolError for a
+    value out of range.
     """
 
     seq_id: int
@@ -42,8 +44,11 @@ class Segment:
     sample: bool = False
     drafts: int = 0
     cancelled: bool = False
+    continues: bool = False
 
     def __post_init__(self) -> None:
+        if self.continues and (self.tokens or not self.open):
+            raise ProtocolError("a segment that continues is an open window without tokens")
         check_int(self.seq_id, "seq_id")
         check_int(self.window, "window")
         check_int(self.position, "position")
@@ -53,12 +58,12 @@ class Segment:
     @property
     def width(self) -> int:
         """Number of tokens."""
-        return len(self.tokens)
+        return len(self.tokens) + self.continues
 
     @property
     def rows(self) -> int:
         """Number of this segment's rows in the frame's tensor."""
-        return 0 if self.cancelled else len(self.tokens)
+        return 0 if self.cancelled else self.width
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Outcome:
         check_tokens(self.drafts, "drafts")
 
 
-_OPEN, _SAMPLE, _CANCELLED = 1, 2, 4
+_OPEN, _SAMPLE, _CANCELLED, _CONTINUES = 1, 2, 4, 8
 
 
 def segment_to_wire(s: Segment) -> list[Any]:
@@ -118,7 +123,7 @@ def segment_to_wire(s: Segment) -> list[Any]:
         s.seq_id,
         s.window,
         s.position,
-        _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled,
+        _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled + _CONTINUES * s.continues,
         s.drafts,
         pack_tokens(s.tokens, "tokens"),
     ]
@@ -127,7 +132,7 @@ def segment_to_wire(s: Segment) -> list[Any]:
 def segment_from_wire(wire: Any) -> Segment:
     """Invert `segment_to_wire`. Raises ProtocolError for a malformed segment."""
     seq_id, window, position, flags, drafts, tokens = check_row(wire, "segment", 6)
-    check_int(flags, "segment flags", _OPEN | _SAMPLE | _CANCELLED)
+    check_int(flags, "segment flags", _OPEN | _SAMPLE | _CANCELLED | _CONTINUES)
     return Segment(
         seq_id=seq_id,
         window=window,
@@ -137,6 +142,7 @@ def segment_from_wire(wire: Any) -> Segment:
         sample=bool(flags & _SAMPLE),
         drafts=drafts,
         cancelled=bool(flags & _CANCELLED),
+        continues=bool(flags & _CONTINUES),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +33,7 @@ from proto.terminal.progress_bar import byte_bar
 from worker.engine.apple_gpu import default_prefill_chunk, warn_of_emulated_bfloat16
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
+from worker.engine.frame_runner import FrameRunner
 from worker.engine.hardware import compile_seconds, default_memory_limit
 from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
 from worker.engine.sensors import Sensors, own_version
@@ -147,6 +147,7 @@ class LocalPipeline:
         self.thread.on_idle = self._cache_trimmer.clear_if_idle
         self._model = model
         self._deadline_estimate = DeadlineEstimate(compile_seconds())
+        self._runner = FrameRunner(self.thread, self._deadline_estimate, self._cache_trimmer)
         self._engines: list[StageEngine] = []
         self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._watchdog: asyncio.Task[ClusterError] | None = None
@@ -202,34 +203,26 @@ class LocalPipeline:
         stamps = [self._stage_stamps.add_frame(i, StageStep) for i in range(self.stages)]
         for one in (own, *stamps):
             one.name_frame(frame.epoch, frame.number, frame.rows)
-        self.thread.submit(partial(self._process, frame, own, stamps))
+        self.thread.submit_frame(partial(self._process, frame, own, stamps))
 
     def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
         """Run a frame on the engine thread."""
         if not self._engines:
             return  # an earlier frame has failed
-        started = time.monotonic()
+        done, failed = partial(self._post_result, own), partial(self._engine_failed, own)
+        stamps[0].mark(StageStep.STARTED)
+        if self.stages == 1:
+            self._runner.run(self._engines[0], frame, stamps[0], done, failed)
+            return
         self.thread.expect(self._deadline_estimate.seconds(frame))
-        result: Frame | ClusterError
         try:
             result = self._chain(frame, stamps)
         except Exception as error:
-            self._engines = []
-            if not isinstance(error, ClusterError):
-                log.exception("engine failed")
-            if isinstance(error, ClusterError):
-                result = _without_traceback(error)
-            else:
-                result = _without_traceback(_worker_lost("the engine failed", error))
+            failed(error)
         else:
-            self._deadline_estimate.record_frame_time(frame, time.monotonic() - started)
-        # Outside `except`, because the error there refers to the engine until the block ends.
-        self.thread.post(self._queue_result, result, own)
-        self._cache_trimmer.record_frame(frame)
-
-    def _queue_result(self, result: Frame | ClusterError, own: FrameStamps) -> None:
-        own.mark(CoordinatorStep.RECEIVED)
-        self._outbox.put_nowait(result)
+            self._deadline_estimate.record_frame_time(frame, sum(result.stage_us) / 1e6)
+            done(result)
+            self._cache_trimmer.record_frame(frame)
 
     def _chain(self, frame: Frame, stamps: list[FrameStamps]) -> Frame:
         """Run a frame through every stage. A failure leaves no reference to an engine in its caller."""
@@ -237,6 +230,21 @@ class LocalPipeline:
             one.mark(StageStep.STARTED)
             frame = engine.process(frame, one)
         return frame
+
+    def _post_result(self, own: FrameStamps, result: Frame | ClusterError) -> None:
+        self.thread.post(self._queue_result, result, own)
+
+    def _engine_failed(self, own: FrameStamps, error: Exception) -> None:
+        """Drop the engines after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        self._engines = []
+        if not isinstance(error, ClusterError):
+            log.error("engine failed", exc_info=error)
+            error = _worker_lost("the engine failed", error)
+        self._post_result(own, _without_traceback(error))
+
+    def _queue_result(self, result: Frame | ClusterError, own: FrameStamps) -> None:
+        own.mark(CoordinatorStep.RECEIVED)
+        self._outbox.put_nowait(result)
 
     async def receive_frame(self) -> Frame:
         """Wait for the next frame from the last stage and return it. See Pipeline."""

@@ -25,6 +25,18 @@ KV = KVCache | QuantizedKVCache
 
 
 @dataclass(frozen=True)
+class Hole:
+    """The rejected rows of a window, which stay in a cache until the host knows how many there are.
+
+    They are the `count` entries before `end`. `count` is int32 `[1]`, lazy. A new row has its position as if they were
+    removed.
+    """
+
+    end: int
+    count: mx.array
+
+
+@dataclass(frozen=True)
 class KVFormat:
     """The format of stored K/V. `bits` None is the model's dtype; 4 and 8 quantize in groups along head_dim."""
 
@@ -49,29 +61,38 @@ def add_attention(
     x: mx.array,
     caches: Sequence[KV],
     widths: Sequence[int],
+    holes: Sequence[Hole] = (),
+    queries: int | None = None,
 ) -> mx.array:
     """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
-    Appends to each cache.
+    Appends to each cache. If there are `holes`, every cache has one, and every width is 1. A call of MLX's attention
+    takes at most `queries` rows, where given.
     """
     if isinstance(attention, PackedAttention):
-        return attention.add(x, norm, cast(Sequence[KVCache], caches), widths)
-    return x + attend(attention, norm(x), caches, widths)
+        counts = [hole.count for hole in holes]
+        return attention.add(x, norm, cast(Sequence[KVCache], caches), widths, counts)
+    return x + attend(attention, norm(x), caches, widths, holes, queries)
 
 
 def attend(
-    attention: Qwen3NextAttention, x: mx.array, caches: Sequence[KV], widths: Sequence[int]
+    attention: Qwen3NextAttention,
+    x: mx.array,
+    caches: Sequence[KV],
+    widths: Sequence[int],
+    holes: Sequence[Hole] = (),
+    queries: int | None = None,
 ) -> mx.array:
     """Return the attention of `x [rows, hidden]`. Sequence i owns the next `widths[i]` rows.
 
-    Appends to each cache.
+    Appends to each cache. See `add_attention` for `holes` and `queries`.
     """
     rows = x.shape[0]
-    queries, gate = mx.split(
+    q_rows, gate = mx.split(
         attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
     )
     kv_shape = (rows, attention.num_key_value_heads, -1)
-    queries = attention.q_norm(queries)
+    q_rows = attention.q_norm(q_rows)
     keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
     values = attention.v_proj(x).reshape(kv_shape)
 
@@ -82,12 +103,19 @@ def attend(
         group = caches[len(outputs) : len(outputs) + count]
         q, k, v = (
             t[own].reshape(count, width, *t.shape[1:]).transpose(0, 2, 1, 3)
-            for t in (queries, keys, values)
+            for t in (q_rows, keys, values)
         )
-        q, k = _turned(attention.rope, q, k, [cache.offset for cache in group])
+        offsets = [cache.offset for cache in group]
+        if holes:
+            q, k = _turned_at(attention.rope, q, k, offsets, holes)
+        else:
+            q, k = _turned(attention.rope, q, k, offsets)
         for i, cache in enumerate(group):
             one = slice(i, i + 1)
-            out = _attend_one(attention, q[one], k[one], v[one], cache)
+            if holes:
+                out = _attend_around(attention, q[one], k[one], v[one], cache, holes[i])
+            else:
+                out = _attend_one(attention, q[one], k[one], v[one], cache, queries)
             outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
         start += width * count
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -95,18 +123,58 @@ def attend(
 
 
 def _attend_one(
-    attention: Qwen3NextAttention, q: mx.array, k: mx.array, v: mx.array, cache: KV
+    attention: Qwen3NextAttention,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: KV,
+    queries: int | None,
 ) -> mx.array:
     """Append `k` and `v [1, kv_heads, width, dim]` to `cache`. Return the attention of `q [1, heads, width, dim]`."""
     offset, width = cache.offset, q.shape[2]
     k, v = cache.update_and_fetch(k, v)
     if isinstance(cache, KVCache):
-        return tiled_attention(q, k, v, offset, attention.scale)
+        return tiled_attention(q, k, v, offset, attention.scale, queries)
+    tile = width if queries is None else queries
+    outputs = [
+        _attend_quantized(attention, q[:, :, start : start + tile], k, v, cache, offset + start)
+        for start in range(0, width, tile)
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _attend_quantized(
+    attention: Qwen3NextAttention, q: mx.array, k: Any, v: Any, cache: KV, offset: int
+) -> mx.array:
+    """Return the attention of `q [1, heads, width, dim]` at `offset` over quantized keys and values."""
+    width = q.shape[2]
+    keys, values = (tuple(part[:, :, : offset + width] for part in held) for held in (k, v))
     mask: Any = "causal" if width > 1 else None  # mlx-lm's annotation lacks the string
     out: mx.array = scaled_dot_product_attention(
-        q, k, v, cache=cache, scale=attention.scale, mask=mask
+        q, keys, values, cache=cache, scale=attention.scale, mask=mask
     )
     return out
+
+
+def _attend_around(
+    attention: Qwen3NextAttention, q: mx.array, k: mx.array, v: mx.array, cache: KV, hole: Hole
+) -> mx.array:
+    """Append one row to `cache`, and return its attention to all entries but those of `hole`."""
+    k, v = cache.update_and_fetch(k, v)
+    places = mx.arange(cache.offset)
+    visible = (places < hole.end - hole.count) | (places >= hole.end)
+    out: mx.array = scaled_dot_product_attention(
+        q, k, v, cache=cache, scale=attention.scale, mask=visible[None, None, None]
+    )
+    return out
+
+
+def _turned_at(
+    rope: Any, q: mx.array, k: mx.array, offsets: Sequence[int], holes: Sequence[Hole]
+) -> tuple[mx.array, mx.array]:
+    """Return `q` and `k [n, heads, 1, dim]` after RoPE, at the positions that the rows have without the holes."""
+    starts = mx.array(list(offsets), dtype=mx.int32) - mx.concatenate([h.count for h in holes])
+    return rope(q, offset=starts), rope(k, offset=starts)
 
 
 def _turned(

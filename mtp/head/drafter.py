@@ -14,7 +14,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.head.attention import KV, KVFormat, copy_of, state_of
+from mtp.head.attention import KV, Hole, KVFormat, copy_of, state_of
 from mtp.head.mtp_head import MTPHead
 from mtp.sampling.choice import choose, drawn
 from mtp.sampling.filters import filtered
@@ -47,18 +47,29 @@ class HeadState:
 
     def add_pairs(self, hidden: mx.array, tokens: Sequence[int], successor: int | None) -> None:
         """Add the pairs of the next `n` verified tokens: `hidden [n, hidden]`, and the token after them if known."""
-        if self.newest is not None and self.successor != tokens[0]:
-            self._forget_successor()
-            self._wait(self.newest, tokens[:1])
+        self.continue_with(tokens[0])
         following = [*tokens[1:], *([] if successor is None else [successor])]
         self._wait(hidden[: len(following)], following)
         self.newest, self.successor = mx.contiguous(hidden[-1:]), successor
+
+    def continue_with(self, token: int) -> None:
+        """Make `token` the successor of the newest hidden state: the text continues with it."""
+        if self.newest is not None and self.successor != token:
+            self._forget_successor()
+            self._wait(self.newest, [token])
+            self.successor = token
 
     def _wait(self, hidden: mx.array, following: Sequence[int]) -> None:
         if following:
             # A contiguous copy, since a view of a few rows would keep the hidden states of the whole frame in memory.
             self.waiting_hidden.append(mx.contiguous(hidden))
             self.waiting_tokens.extend(following)
+
+    def take_waiting(self) -> tuple[list[mx.array], list[int]]:
+        """Return the hidden states and the tokens of the waiting pairs, which the caller computes."""
+        waiting = self.waiting_hidden, self.waiting_tokens
+        self.waiting_hidden, self.waiting_tokens = [], []
+        return waiting
 
     def _forget_successor(self) -> None:
         """Remove the newest pair: the text continues with another token, as after a shared prefix."""
@@ -71,6 +82,15 @@ class HeadState:
         last = self.waiting_hidden.pop()
         if last.shape[0] > 1:
             self.waiting_hidden.append(last[:-1])
+
+    def end_window(self, hidden: mx.array, accepted: int, successor: int, surplus: int) -> None:
+        """End a window whose pairs are computed: drop the newest `surplus` pairs, those of rejected rows and of drafts.
+
+        `hidden` are the states of the window, of which `accepted` rows stay, and `successor` is the token after them.
+        """
+        if surplus:
+            self.cache.trim(surplus)
+        self.newest, self.successor = mx.contiguous(hidden[accepted - 1 : accepted]), successor
 
     def copy(self) -> HeadState:
         """Return an independent copy."""
@@ -140,6 +160,17 @@ class Drafter:
         """Return the state of a new sequence."""
         return HeadState(self.kv_format.new_cache())
 
+    def advance(
+        self,
+        tokens: mx.array,
+        hidden: mx.array,
+        caches: Sequence[KV],
+        widths: Sequence[int],
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """Return the head's outputs for pairs of `hidden` and the `tokens` after them. See `MTPHead.advance`."""
+        return self.head.advance(self.embed(tokens), hidden, caches, widths, holes)
+
     def catch_up(self, states: Sequence[HeadState]) -> mx.array:
         """Compute the waiting pairs of all states in one pass. Returns their last outputs `[len(states), hidden]`.
 
@@ -148,7 +179,7 @@ class Drafter:
         tokens = mx.array([t for s in states for t in s.waiting_tokens], mx.uint32)
         hidden = mx.concatenate([h for s in states for h in s.waiting_hidden])
         widths = [len(s.waiting_tokens) for s in states]
-        out = self.head.advance(self.embed(tokens), hidden, [s.cache for s in states], widths)
+        out = self.advance(tokens, hidden, [s.cache for s in states], widths)
         for state in states:
             state.waiting_hidden.clear()
             state.waiting_tokens.clear()
@@ -178,7 +209,7 @@ class Drafter:
                 hidden = hidden if len(rows) == hidden.shape[0] else hidden[mx.array(rows)]
                 tokens = mx.concatenate([chain.tokens[-1] for chain in active])
                 caches = [chain.job.state.cache for chain in active]
-                hidden = self.head.advance(self.embed(tokens), hidden, caches, [1] * len(active))
+                hidden = self.advance(tokens, hidden, caches, [1] * len(active))
             logits = self.unembed(hidden)
             for row, chain in enumerate(active):
                 chain.draw(logits[row : row + 1])

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
-from mtp.head.attention import KV, add_attention
+from mtp.head.attention import KV, Hole, add_attention
 from mtp.kernels.projections import add_mlp
 
 
@@ -40,6 +40,7 @@ class MTPHead(nn.Module):
         hidden: mx.array,
         caches: Sequence[KV],
         widths: Sequence[int],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         """Compute pairs as flat rows: `embedded[i]` of token t+1 and `hidden[i]` of token t, both `[rows, hidden]`.
 
@@ -51,7 +52,7 @@ class MTPHead(nn.Module):
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        x = add_attention(layer.self_attn, layer.input_layernorm, x, caches, widths)
+        x = add_attention(layer.self_attn, layer.input_layernorm, x, caches, widths, holes)
         x = add_mlp(layer.mlp, layer.post_attention_layernorm, x)
         out: mx.array = self.norm(x)
         return out

@@ -21,6 +21,7 @@ from mtp.kernels.projections import joined
 from mtp.kernels.row_attention import (
     HEAD_DIM,
     SLOTS,
+    SPLIT,
     AttentionShape,
     attend_rows,
     prepare_rows,
@@ -48,8 +49,15 @@ def can_pack_attention(attention: Qwen3NextAttention, dtype: mx.Dtype) -> bool:
     )
 
 
+PARTIAL_BYTES = 128 * 2**20
+"""Bytes. Bound of the partial results of one launch: one output of each head for each split of the keys."""
+
+
 class PackedAttention(nn.Module):
     """An attention layer whose query, key and value projections are one."""
+
+    one_arithmetic = False
+    """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
 
     def __init__(self, attention: Qwen3NextAttention) -> None:
         super().__init__()
@@ -79,11 +87,17 @@ class PackedAttention(nn.Module):
         )
 
     def add(
-        self, x: mx.array, norm: nn.RMSNorm, caches: Sequence[KVCache], widths: Sequence[int]
+        self,
+        x: mx.array,
+        norm: nn.RMSNorm,
+        caches: Sequence[KVCache],
+        widths: Sequence[int],
+        moved: Sequence[mx.array] = (),
     ) -> mx.array:
         """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
-        Appends to each cache.
+        Appends to each cache. With `moved`, each int32 `[1]` and lazy, sequence i has one row, which goes `moved[i]`
+        entries before the end of its cache and does not see the entries after it.
         """
         for cache, width in zip(caches, widths, strict=True):
             _reserve(cache, width, self.shape.kv_heads, x.dtype)
@@ -92,13 +106,16 @@ class PackedAttention(nn.Module):
         values = [cast(mx.array, cache.values) for cache in caches]
         lengths = tuple(held.shape[2] for held in keys)
         places, caps, starts = _row_arrays(tuple(widths), offsets, lengths)
+        if moved:
+            places, starts = _moved_back(places, starts, mx.concatenate(list(moved)))
         constants, qkv, out = (*self.constants, self.scale), self.qkv, self.out
-        if x.shape[0] > FEW_ROWS:
+        many = x.shape[0] > FEW_ROWS
+        if many and not self.one_arithmetic:
             rows = qkv(norm(x))
             q, k, v = prepare_rows(self.shape, rows, _together(places), self.constants)
             keys, values = _extended(widths, starts, k, keys), _extended(widths, starts, v, values)
             x = out(_attend_many(self.shape, widths, offsets, q, rows, keys, values), x)
-        elif isinstance(qkv, PackedLinear) and isinstance(out, PackedLinear):
+        elif not many and isinstance(qkv, PackedLinear) and isinstance(out, PackedLinear):
             body = _compiled_body(self.shape, tuple(widths), norm.eps)
             weights = (norm.weight, qkv.w, qkv.factors, out.w, out.factors)
             x, keys, values = body(x, weights, constants, places, caps, starts, keys, values)
@@ -151,16 +168,20 @@ def _attend_few(
     *constants, scale = constants
     q, k, v = prepare_rows(shape, rows, _together(places), tuple(constants))
     keys, values = _extended(widths, starts, k, keys), _extended(widths, starts, v, values)
-    if len(places) == 1:
+    if len(places) == 1 and rows.shape[0] <= FEW_ROWS:
         return attend_rows(shape, q, rows, places[0], caps[0], scale, keys, values), keys, values
     outputs, start = [], 0
     for group, (at, cap) in enumerate(zip(places, caps, strict=True)):
-        own = slice(start, start + at.shape[0])
         held = slice(group * SLOTS, (group + 1) * SLOTS)
-        outputs.append(
-            attend_rows(shape, q[own], rows[own], at, cap, scale, keys[held], values[held])
-        )
-        start += at.shape[0]
+        splits = -(-max(k.shape[2] for k in keys[held]) // SPLIT)
+        tile = max(1, PARTIAL_BYTES // (shape.query_heads * splits * HEAD_DIM * 4))
+        for first in range(0, at.shape[0], tile):
+            some = at[first : first + tile]
+            own = slice(start, start + some.shape[0])
+            outputs.append(
+                attend_rows(shape, q[own], rows[own], some, cap, scale, keys[held], values[held])
+            )
+            start += some.shape[0]
     return mx.concatenate(outputs), keys, values
 
 
@@ -232,3 +253,15 @@ def _row_arrays(
         known = [lengths[i] for i in group]
         caps.append(mx.array(known + [0] * (SLOTS - len(known)), dtype=mx.int32))
     return places, caps, mx.array([[offset] for offset in offsets], dtype=mx.int32)
+
+
+def _moved_back(
+    places: Sequence[mx.array], starts: mx.array, counts: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """Return the places and starts of one row a sequence, each moved back by its own of `counts`."""
+    columns = mx.stack([mx.zeros_like(counts), counts], axis=1)
+    moved = [
+        group - columns[first : first + group.shape[0]]
+        for first, group in zip(range(0, counts.size, SLOTS), places, strict=True)
+    ]
+    return moved, starts - counts[:, None]

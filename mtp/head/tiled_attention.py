@@ -10,15 +10,22 @@ the scores of all of them: 3.2 GB for 512 queries of a 27B model at 128,000 keys
 
 
 def tiled_attention(
-    q: mx.array, keys: mx.array, values: mx.array, offset: int, scale: float
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    offset: int,
+    scale: float,
+    queries: int | None = None,
 ) -> mx.array:
     """Return the causal attention of `q [1, heads, width, dim]` at `offset`, in tiles of queries.
 
     Where MLX has no fused kernel it holds the scores of all queries at once; a tile's stay below `SCORE_BYTES`.
+    A tile has at most `queries` queries, where given.
     """
     heads, width = q.shape[1:3]
     end = offset + width
     tile = max(1, SCORE_BYTES // (heads * end * q.itemsize))
+    tile = tile if queries is None else min(tile, queries)
     outputs = []
     for start in range(0, width, tile):
         stop = min(start + tile, width)

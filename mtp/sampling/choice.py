@@ -6,14 +6,14 @@ position only. So the same logits give the same token in every window, batch and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mtp.sampling.filters import adjusted, filtered
 from mtp.sampling.history import History, Tokens, token_array
-from mtp.sampling.noise import Stream, gumbel, gumbel_rows
+from mtp.sampling.noise import Stream, gumbel, gumbel_of, key_array
 from proto.params import SamplingParams
 
 
@@ -55,11 +55,17 @@ def choose_rows(
 
     Row i has the seed and the position of `places[i]`, and gets the token that `choose` gives it.
     """
+    return choose_with_keys(logits, params, lambda: key_array(places, Stream.TARGET))
+
+
+def choose_with_keys(
+    logits: mx.array, params: SamplingParams, keys: Callable[[], mx.array]
+) -> mx.array:
+    """Return the tokens of `choose_rows` for rows whose noise has `keys()`, perhaps lazy. Greedy rows need none."""
     if params.greedy:
         return mx.argmax(logits.astype(mx.float32), axis=-1).astype(mx.int32)
     scores = filtered(logits, params, 0)
-    noise = gumbel_rows(places, scores.shape[-1], Stream.TARGET)
-    return mx.argmax(scores + noise, axis=-1).astype(mx.int32)
+    return mx.argmax(scores + gumbel_of(keys(), scores.shape[-1]), axis=-1).astype(mx.int32)
 
 
 def drawn(

@@ -53,24 +53,26 @@ def gumbel(seed: int, positions: Sequence[int], vocab: int, stream: Stream) -> m
     Near 1, fp32 has steps of 2^-24, which would limit the noise to 16.6. With 248,320 tokens, 1.5 % of the positions
     draw a larger value. Row i has the same bits as its position alone.
     """
-    return gumbel_rows([(seed, position) for position in positions], vocab, stream)
+    return gumbel_of(key_array([(seed, position) for position in positions], stream), vocab)
 
 
-def gumbel_rows(places: Sequence[tuple[int, int]], vocab: int, stream: Stream) -> mx.array:
-    """Return the noise of `gumbel` for each (seed, position) of `places`: fp32 `[len(places), vocab]`, lazy."""
-    u = _uniforms(places, stream, shape=(vocab,))
+def key_array(places: Sequence[tuple[int, int]], stream: Stream) -> mx.array:
+    """Return the key of each (seed, position) of `places`: uint32 `[len(places), 2]`."""
+    return mx.array([key(*place, stream) for place in places], dtype=mx.uint32)
+
+
+def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
+    """Return the noise of `gumbel` for each of `keys`, which may be lazy: fp32 `[len(keys), vocab]`, lazy."""
+    u = _uniforms(keys, shape=(vocab,))
     return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
 
 
 def uniform(seed: int, positions: Sequence[int], stream: Stream) -> mx.array:
     """Return one number in [0, 1) for each position: fp32 `[len(positions)]`, lazy."""
-    return _uniforms([(seed, position) for position in positions], stream, shape=())
+    return _uniforms(key_array([(seed, position) for position in positions], stream), shape=())
 
 
-def _uniforms(
-    places: Sequence[tuple[int, int]], stream: Stream, shape: tuple[int, ...]
-) -> mx.array:
-    keys = mx.array([key(*place, stream) for place in places], dtype=mx.uint32)
+def _uniforms(keys: mx.array, shape: tuple[int, ...]) -> mx.array:
     draws: mx.array = mx.vmap(lambda k: mx.random.uniform(shape=shape, key=k))(keys)
     return draws
 

@@ -96,7 +96,9 @@ class Passes:
         position = self._done * self.width
         segments = [Segment(i, self._done, position, tokens) for i in range(len(self.sequences))]
         started = time.perf_counter()
-        x = self.stage.embed([token for segment in segments for token in segment.tokens])
+        x = self.stage.embed(
+            mx.array([t for segment in segments for t in segment.tokens], mx.uint32)
+        )
         x = self.stage.forward(x, list(zip(self.sequences, segments, strict=True)))
         mx.eval(x, *(array for sequence in self.sequences for array in sequence.arrays()))
         self.seconds.append(time.perf_counter() - started)

@@ -14,12 +14,34 @@ from proto.frame import Admit
 from proto.params import SamplingParams
 
 
+@dataclass(frozen=True)
+class UnconfirmedToken:
+    """The token of a window that continues: the text may have ended before it, which only the coordinator knows.
+
+    `hidden [1, hidden]` is its state after the final norm, `successor` the target's choice after it.
+    """
+
+    window: int
+    token: int
+    hidden: mx.array
+    successor: int
+
+
+@dataclass(frozen=True)
+class ChosenToken:
+    """The target's newest choice as row `row` of `tokens`, int32 `[rows]`, which may be lazy."""
+
+    tokens: mx.array
+    row: int
+
+
 @dataclass
 class LastStageState:
     """The state of a sequence on the last stage besides its layers.
 
     `tokens` are the verified ones. `expected` is the target's choice for the next position: a window with another first
-    token is a misspeculation. `draft_scores` belong to the newest drafts.
+    token is a misspeculation. `chosen` is the same choice on the device, before the host has read it. `draft_scores`
+    belong to the newest drafts.
     """
 
     admitted: Admit
@@ -27,6 +49,11 @@ class LastStageState:
     tokens: list[int] = field(default_factory=list)
     history: History | None = None
     expected: int | None = None
+    chosen: ChosenToken | None = None
+    unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
+    """Tokens of windows that continue and whose commit has not arrived."""
+    committed: int = -1
+    """Highest window number that a commit named. An unconfirmed token of it or of an earlier window has no effect."""
     draft_scores: mx.array | None = None
     grammar: GrammarState | None = None
 
@@ -49,3 +76,22 @@ class LastStageState:
         if self.history is not None:
             self.history.extend(tokens)
         self.tokens.extend(tokens)
+
+    def append_unconfirmed(self, token: UnconfirmedToken) -> None:
+        """Hold the token of a window that continues until its commit arrives."""
+        if token.window > self.committed:
+            self.unconfirmed.append(token)
+
+    def commit(self, window: int, accepted_length: int) -> None:
+        """Append the unconfirmed tokens before `window`, and its own if it is accepted. Drop the others."""
+        end = window + 1 if accepted_length else window
+        confirmed = [token for token in self.unconfirmed if token.window < end]
+        for token in confirmed:
+            self.append_tokens([token.token])
+            if self.head is not None:
+                self.head.add_pairs(token.hidden, [token.token], token.successor)
+        del self.unconfirmed[: len(confirmed)]
+        if self.unconfirmed and not accepted_length:
+            self.unconfirmed.clear()
+            self.chosen = self.expected = None
+        self.committed = max(self.committed, window)

@@ -55,6 +55,12 @@ class SequenceCache:
         return arrays_of(self.layers)
 
     @property
+    def kv_nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        caches = (cache for cache in self.layers if not isinstance(cache, StateCache))
+        return sum(array.nbytes for cache in caches for array in state_of(cache))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the present state."""
         return sum(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
@@ -44,13 +45,20 @@ class EngineThread:
         self._working_since: float | None = None
         self._due: float | None = None
         self._busy_us = 0
+        self._deferred: Work | None = None
+        self._patience = 0.0
+        """Seconds to wait for other work before the deferred one runs."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     # ---- from the event loop
 
     def submit(self, work: Work) -> None:
-        """Queue work that reports its own result. It must not raise."""
+        """Queue work that reports its own result. It must not raise. Deferred work runs before it."""
+        self._queue.put(partial(self._run_in_order, work))
+
+    def submit_frame(self, work: Work) -> None:
+        """Queue work that may run before deferred work. It calls `run_deferred` itself."""
         self._queue.put(work)
 
     def submit_urgent(self, work: Work) -> None:
@@ -108,8 +116,34 @@ class EngineThread:
         """Call `function` on the event loop, from this thread."""
         post(self._loop, function, *args)
 
+    def defer(self, work: Work, seconds: float) -> None:
+        """Run `work` later: when `run_deferred` is called, or when no other work comes within `seconds`.
+
+        Only one piece of work may be deferred.
+        """
+        assert self._deferred is None, "the deferred work has not run"
+        self._deferred, self._patience = work, seconds
+
+    def run_deferred(self) -> None:
+        """Run the deferred work now, if there is any."""
+        work, self._deferred = self._deferred, None
+        if work is not None:
+            work()
+
+    def _run_in_order(self, work: Work) -> None:
+        self.run_deferred()
+        work()
+
     def _next_work(self) -> Work | None:
-        """Wait for the next work. Call `on_idle` once if none comes within IDLE_SECONDS."""
+        """Wait for the next work, which is the deferred one if no other comes in time.
+
+        Call `on_idle` once if none comes within IDLE_SECONDS.
+        """
+        if self._deferred is not None:
+            try:
+                return self._queue.get(timeout=self._patience)
+            except queue.Empty:
+                return self.run_deferred
         try:
             return self._queue.get(timeout=IDLE_SECONDS)
         except queue.Empty:

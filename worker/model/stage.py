@@ -53,11 +53,11 @@ class Stage:
             return layer.linear_attn.new_cache()
         return GDNCache.empty(layer.linear_attn, self.dtype)
 
-    def embed(self, tokens: Sequence[int]) -> mx.array:
-        """Return the embeddings of `tokens`: `[len(tokens), hidden]`. First stage only."""
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings of `tokens [rows]`: `[rows, hidden]`. First stage only."""
         embed_tokens = self.modules.embed_tokens
         assert embed_tokens is not None, "this stage is not the first"
-        embedded: mx.array = embed_tokens(mx.array(list(tokens), mx.uint32))
+        embedded: mx.array = embed_tokens(tokens)
         return embedded
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:

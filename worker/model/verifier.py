@@ -7,44 +7,26 @@ rows are the input of the MTP head, which drafts the next tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
 from mtp.head.attention import KVFormat
-from mtp.head.drafter import Drafter, DraftJob, Drafts
-from mtp.sampling.acceptance import accepted_length, ratio_targets
-from mtp.sampling.choice import Logprobs, choose, choose_rows, logprobs, shared_settings
+from mtp.head.drafter import Drafter
+from mtp.head.window_drafts import WindowDrafts, WindowJob
+from mtp.sampling.acceptance import ratio_targets
+from mtp.sampling.choice import choose, choose_rows, logprobs, shared_settings
 from mtp.sampling.filters import filtered
 from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
 from proto.errors import ProtocolError
-from proto.frame import Admit, Outcome, Segment, TokenLogprob
+from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps, StageStep
-from worker.cache.last_stage_state import LastStageState
+from worker.cache.last_stage_state import ChosenToken, LastStageState
 from worker.model.loader import StageModules
 from worker.model.stage import Run
-
-Key = tuple[int, int]
-"""(seq_id, window)"""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The target's tokens of some segments, each with its number of rows: int32 `[rows of all]`."""
-
-    segments: Sequence[tuple[Segment, int]]
-    tokens: mx.array
-
-    def read(self) -> Iterator[tuple[Segment, list[int]]]:
-        """Yield each segment with its evaluated tokens."""
-        tokens = cast(list[int], self.tokens.tolist())
-        start = 0
-        for segment, rows in self.segments:
-            yield segment, tokens[start : start + rows]
-            start += rows
+from worker.model.verdict import Choice, Key, Verdict, VerifiedRun, key_of
 
 
 class Verifier:
@@ -96,173 +78,138 @@ class Verifier:
 
     # ---- one frame
 
-    def verify(
-        self,
-        x: mx.array,
-        runs: Sequence[Run],
-        states: Sequence[mx.array],
-        stamps: FrameStamps,
-    ) -> dict[Key, Outcome]:
-        """Return the outcome of every segment of `x [rows, hidden]`. Evaluates `states`, so that no lazy graph grows.
+    def begin(
+        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
+    ) -> Verdict:
+        """Build the verdict about the segments of `x [rows, hidden]`, and let the device compute it with `states`.
 
         Raises ProtocolError when drafts are requested and this checkpoint has no head.
         """
         normed = self.norm(x)
-        logits = self._logits(normed, runs)
+        verified = self._verified_runs(runs)
+        logits = self._logits(normed, verified)
         choices = self._choices(logits)
-        stamps.mark(StageStep.BUILT)
-        mx.eval(normed, [choice.tokens for choice in choices], *states)
-        stamps.mark(StageStep.COMPUTED)
-        decided = {
-            _key(s): self._decide(s, tokens) for choice in choices for s, tokens in choice.read()
+        targets = {
+            run.key: choice.tokens[first:end]
+            for choice in choices
+            for run, first, end in choice.split()
+            if run.segment.drafts or run.state.params.logprobs is not None
         }
-        outcomes = {_key(s): decided.get(_key(s)) or _prompt_chunk(s) for _, s in runs}
-        self._append_verified(normed, runs, outcomes)
-        with_logprobs = self._with_logprobs(logits, outcomes)
-        return self._with_drafts(runs, with_logprobs)
+        found = {
+            run.key: logprobs(rows, targets[run.key], run.state.params.logprobs)
+            for run, rows in logits
+            if run.state.params.logprobs is not None
+        }
+        drafts = self._early_drafts(normed, verified, targets)
+        for choice in choices:
+            for run, first, end in choice.split():
+                sure = end - first == 1
+                run.state.chosen = ChosenToken(choice.tokens, first) if sure else None
+        verdict = Verdict(self.drafter, verified, normed, choices, found, drafts)
+        stamps.mark(StageStep.BUILT)
+        mx.async_eval(verdict.arrays(), *states)
+        return verdict
+
+    def _verified_runs(self, runs: Sequence[Run]) -> list[VerifiedRun]:
+        verified, start = [], 0
+        for _, segment in runs:
+            verified.append(VerifiedRun(segment, self.states[segment.seq_id], start))
+            start += segment.width
+        return verified
+
+    def next_tokens(self, segments: Sequence[Segment]) -> mx.array:
+        """Return the first tokens of segments that continue: int32 `[len(segments)]`, perhaps lazy.
+
+        Raises ProtocolError if a sequence has no choice to continue with, or if the host must see its tokens first.
+        """
+        chosen = []
+        for segment in segments:
+            state = self.states[segment.seq_id]
+            if state.chosen is None or state.params.needs_host:
+                raise ProtocolError(f"sequence {segment.seq_id} cannot continue by itself")
+            chosen.append(state.chosen)
+        tokens, rows = chosen[0].tokens, [one.row for one in chosen]
+        if any(one.tokens is not tokens for one in chosen):
+            return mx.concatenate([one.tokens[one.row : one.row + 1] for one in chosen])
+        return tokens if rows == list(range(tokens.size)) else tokens[mx.array(rows)]
+
+    def commit(self, op: Commit) -> None:
+        """Apply a commit to the state of its sequence."""
+        self.states[op.seq_id].commit(op.window, op.accepted_length)
 
     def outcomes(
         self, segments: Sequence[Segment], decided: Mapping[Key, Outcome]
     ) -> tuple[Outcome, ...]:
         """Return the outcomes in the order of `segments`. A segment that did not run is marked as cancelled."""
         return tuple(
-            decided.get(_key(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
+            decided.get(key_of(s)) or Outcome(s.seq_id, s.window, accepted_length=0, cancelled=True)
             for s in segments
         )
 
-    def _logits(self, normed: mx.array, runs: Sequence[Run]) -> list[tuple[Segment, mx.array]]:
+    def _logits(
+        self, normed: mx.array, runs: Sequence[VerifiedRun]
+    ) -> list[tuple[VerifiedRun, mx.array]]:
         """Return the logits `[w, vocab]` of sampled segments: of all rows of a window, of the last row of a prompt."""
-        wanted: list[tuple[Segment, int, int]] = []
-        start = 0
-        for _, segment in runs:
-            end = start + segment.width
-            if segment.open:
-                wanted.append((segment, start, end))
-            elif segment.sample:
-                wanted.append((segment, end - 1, end))
-            start = end
+        wanted: list[tuple[VerifiedRun, int, int]] = []
+        for run in runs:
+            end = run.start + run.segment.width
+            if run.segment.open:
+                wanted.append((run, run.start, end))
+            elif run.segment.sample:
+                wanted.append((run, end - 1, end))
         if not wanted:
             return []
         rows = [i for _, first, last in wanted for i in range(first, last)]
         selected = normed if len(rows) == normed.shape[0] else normed[mx.array(rows)]
         logits = self.unembed(selected)
         parts, row = [], 0
-        for segment, first, last in wanted:
-            parts.append((segment, logits[row : row + last - first]))
+        for run, first, last in wanted:
+            own = logits if len(wanted) == 1 else logits[row : row + last - first]
+            parts.append((run, own))
             row += last - first
         return parts
 
-    def _choices(self, logits: Sequence[tuple[Segment, mx.array]]) -> list[Choice]:
+    def _choices(self, logits: Sequence[tuple[VerifiedRun, mx.array]]) -> list[Choice]:
         """Return the target's tokens after every row, in one call for all rows of equal settings."""
-        together: dict[tuple[float, ...], list[tuple[Segment, mx.array]]] = {}
+        together: dict[tuple[float, ...], list[tuple[VerifiedRun, mx.array]]] = {}
         found = []
-        for segment, rows in logits:
-            state = self.states[segment.seq_id]
-            settings = None if state.grammar is not None else shared_settings(state.params)
-            if settings is None or _ratio_applies(state, segment):
-                found.append(
-                    Choice([(segment, rows.shape[0])], self._targets(state, segment, rows))
-                )
+        for run, rows in logits:
+            settings = None if run.state.grammar is not None else shared_settings(run.state.params)
+            if settings is None or _ratio_applies(run):
+                found.append(Choice([(run, rows.shape[0])], self._targets(run, rows)))
             else:
-                together.setdefault(settings, []).append((segment, rows))
+                together.setdefault(settings, []).append((run, rows))
         for group in together.values():
             rows = group[0][1] if len(group) == 1 else mx.concatenate([rows for _, rows in group])
-            params = self.states[group[0][0].seq_id].params
-            tokens = choose_rows(rows, params, [p for s, r in group for p in self._places(s, r)])
-            found.append(Choice([(segment, rows.shape[0]) for segment, rows in group], tokens))
+            params = group[0][0].state.params
+            tokens = choose_rows(rows, params, [p for run, r in group for p in _places(run, r)])
+            found.append(Choice([(run, rows.shape[0]) for run, rows in group], tokens))
         return found
 
-    def _places(self, segment: Segment, logits: mx.array) -> list[tuple[int, int]]:
-        """Return the seed and the position that each row predicts."""
-        seed = self.states[segment.seq_id].params.seed
-        end = segment.position + segment.width + 1
-        return [(seed, position) for position in range(end - logits.shape[0], end)]
-
-    def _targets(self, state: LastStageState, segment: Segment, logits: mx.array) -> mx.array:
+    def _targets(self, run: VerifiedRun, logits: mx.array) -> mx.array:
         """Return the target's token after each row: int32 `[w]`, lazy."""
-        params, rows = state.params, logits.shape[0]
+        state, segment, rows = run.state, run.segment, logits.shape[0]
+        params = state.params
         if state.grammar is not None:
             logits = state.grammar.mask(logits, state.answer_with(segment.tokens))
         first = segment.position + segment.width - rows + 1
         drafts, scores = segment.tokens[1:], state.draft_scores
-        if scores is None or not _ratio_applies(state, segment):
+        if scores is None or not _ratio_applies(run):
             return choose(logits, params, first, state.history, segment.tokens, self.exempt)
         target_scores = filtered(logits, params, first, state.history, segment.tokens, self.exempt)
         return ratio_targets(target_scores, scores[: len(drafts)], drafts, params.seed, first)
 
-    def _decide(self, segment: Segment, chosen: Sequence[int]) -> Outcome:
-        if not segment.open:
-            return Outcome(segment.seq_id, segment.window, segment.width, chosen[0])
-        expected = self.states[segment.seq_id].expected
-        count = accepted_length(segment.tokens, chosen, expected)
-        token = chosen[count - 1] if count else None
-        return Outcome(segment.seq_id, segment.window, count, token)
-
-    def _append_verified(
-        self, normed: mx.array, runs: Sequence[Run], outcomes: Mapping[Key, Outcome]
-    ) -> None:
-        """Append the verified tokens to the histories and to the pairs of the heads."""
-        start = 0
-        for _, segment in runs:
-            outcome, state = outcomes[_key(segment)], self.states[segment.seq_id]
-            if outcome.accepted_length:
-                tokens = segment.tokens[: outcome.accepted_length]
-                state.append_tokens(tokens)
-                state.expected = outcome.token
-                if state.head is not None:
-                    state.head.add_pairs(
-                        normed[start : start + outcome.accepted_length], tokens, outcome.token
-                    )
-            start += segment.width
-
-    def _with_logprobs(
-        self, logits: Sequence[tuple[Segment, mx.array]], outcomes: Mapping[Key, Outcome]
-    ) -> dict[Key, Outcome]:
-        """Add the target's log-probabilities of the emitted tokens to the outcomes that request them."""
-        asked: dict[Key, tuple[list[int], Logprobs]] = {}
-        for segment, rows in logits:
-            outcome = outcomes[_key(segment)]
-            top = self.states[segment.seq_id].params.logprobs
-            if top is None or outcome.token is None:
-                continue
-            emitted = [outcome.token]
-            if segment.open:
-                emitted = [*segment.tokens[1 : outcome.accepted_length], outcome.token]
-            asked[_key(segment)] = emitted, logprobs(rows[: len(emitted)], emitted, top)
-        mx.eval([found for _, found in asked.values()])
-        return dict(outcomes) | {
-            key: replace(outcomes[key], logprobs=_token_logprobs(emitted, found))
-            for key, (emitted, found) in asked.items()
-        }
-
-    def _with_drafts(self, runs: Sequence[Run], outcomes: dict[Key, Outcome]) -> dict[Key, Outcome]:
-        jobs: dict[Key, DraftJob] = {}
-        for _, segment in runs:
-            state, outcome = self.states[segment.seq_id], outcomes[_key(segment)]
-            if not segment.drafts or outcome.token is None:
-                continue
-            if state.head is None:
-                raise ProtocolError("drafts are requested, but this checkpoint has no MTP head")
-            position = segment.position + outcome.accepted_length
-            jobs[_key(segment)] = DraftJob(
-                state.head,
-                segment.drafts,
-                outcome.token,
-                position,
-                state.params,
-                state.history,
-                state.grammar,
-                state.answer_with([outcome.token]) if state.grammar else (),
-            )
-        if self.drafter is None:
-            return outcomes
-        drafts: Sequence[Drafts] = self.drafter.draft(list(jobs.values())) if jobs else ()
-        for key, drafted in zip(jobs, drafts, strict=True):
-            self.states[key[0]].draft_scores = drafted.scores
-            outcomes[key] = replace(outcomes[key], drafts=drafted.tokens)
-        heads = [self.states[s.seq_id].head for _, s in runs]
-        self.drafter.catch_up_if_full([head for head in heads if head is not None])
-        return outcomes
+    def _early_drafts(
+        self, normed: mx.array, runs: Sequence[VerifiedRun], targets: Mapping[Key, mx.array]
+    ) -> WindowDrafts | None:
+        """Return the drafts that the device draws without the host, or None if there are none."""
+        jobs = [
+            _window_job(run, normed, targets[run.key]) for run in runs if _drafts_on_device(run)
+        ]
+        if not jobs or self.drafter is None:
+            return None
+        mx.async_eval(list(targets.values()))  # a GPU computes them while Python builds the drafts
+        return WindowDrafts(self.drafter, jobs)
 
 
 def _unembedding(modules: StageModules) -> Callable[[mx.array], mx.array]:
@@ -273,24 +220,44 @@ def _unembedding(modules: StageModules) -> Callable[[mx.array], mx.array]:
     return modules.embed_tokens.as_linear
 
 
-def _key(segment: Segment) -> Key:
-    return segment.seq_id, segment.window
+def _places(run: VerifiedRun, logits: mx.array) -> list[tuple[int, int]]:
+    """Return the seed and the position that each row predicts."""
+    end = run.segment.position + run.segment.width + 1
+    return [(run.state.params.seed, p) for p in range(end - logits.shape[0], end)]
 
 
-def _prompt_chunk(segment: Segment) -> Outcome:
-    return Outcome(segment.seq_id, segment.window, accepted_length=segment.width)
-
-
-def _ratio_applies(state: LastStageState, segment: Segment) -> bool:
+def _ratio_applies(run: VerifiedRun) -> bool:
     """Return whether the tokens of a window depend on its drafts."""
-    return state.draft_scores is not None and segment.open and segment.width > 1
+    return run.state.draft_scores is not None and run.segment.open and run.segment.width > 1
 
 
-def _token_logprobs(tokens: Sequence[int], found: Logprobs) -> tuple[TokenLogprob, ...]:
-    chosen = cast(list[float], found.chosen.tolist())
-    top_ids = cast(list[list[int]], found.top_tokens.tolist())
-    top_values = cast(list[list[float]], found.top.tolist())
-    return tuple(
-        TokenLogprob(token, p, tuple(zip(ids, values, strict=True)))
-        for token, p, ids, values in zip(tokens, chosen, top_ids, top_values, strict=True)
+def _drafts_on_device(run: VerifiedRun) -> bool:
+    """Return whether drafts are requested that depend on neither a history, a grammar nor the ratio rule.
+
+    A misspeculated window gets no drafts.
+    """
+    segment, state = run.segment, run.state
+    if not segment.drafts or not segment.sample or segment.continues or state.head is None:
+        return False
+    if segment.open and state.expected is not None and state.expected != segment.tokens[0]:
+        return False
+    host = state.params.needs_host or state.params.ratio
+    return not host and shared_settings(state.params) is not None
+
+
+def _window_job(run: VerifiedRun, normed: mx.array, targets: mx.array) -> WindowJob:
+    segment, state = run.segment, run.state
+    assert state.head is not None
+    later = segment.tokens[1:]
+    return WindowJob(
+        run.key,
+        state.head,
+        segment.drafts,
+        segment.position,
+        state.params,
+        normed[run.start : run.start + segment.width],
+        targets,
+        segment.tokens[0],
+        drafts=later if segment.open else (),
+        following=() if segment.open else later,
     )

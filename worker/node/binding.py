@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +29,7 @@ from proto.trust.identity import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
+from worker.engine.frame_runner import FrameRunner
 from worker.engine.hardware import compile_seconds
 from worker.engine.memory import CacheTrimmer
 from worker.engine.stage_engine import StageEngine
@@ -113,9 +113,10 @@ class Binding:
     def __init__(self, place: Place, machinery: Machinery, on_failure: Callable[[], None]) -> None:
         self.place = place
         self.thread = machinery.thread
-        self.deadline_estimate = machinery.deadline_estimate
         self.traffic = machinery.traffic
-        self._cache_trimmer = machinery.cache_trimmer
+        self._runner = FrameRunner(
+            machinery.thread, machinery.deadline_estimate, machinery.cache_trimmer
+        )
         self._stamps = machinery.stamps
         self.engine: StageEngine | None = None
         self.link: Link | None = None
@@ -229,7 +230,7 @@ class Binding:
         self.traffic.bytes_in += len(data)
         self.traffic.messages_in += 1
         stamps = self._stamps.add_frame(self.place.stage, StageStep)
-        self.thread.submit(partial(self._process, data, stamps))
+        self.thread.submit_frame(partial(self._process, data, stamps))
 
     def _process(self, data: bytes, stamps: FrameStamps) -> None:
         """Process one frame. Runs on the engine thread."""
@@ -239,33 +240,31 @@ class Binding:
         if engine is None or self._closed:
             return
         try:
-            out = self._run(engine, decode(data), stamps)
-            encoded = encode(out)
-            stamps.mark(StageStep.ENCODED)
+            frame = decode(data)
         except ClusterError as error:
-            self.engine = None
-            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
-        except Exception as error:
+            self.thread.run_deferred()
             self._engine_failed(error)
-        else:
-            self.thread.post(self._forward, Result(encoded, stamps))
-            self._cache_trimmer.record_frame(out)
-
-    def _engine_failed(self, error: Exception) -> None:
-        """Drop the engine after a bug or a lack of memory left it in an undefined state. Runs on the engine thread."""
-        log.error("engine failed", exc_info=error)
-        self.engine = None
-        message = f"{type(error).__name__}: {error}"
-        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
-
-    def _run(self, engine: StageEngine, frame: Frame, stamps: FrameStamps) -> Frame:
+            return
         stamps.mark(StageStep.DECODED)
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
-        started = time.monotonic()
-        self.thread.expect(self.deadline_estimate.seconds(frame))
-        out = engine.process(frame, stamps)
-        self.deadline_estimate.record_frame_time(frame, time.monotonic() - started)
-        return out
+        done = partial(self._frame_done, stamps)
+        self._runner.run(engine, frame, stamps, done, self._engine_failed)
+
+    def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
+        """Pass a processed frame to the event loop. Runs on the engine thread."""
+        encoded = encode(out)
+        stamps.mark(StageStep.ENCODED)
+        self.thread.post(self._forward, Result(encoded, stamps))
+
+    def _engine_failed(self, error: Exception) -> None:
+        """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        self.engine = None
+        if isinstance(error, ClusterError):
+            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, str(error))
+            return
+        log.error("engine failed", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
 
     def _forward(self, result: Result) -> None:
         if self._closed:

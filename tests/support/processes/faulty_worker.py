@@ -17,7 +17,7 @@ from proto.frame import Frame
 from proto.frame_stamps import FrameStamps
 from tests.support.processes.task_count import answer_for_tasks
 from worker import cli
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_engine import BegunFrame, StageEngine
 from worker.model.loader import load_stage
 
 FAULT = "MTP_TEST_FAULT"
@@ -41,17 +41,17 @@ def wait_while(name: str) -> None:
 def main() -> None:
     """Run `mtp-worker` with faulty frames and loads."""
     answer_for_tasks()
-    process = StageEngine.process
+    begin = StageEngine.begin
 
-    def faulty_process(self: StageEngine, frame: Frame, stamps: FrameStamps) -> Frame:
-        """Process `frame` with the current fault."""
+    def faulty_begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
+        """Begin `frame` with the current fault."""
         wait_while("stuck")
         match fault():
             case ["slow", seconds]:
                 time.sleep(float(seconds))
             case ["raise"]:
                 raise RuntimeError("a test wants this engine to fail")
-        return process(self, frame, stamps)
+        return begin(self, frame, stamps)
 
     def faulty_load(*args: Any, **options: Any) -> Any:
         """Load a stage with the current fault."""
@@ -59,7 +59,7 @@ def main() -> None:
         return load_stage(*args, **options)
 
     with (
-        patch.object(StageEngine, "process", faulty_process),
+        patch.object(StageEngine, "begin", faulty_begin),
         patch("worker.node.loading.load_stage", faulty_load),
         patch("worker.node.loading.PART_SECONDS", PART_SECONDS),
     ):

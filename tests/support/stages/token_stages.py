@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mtp.sampling.acceptance import accepted_length as count_kept
-from proto.frame import Admit, Outcome, Segment
+from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.last_stage_state import LastStageState
@@ -24,7 +24,8 @@ from worker.cache.sequence_cache import LayerCache, SequenceCache
 from worker.engine.stage_engine import StageEngine
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
-from worker.model.verifier import Key, Verifier
+from worker.model.verdict import Key, Verdict
+from worker.model.verifier import Verifier
 
 VOCAB = 256
 WRONG = 100
@@ -137,20 +138,36 @@ class TokenStage(Stage):
         """Return the empty state of a sequence."""
         return SequenceCache(admitted, [TokenCache(), TokenState()])
 
-    def embed(self, tokens: Sequence[int]) -> mx.array:
+    def embed(self, tokens: mx.array) -> mx.array:
         """Return the tokens as hidden states `[rows, 1]`."""
-        return mx.array(list(tokens), mx.float32)[:, None]
+        return tokens.astype(mx.float32)[:, None]
 
     def forward(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Append the rows to the layers and return them unchanged."""
-        rows = [token for _, segment in runs for token in segment.tokens]
-        assert x[:, 0].tolist() == rows, "a row belongs to another token"
+        rows = [int(row) for row in cast(list[float], x[:, 0].tolist())]
         for sequence, segment in runs:
+            tokens = tuple(rows[: segment.width])
+            del rows[: segment.width]
+            assert segment.continues or tokens == segment.tokens, "a row belongs to another token"
             sequence.extend(segment)
             cache, state = layers_of(sequence.layers)
-            cache.tokens += segment.tokens
-            state.run(segment.tokens, stays_open=segment.open)
+            cache.tokens += tokens
+            state.run(tokens, stays_open=segment.open)
         return x
+
+
+@dataclass(frozen=True)
+class FoundVerdict:
+    """A verdict that needs no device."""
+
+    outcomes: dict[Key, Outcome]
+
+    def finish(self, stamps: FrameStamps) -> dict[Key, Outcome]:
+        """Return the outcomes."""
+        return self.outcomes
+
+    def clean_up(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -175,15 +192,19 @@ class TruthfulVerifier(Verifier):
     def restore(self, seq_id: int, saved: LastStageState) -> None:
         """Do nothing: the tokens held decide about the next one."""
 
-    def verify(
-        self,
-        x: mx.array,
-        runs: Sequence[Run],
-        states: Sequence[mx.array],
-        stamps: FrameStamps,
-    ) -> dict[Key, Outcome]:
+    def begin(
+        self, x: mx.array, runs: Sequence[Run], states: Sequence[mx.array], stamps: FrameStamps
+    ) -> Verdict:
         """Return the outcomes of all runs."""
-        return {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
+        found = {(s.seq_id, s.window): self._outcome(sequence, s) for sequence, s in runs}
+        return cast(Verdict, FoundVerdict(found))
+
+    def commit(self, op: Commit) -> None:
+        """Do nothing: the tokens held decide about the next one."""
+
+    def next_tokens(self, segments: Sequence[Segment]) -> mx.array:
+        """Return the newest choices of the sequences of `segments`."""
+        return mx.array([self.expected[segment.seq_id] for segment in segments], mx.int32)
 
     def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
         if not (segment.open or segment.sample):
@@ -192,7 +213,7 @@ class TruthfulVerifier(Verifier):
         ends = range(segment.position + 1, segment.position + segment.width + 1)
         targets = [_target(segment.seq_id, held[:end]) for end in ends]
         count = segment.width
-        if segment.open:
+        if segment.open and not segment.continues:
             count = count_kept(segment.tokens, targets, self.expected[segment.seq_id])
         token = targets[count - 1] if count else None
         self.expected[segment.seq_id] = token if count else self.expected[segment.seq_id]
