@@ -59,7 +59,7 @@ def add_mtp(
     target = Checkpoint.open(mlx_path)
     found = find_model(hf_path)
     if found is not None:
-        source = Checkpoint.open(found, to_convert=True)
+        source = Checkpoint.open(found, to_convert=True, allow_head_only=True)
         addition = plan_head_addition(target, source, mtp_bits, mtp_dtype, replace=replace)
         if not dry_run:
             _write(addition, source)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.head_names import with_head_prefix
 from mtp.checkpoint.format.header import Header, TensorInfo, read_header
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
@@ -79,15 +80,20 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, path: Path, *, to_convert: bool = False) -> Checkpoint:
+    def open(
+        cls, path: Path, *, to_convert: bool = False, allow_head_only: bool = False
+    ) -> Checkpoint:
         """Read config.json and the headers of the safetensors files, but no tensor.
 
         Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. Packed weights
-        that no format of MLX holds are refused with the command that converts them, unless `to_convert` is set.
+        that no format of MLX holds are refused with the command that converts them, unless `to_convert` is set. A repo
+        that holds only an MTP head is refused with the command that adds it, unless `allow_head_only` is set.
         """
         config = ModelConfig.load(path)
+        if not allow_head_only:
+            check_not_head_only(path, config)
         headers = _read_headers(path)
-        layout = detect_layout(path, headers)
+        layout = detect_layout(path, headers, head_only=config.head_only)
         checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
         if checkpoint.ignored:
             _warn_of_ignored(path, checkpoint.ignored)
@@ -114,6 +120,8 @@ class Checkpoint:
             local = local_name(name)
             if local is None:
                 continue
+            if config.head_only:
+                local = with_head_prefix(local)
             where = split_part(local, config.num_layers)
             if where is None:
                 unknown.append(name)
@@ -372,11 +380,21 @@ def merge_headers(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def detect_layout(path: Path, headers: dict[Path, Header]) -> Layout:
+def check_not_head_only(path: Path, config: ModelConfig) -> None:
+    """Raise CheckpointError with the command that adds the head, if the repo at `path` holds nothing else."""
+    if config.head_only:
+        raise CheckpointError(
+            f"{path}: holds an MTP head and no model. Add it to the model that it belongs to: "
+            f"mtp-coord add-mtp --mlx-path MODEL --hf-path {path}"
+        )
+
+
+def detect_layout(path: Path, headers: dict[Path, Header], *, head_only: bool = False) -> Layout:
     """Return the layout of the whole checkpoint, so that it is right for a stage without GDN layers too.
 
     The shape of a convolution is `[C, 1, K]` in raw and `[C, K, 1]` in mlx layout. When no header has a convolution
     (or K is 1), the metadata decides: `format` is `pt` when transformers wrote the file and `mlx` when mlx did.
+    In a repo of a head alone without metadata, names without `mtp.` are those of a converted head.
     Raises CheckpointError when the files contradict each other or do not tell the layout.
     """
     votes: dict[Layout, str] = {}
@@ -396,6 +414,9 @@ def detect_layout(path: Path, headers: dict[Path, Header]) -> Layout:
             f"{path}: raw and converted files are mixed: {votes['raw']} is raw, {votes['mlx']} is converted. "
             "Remove the files of one of them."
         )
+    if not votes and head_only:
+        raw = any(is_head(name) for header in headers.values() for name in header.tensors)
+        return "raw" if raw else "mlx"
     if not votes:
         raise CheckpointError(
             f"{path}: the layout is unknown: the files have neither a conv1d tensor nor format metadata. "

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mtp.checkpoint.format.head_names import with_head_name
 from mtp.packing.packing import Member, Packing
 from proto.errors import CheckpointError
 
@@ -80,14 +81,14 @@ class Source:
 def local_name(stored: str) -> str | None:
     """Return the name without the prefixes of the layouts: `layers.3.mlp.…`, `embed_tokens.weight`, `mtp.fc.weight`.
 
-    Returns None for a tensor of the vision part.
+    Other names of the head become `mtp.`. Returns None for a tensor of the vision part.
     """
     if stored.startswith(_VISION):
         return None
     for prefix in _PREFIXES:
         if stored.startswith(prefix):
-            return stored.removeprefix(prefix)
-    return stored
+            return with_head_name(stored.removeprefix(prefix))
+    return with_head_name(stored)
 
 
 def is_ignored(stored: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from mtp.checkpoint.format.checkpoint import (
     INDEX,
     Checkpoint,
+    check_not_head_only,
     detect_layout,
     drop_replaced,
     merge_headers,
@@ -30,23 +31,35 @@ def open_model(name: str) -> Checkpoint:
     For a repo outside the cache, `path` is not a directory and the tensors cannot be read. Raises CheckpointError when
     the model does not exist, or when the repo cannot be read or is not a checkpoint.
     """
-    found = find_model(name)
-    if found is not None:
-        return Checkpoint.open(found)
+    local = find_model(name)
+    if local is not None:
+        return Checkpoint.open(local)
     hub = HubRepo(name)
     try:
-        return open_remote(hub, lambda tensor: True)
+        found = open_remote(hub, _accept_all)
+        check_not_head_only(found.path, found.config)
+        return found
     finally:
         hub.close()
 
 
 def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
-    """Open the checkpoint in `hub` with the tensors whose stored name `wanted` accepts; skip all other files."""
+    """Open the checkpoint in `hub` with the tensors whose stored name `wanted` accepts; skip all other files.
+
+    A repo that holds only an MTP head is opened with all tensors.
+    """
     path = Path(hub.repo)
     config = ModelConfig.parse(path / "config.json", _read_object(hub, "config.json"))
+    if config.head_only:
+        wanted = _accept_all
     headers = _headers(hub, wanted)
     tensors = {n: info for n, info in merge_headers(headers).items() if wanted(n)}
-    return Checkpoint.assemble(path, config, detect_layout(path, headers), tensors)
+    layout = detect_layout(path, headers, head_only=config.head_only)
+    return Checkpoint.assemble(path, config, layout, tensors)
+
+
+def _accept_all(stored: str) -> bool:
+    return True
 
 
 def _headers(hub: HubRepo, wanted: Callable[[str], bool]) -> dict[Path, Header]:
