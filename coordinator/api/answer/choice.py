@@ -264,7 +264,7 @@ class Choice:
             else:
                 events.append(event)
         for place, event in reversed([*enumerate(events)]):
-            if not isinstance(event, CallEnd):
+            if isinstance(event, TextDelta | ReasoningDelta | CallDelta):
                 events[place] = replace(
                     event, logprobs=self._release_logprobs(), origins=self._release_origins()
                 )
