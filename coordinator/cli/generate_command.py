@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from coordinator.cli.exact_option import ExactOption, checked_exact
 from coordinator.cli.http_call import KeyOption
 from coordinator.cli.printed_answer import PrintedAnswer
 from coordinator.cli.prompt_source import PromptSource
@@ -83,6 +84,7 @@ def generate(
     kv_bits: Annotated[
         Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
     ] = None,
+    exact: ExactOption = False,
     logprobs: Annotated[
         int | None, typer.Option(help="Report log-probabilities, and those of N alternatives.")
     ] = None,
@@ -117,6 +119,7 @@ def generate(
             "--stages": stages if stages != 1 else None,
             "--dtype": dtype,
             "--kv-bits": kv_bits,
+            "--exact": exact or None,
             "--mtp": mtp if mtp != "auto" else None,
             "--acceptance": acceptance if acceptance != "coupled" else None,
             "--logprobs": logprobs,
@@ -153,6 +156,7 @@ def generate(
             dtype=None if dtype is None else getattr(mx, dtype),
             mtp=mode,
             kv_bits=None if kv_bits is None else int(kv_bits),
+            exact=checked_exact(exact, acceptance),
             on_progress=bars.loading,
         )
         asyncio.run(_run(engine, request_here, answer, bars))

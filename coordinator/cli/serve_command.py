@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from coordinator.cli.exact_option import ExactOption, checked_exact
 from coordinator.cli.http_call import API_KEY
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.state_option import StateOption
@@ -95,6 +96,7 @@ def serve(
     kv_bits: Annotated[
         Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
     ] = None,
+    exact: ExactOption = False,
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
@@ -265,6 +267,7 @@ def serve(
         mtp=MtpMode.parse(mtp),
         acceptance=acceptance,
         kv_bits=None if kv_bits is None else int(kv_bits),
+        exact=checked_exact(exact, acceptance),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from coordinator.cluster.apply import apply
+from coordinator.cluster.arithmetic_group import unlike_machines
 from coordinator.cluster.decide import (
     Action,
     GiveUp,
@@ -45,6 +46,7 @@ from coordinator.pipeline.base import Pipeline
 from coordinator.planning.plan import Plan
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.this_machine import on_this_machine
+from mtp.exact.arithmetic import Arithmetic
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
@@ -211,6 +213,11 @@ class ClusterManager:
                 if reason:
                     log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
                 addresses = tuple(stage.node for stage in plan.stages)
+                if unlike := unlike_machines(self.view.members[a] for a in addresses):
+                    log.warning(
+                        "machines of the plan round differently, so an answer may depend on the cut",
+                        extra={"machines": unlike},
+                    )
                 self._begin(plan.epoch, addresses, self._serve(plan))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
@@ -262,6 +269,11 @@ class ClusterManager:
             self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:
+        if self.model.exact and (
+            reason := self.membership.group.refusal("this process", str(Arithmetic.here()))
+        ):
+            self._apply_event(PlanFailed(epoch, f"this process {reason}"))
+            return
         try:
             pipeline = await self.alone(epoch)
         except ClusterError as error:

@@ -52,6 +52,8 @@ class Member:
     ready_since: float = 0.0
     joined_at: float = 0.0
     """Manager's clock. The process joined at this time."""
+    arithmetic: str = ""
+    """Name of the machine's arithmetic. Machines with equal names round alike."""
     version: str = ""
     """Versions of the worker's programs, as it reports them."""
 

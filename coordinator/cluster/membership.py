@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from coordinator.cluster.arithmetic_group import ArithmeticGroup
 from coordinator.cluster.events import (
     Event,
     TimePassed,
@@ -63,6 +64,7 @@ class Membership:
     ) -> None:
         self.model = model
         self.options = options
+        self.group = ArithmeticGroup(model.exact)
         self.clients: dict[str, WorkerClient] = {}
         """Watched workers, by address."""
         self._view = view
@@ -173,11 +175,14 @@ class Membership:
             return
         name = shown_name(info, address)
         reason = report_problem(info, self.model.checkpoint.config.num_layers)
-        if reason := reason or self._refusal_reason(info):
+        reason = reason or self._refusal_reason(info)
+        if not reason:
+            member = _member(address, name, info)
+            reason = self.group.refusal(name, member.arithmetic)
+        if reason:
             await client.close()
             self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)
             return
-        member = _member(address, name, info)
         self.clients[address] = client
         self._joining[address] = member
         client.watch(
@@ -266,4 +271,5 @@ def _member(address: str, name: str, info: pb.WorkerInfo) -> Member:
         pinned=node.pinned,
         has_files=bool(info.fingerprint),
         version=printable(info.version, MAX_NAME),
+        arithmetic=printable(info.hardware.arithmetic, MAX_NAME),
     )

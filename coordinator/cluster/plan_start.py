@@ -114,6 +114,7 @@ class PlanStart:
             limits=pb.Limits(
                 max_sequences=room.sequences,
                 kv_tokens=room.kv_tokens,
+            exact=self._model.exact,
                 prefix_bytes=room.prefix_bytes,
             ),
             lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),

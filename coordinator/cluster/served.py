@@ -23,7 +23,8 @@ class ServedModel:
     """One checkpoint and its load options.
 
     `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
-    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one.
+    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
+    has the same bits on any number of equal machines.
     """
 
     checkpoint: Checkpoint
@@ -35,6 +36,7 @@ class ServedModel:
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
     share_weights: bool = False
+    exact: bool = False
 
     @cached_property
     def provider(self) -> WeightProvider:

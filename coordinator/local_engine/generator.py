@@ -38,6 +38,7 @@ async def local_generator(
     dtype: mx.Dtype | None = None,
     mtp: MtpMode = AUTO,
     kv_bits: int | None = None,
+    exact: bool = False,
     prefix_cache: bool = True,
     limits: Limits | None = None,
     vocabulary: bytes = b"",
@@ -45,10 +46,10 @@ async def local_generator(
 ) -> AsyncIterator[GenerationLoop]:
     """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
 
-    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. Without `prefix_cache` every
-    prompt is computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread
-    calls `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts
-    without a head, and the errors of loading.
+    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
+    same bits with any rows beside it. Without `prefix_cache` every prompt is computed from its first token. Requests
+    with a grammar need the packed `vocabulary`. The loading thread calls `on_progress(done, total)` with bytes. Raises
+    SpanError for more stages than layers, UsageError for drafts without a head, and the errors of loading.
     """
     mode = effective_mtp_mode(checkpoint, mtp)
     model = LocalModel(
@@ -58,6 +59,7 @@ async def local_generator(
         KVFormat.of(checkpoint.config.head_dim, kv_bits),
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,
+        exact=exact,
     )
     limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     make = partial(LocalPipelines(model).make, on_progress=on_progress)

@@ -72,6 +72,7 @@ class LocalModel:
     wired: bool = True
 
     def capacity(self, reserved: int = 0) -> Capacity:
+    exact: bool = False
         """Return what fits into this machine's memory less `reserved` bytes.
 
         Raises MemoryLimitError if not even one sequence fits.
@@ -120,6 +121,7 @@ class LocalModel:
                 self.kv_format,
             )
             for i, span in enumerate(self.spans)
+                exact=self.exact,
         ]
         for i, stage in enumerate(stages):
             warm_up(stage, first=i == 0, last=i == last, expect=expect)

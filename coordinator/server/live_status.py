@@ -170,6 +170,7 @@ class LiveStatus:
             if client and in_use and client.link_seconds
             else None,
             version=member.version,
+            arithmetic=member.arithmetic,
             **_counters(worker_status),
         )
 

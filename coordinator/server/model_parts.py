@@ -53,6 +53,7 @@ def make_manager(
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
         share_weights=options.share_weights,
+        exact=options.exact,
     )
     manager_options = ManagerOptions(
         me,
@@ -91,6 +92,7 @@ def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) ->
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
         wired=options.wired,
+        exact=options.exact,
     )
 
 

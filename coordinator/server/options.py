@@ -37,6 +37,7 @@ class ServeOptions:
     mtp: MtpMode
     acceptance: Acceptance
     kv_bits: int | None
+    exact: bool
     failure_timeout: float
     max_sequences: int
     prefill_chunk: int | None

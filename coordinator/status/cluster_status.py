@@ -55,6 +55,8 @@ class NodeStatus:
     bytes_in: int = 0
     bytes_out: int = 0
     version: str = ""
+    arithmetic: str = ""
+    """Name of the machine's arithmetic. Machines with equal names round alike."""
     memory_free: int | None = None
     swap_used: int | None = None
     temperature: float | None = None

@@ -325,6 +325,9 @@ def can_pack(modules: Sequence[nn.Module], *, padded: bool = False) -> bool:
 class PackedLinear(nn.Module):
     """Linear layers side by side, whose outputs follow each other in one row."""
 
+    one_arithmetic = False
+    """True keeps to the kernel for any number of rows. Otherwise a dense product takes over above `FEW_ROWS`."""
+
     def __init__(self, w: mx.array, factors: mx.array, dtype: mx.Dtype = mx.bfloat16) -> None:
         super().__init__()
         self.w = w
@@ -350,14 +353,14 @@ class PackedLinear(nn.Module):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """Return `x [rows, K]` times the weights, plus `residual`."""
-        if x.shape[0] <= FEW_ROWS:
+        if x.shape[0] <= FEW_ROWS or self.one_arithmetic:
             return _in_pieces(x, self.w, self.factors, residual=residual)
         y = x @ unpack(self.w, self.factors, x.dtype).T
         return y if residual is None else y + residual
 
     def swiglu(self, x: mx.array) -> mx.array:
         """Return silu(gate) * up, where the outputs are gate and up in equal parts."""
-        if x.shape[0] <= FEW_ROWS:
+        if x.shape[0] <= FEW_ROWS or self.one_arithmetic:
             return _in_pieces(x, self.w, self.factors, swiglu=True)
         gate, up = mx.split(self(x), 2, axis=-1)
         y: mx.array = nn.silu(gate) * up

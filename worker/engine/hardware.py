@@ -11,6 +11,7 @@ import time
 import mlx.core as mx
 import psutil
 
+from mtp.exact.arithmetic import Arithmetic
 from mtp.kernels.cuda import backend as backend
 from proto import cluster_pb2 as pb
 
@@ -97,7 +98,12 @@ def measured_bandwidth() -> float:
 
 def describe(memory_limit: int, bytes_per_second: float) -> pb.Hardware:
     """Return the Hardware message of Describe."""
-    return pb.Hardware(chip=chip(), memory_limit=memory_limit, bytes_per_second=bytes_per_second)
+    return pb.Hardware(
+        chip=chip(),
+        memory_limit=memory_limit,
+        bytes_per_second=bytes_per_second,
+        arithmetic=str(Arithmetic.here()),
+    )
 
 
 def memory_used() -> int:

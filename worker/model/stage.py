@@ -16,6 +16,7 @@ from mtp.kernels.projections import add_mlp
 from proto.frame import Admit, Segment
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.sequence_cache import LayerCache, SequenceCache
+from worker.model.exact import ExactProducts
 from worker.model.gdn import mix
 from worker.model.loader import StageModules
 from worker.model.pack import pack_stage
@@ -35,12 +36,21 @@ CADENCE = {"cpu": 1, "metal": 4, "cuda": 4}
 class Stage:
     """Layers `[start, end)` of the model, with the embedding on the first stage."""
 
-    def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
+    def __init__(self, modules: StageModules, kv_format: KVFormat, *, exact: bool = False) -> None:
+        """Prepare `modules` for this backend. With `exact`, a row has the same bits with any rows beside it.
+
+        Raises UsageError if that is impossible here.
+        """
         pack_stage(modules, kv_format)
         self.modules = modules
         self.kv_format = kv_format
         self.dtype: mx.Dtype = modules.layers[0].input_layernorm.weight.dtype
         self._cadence = CADENCE[backend()]
+        self._queries: int | None = None
+        if exact:
+            products = ExactProducts(self.dtype)
+            products.apply(modules)
+            self._queries = products.queries
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -93,7 +103,7 @@ class Stage:
         widths = [segment.width for _, segment in runs]
         norm = layer.input_layernorm
         if not layer.is_linear:
-            x = add_attention(layer.self_attn, norm, x, caches, widths)
+            x = add_attention(layer.self_attn, norm, x, caches, widths, queries=self._queries)
         else:
             stay_open = [segment.open for _, segment in runs]
             if isinstance(layer.linear_attn, PackedGDN):

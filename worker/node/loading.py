@@ -21,6 +21,9 @@ from worker.node.stage_key import StageKey
 log = logging.getLogger(__name__)
 
 PART_SECONDS = 10.0
+PROBE_SECONDS = 600.0
+"""Seconds. Bound of the check of `--exact`. On CUDA it compiles each kernel of a quantization for up to a minute."""
+
 SLOWEST_DISK = 50e6
 """Bytes per second of a slow network disk. It extends PART_SECONDS, the deadline of one part, by the part's size."""
 
@@ -85,7 +88,10 @@ def read_stage(
             extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
         )
     wire_weights(wanted=identity.wired)
-    stage = Stage(modules, KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None))
+    kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
+    if key.exact:
+        expect(PROBE_SECONDS)
+    stage = Stage(modules, kv_format, exact=key.exact)
     warn_of_emulated_bfloat16(stage.dtype)
     warm_up(stage, first=key.first, last=key.last, expect=expect)
     return LoadedStage(key, stage, weight_bytes)

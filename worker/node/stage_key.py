@@ -23,6 +23,7 @@ class StageKey:
     dtype: str
     kv_bits: int
     mtp: bool
+    exact: bool
 
     @classmethod
     def of(cls, request: pb.LoadRequest) -> StageKey:
@@ -39,4 +40,5 @@ class StageKey:
             dtype=request.dtype,
             kv_bits=request.kv_bits,
             mtp=request.mtp,
+            exact=request.exact,
         )

@@ -30,7 +30,7 @@ async def test_closing_causes_no_new_plan(
         """Do nothing: the test itself reports that a plan serves."""
 
     monkeypatch.setattr(ClusterManager, "_serve", serve)
-    model: Any = SimpleNamespace(planner=lambda link_seconds: planner_for(1))
+    model: Any = SimpleNamespace(exact=False, planner=lambda link_seconds: planner_for(1))
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
     manager = ClusterManager(model, options, no_pipeline)
     for event in (WorkerJoined(worker("a")), WorkerJoined(worker("b")), PlanServing(1)):

@@ -41,7 +41,7 @@ class Leaving:
 async def test_a_coordinator_that_ends_stops_the_heartbeats_of_a_leaving_worker() -> None:
     """Open heartbeats would renew the lease, and the worker would wait for its release."""
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
-    unused: Any = SimpleNamespace()
+    unused: Any = SimpleNamespace(exact=False)
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
     leaving: Any = Leaving()
     membership.clients["a"] = leaving
@@ -61,7 +61,7 @@ def test_an_address_without_a_worker_is_logged_once(
     mDNS records may outlive a worker. An answer of another release is always a warning.
     """
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
-    unused: Any = SimpleNamespace()
+    unused: Any = SimpleNamespace(exact=False)
     membership = Membership(unused, options, lambda: View(Settings()), print, print)
     heard = None if named else Announcement("id", "mac-2", 7000)
     candidate = Candidate("a:7000", ("a:7000",), heard)
@@ -137,7 +137,7 @@ class Members:
         options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
         config = SimpleNamespace(num_layers=8)
         model: Any = SimpleNamespace(
-            checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
+            exact=False, checkpoint=SimpleNamespace(config=config), ref=pb.ModelRef(fingerprint="f")
         )
         self.view = View(Settings())
         self.membership = Membership(model, options, lambda: self.view, self._apply, print)

@@ -1,0 +1,34 @@
+"""Machines that round alike: with --exact only they serve together, and a mixed plan is named."""
+
+from __future__ import annotations
+
+from coordinator.cluster.arithmetic_group import ArithmeticGroup, unlike_machines
+from coordinator.cluster.member import Member
+
+M4, M1 = "metal applegpu_g16s, mlx 0.32.4", "metal applegpu_g13s, mlx 0.32.4"
+
+
+def member(name: str, arithmetic: str) -> Member:
+    """Return a member with this arithmetic."""
+    return Member(name, name, name, 1, arithmetic=arithmetic)
+
+
+def test_the_first_machine_sets_the_arithmetic_for_good() -> None:
+    group = ArithmeticGroup(exact=True)
+    assert group.refusal("mac-1", M4) == ""
+    assert group.refusal("mac-2", M4) == ""
+    reason = group.refusal("mac-3", M1)
+    assert "applegpu_g13s" in reason and "mac-1 as metal applegpu_g16s" in reason
+    assert "unknown machine" in group.refusal("old", "")
+    assert group.refusal("mac-1", M4) == ""
+
+
+def test_without_exact_every_machine_takes_part() -> None:
+    group = ArithmeticGroup(exact=False)
+    assert group.refusal("mac-1", M4) == group.refusal("mac-3", M1) == ""
+
+
+def test_unlike_machines_are_named_with_their_arithmetic() -> None:
+    assert unlike_machines([member("a", M4), member("b", M4)]) == ""
+    text = unlike_machines([member("a", M4), member("b", M1), member("c", M4)])
+    assert text == f"a, c: {M4}; b: {M1}"

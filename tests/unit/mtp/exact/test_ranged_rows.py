@@ -1,0 +1,54 @@
+"""Calls within a row range: padded, cut, and equal to the function row by row."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp.exact.ranged_rows import RangedRows, cuts
+from mtp.exact.row_range import EVERY, RowRange
+
+
+class Recorded:
+    """A row-wise function that records the sizes of its calls."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, *inputs: mx.array) -> mx.array:
+        self.sizes.append(inputs[0].shape[0])
+        assert all(x.shape[0] == inputs[0].shape[0] for x in inputs)
+        return mx.concatenate(inputs, axis=-1) * 2
+
+
+@given(
+    count=st.integers(1, 60),
+    low=st.integers(1, 9),
+    more=st.integers(0, 20) | st.none(),
+    inputs=st.integers(1, 2),
+)
+def test_every_call_is_in_the_range_and_every_row_is_its_own(
+    count: int, low: int, more: int | None, inputs: int
+) -> None:
+    rows = RowRange(low, None if more is None else low + more)
+    function = Recorded()
+    x = mx.arange(count * 3).reshape(count, 3)
+    given_ = [x + i for i in range(inputs)]
+    found = RangedRows(function, rows)(*given_)
+    assert mx.array_equal(found, mx.concatenate(given_, axis=-1) * 2)
+    assert all(size >= low and (rows.high is None or size <= rows.high) for size in function.sizes)
+    assert len(function.sizes) == (1 if rows.high is None else -(-count // rows.high))
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "expected"),
+    [
+        (5, EVERY, [(0, 5)]),
+        (5, RowRange(2, 2), [(0, 2), (2, 4), (4, 5)]),
+        (3, RowRange(8, 9), [(0, 3)]),
+    ],
+)
+def test_cuts(count: int, rows: RowRange, expected: list[tuple[int, int]]) -> None:
+    assert cuts(count, rows) == expected
