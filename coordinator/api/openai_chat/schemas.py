@@ -250,6 +250,8 @@ class Message(Body):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_details: list[Any] | None = None
+    provider_specific_fields: Any | None = None
+    thinking_blocks: list[Any] | None = None
     cache_control: Any | None = None
     refusal: None = None
     audio: None = None
@@ -369,8 +371,9 @@ class ChatBody(GenerationBody):
     def hints(self) -> Iterator[str]:
         """See GenerationBody."""
         yield from super().hints()
-        if any(message.reasoning_details for message in self.messages):
-            yield "reasoning_details"
+        for name in ("reasoning_details", "provider_specific_fields", "thinking_blocks"):
+            if any(getattr(message, name) for message in self.messages):
+                yield name
         if any(part.cache_control is not None for part in (*self.messages, *(self.tools or ()))):
             yield "cache_control"
         if any(tool.function.strict for tool in self.tools or ()):
