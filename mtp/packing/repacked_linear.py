@@ -6,12 +6,14 @@ with `desc_act` sorts the inputs of a layer by their importance; the layer takes
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+Module = TypeVar("Module", bound=nn.Module)
 
 EXTRAS = ("output_scale", "input_order")
 """The parameters that these layers have beside those of MLX's quantized layers."""
@@ -30,8 +32,7 @@ class RepackedLinear(nn.QuantizedLinear):
         made = cls(
             words * 32 // layer.bits, outputs, False, layer.group_size, layer.bits, layer.mode
         )
-        made.update(extras)
-        return made
+        return _with_parameters(made, extras)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return `x [..., inputs]` times the weight."""
@@ -61,8 +62,7 @@ class RepackedSwitchLinear(QuantizedSwitchLinear):
             layer.bits,
             layer.mode,
         )
-        made.update(extras)
-        return made
+        return _with_parameters(made, extras)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return `x` times the weights of the experts `indices`, as mlx-lm's layer does."""
@@ -93,6 +93,12 @@ def _with_extras(module: nn.Module, extras: dict[str, mx.array]) -> nn.Module:
     if isinstance(module, QuantizedSwitchLinear) and set(extras) == {"output_scale"}:
         return RepackedSwitchLinear.like(module, extras)
     raise TypeError(f"a {type(module).__name__} cannot have {' and '.join(sorted(extras))}")
+
+
+def _with_parameters(module: Module, parameters: dict[str, mx.array]) -> Module:
+    for name, array in parameters.items():
+        setattr(module, name, array)
+    return module
 
 
 def _wide(x: mx.array) -> Any:

@@ -1,0 +1,63 @@
+"""The cases of `goldens.safetensors`, as the tests read them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.checkpoint.format.foreign import ForeignQuantization
+from mtp.checkpoint.format.header import read_header
+from mtp.checkpoint.format.names import Source
+from mtp.checkpoint.format.packed_source import read_members
+from mtp.packing.packing import MEMBERS, Packing
+from mtp.packing.repack import Members
+
+FILE = Path(__file__).with_name("goldens.safetensors")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One packed weight: its stored tensors by name, the `values` of the oracle, and the config of its checkpoint."""
+
+    name: str
+    oracle: str
+    config: dict[str, Any]
+    stored: dict[str, mx.array]
+    types: dict[str, str]
+    values: mx.array
+
+    @property
+    def packing(self) -> Packing:
+        """The packing as it follows from config and types."""
+        foreign = ForeignQuantization.parse(self.config)
+        assert foreign is not None
+        found = foreign.packing("layer", self.types)
+        assert found is not None
+        return found
+
+    @property
+    def members(self) -> Members:
+        """The members as a checkpoint gives them."""
+        names = {MEMBERS[name]: name for name in self.stored if name in MEMBERS}
+        weight = names.pop("weight")
+        source = Source((weight,), members={member: (name,) for member, name in names.items()})
+        return read_members(source, self.stored.__getitem__)
+
+
+def read_goldens() -> dict[str, Golden]:
+    """Return all cases by name."""
+    header = read_header(FILE)
+    tensors = mx.load(str(FILE))
+    assert isinstance(tensors, dict)
+    found = {}
+    for case, facts in json.loads(header.metadata["cases"]).items():
+        stored = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith(f"{case}/")}
+        types = {name: header.tensors[f"{case}/{name}"].dtype for name in stored}
+        values = stored.pop("values")
+        types.pop("values")
+        found[case] = Golden(case, facts["oracle"], facts["config"], stored, types, values)
+    return found
