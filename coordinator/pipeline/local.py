@@ -70,6 +70,7 @@ class LocalModel:
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
     wired: bool = True
+    exact: bool = False
 
     def capacity(self, reserved: int = 0) -> Capacity:
     exact: bool = False
@@ -119,6 +120,7 @@ class LocalModel:
                     on_progress=report,
                 ),
                 self.kv_format,
+                exact=self.exact,
             )
             for i, span in enumerate(self.spans)
                 exact=self.exact,
