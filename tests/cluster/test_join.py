@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -16,9 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from coordinator.trust.cluster_trust import ClusterTrust
+from coordinator.trust.key_ring import Scope
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.frame import VERSION
 from proto.rpc.bind import own_addresses
+from proto.rpc.channels import open_channel
 from proto.trust.join_token import JoinToken, new_token
 from tests.support.processes.processes import (
     Process,
@@ -30,6 +40,8 @@ from tests.support.processes.processes import (
 )
 
 PROMPT = "a secret prompt that nobody else may read"
+PASSPHRASE = "a passphrase that nobody else may read"
+WRONG_KEY = "mtp-a-key-that-nobody-created"
 DEADLINE = 60.0
 
 
@@ -42,12 +54,13 @@ def host() -> str:
     return found[0]
 
 
-def command(state: Path, *words: str) -> str:
+def command(state: Path, *words: str, **env: str) -> str:
     """Run an `mtp-coord` command and return its output."""
     code = "from coordinator.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *words, "--state-dir", str(state)],
         check=True,
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -60,10 +73,16 @@ def join_address(coordinator: Process) -> str:
     return str(coordinator.wait_for("machines join here")["address"])
 
 
-def free_port(host: str) -> int:
-    """Return a port of `host` that was free a moment ago."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+@contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Keep a port of `host` for a process that is told its number. No other process gets the port meanwhile.
+
+    The socket does not listen, so a listener that sets SO_REUSEADDR may use its port.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield int(held.getsockname()[1])
 
 
 def completion(url: str, key: str = "", context: ssl.SSLContext | None = None) -> dict[str, Any]:
@@ -81,7 +100,13 @@ def completion(url: str, key: str = "", context: ssl.SSLContext | None = None) -
 @contextmanager
 def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process], str]]:
     """Run a coordinator with a local worker and a worker that joined by a token. Yield them and the token."""
-    ports = [free_port(host), free_port(host)]
+    with reserved_port(host) as first, reserved_port(host) as second:
+        yield from _joined_cluster(host, folder, [first, second])
+
+
+def _joined_cluster(
+    host: str, folder: Path, ports: list[int]
+) -> Iterator[tuple[Any, list[Process], str]]:
     named = [word for port in ports for word in ("--worker", f"{host}:{port}")]
     listen = ("--listen", f"{host}:0", "--state-dir", str(folder / "a"))
     process = launch_coordinator(folder, *listen, "--nodes", "2", "--wait", "60", *named)
@@ -105,7 +130,8 @@ def joined_cluster(host: str, folder: Path) -> Iterator[tuple[Any, list[Process]
 
 
 def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
-    """Two workers join and serve over mutual TLS. The token works once, and no secret reaches logs or process lists."""
+    """Two workers join and serve over mutual TLS. The token works once, and no secret reaches any output."""
+    state = tmp_path / "a"
     with joined_cluster(host, tmp_path) as (coordinator, workers, token):
         assert completion(coordinator.url)["choices"][0]["text"]
         assert len(coordinator.records("machine joined")) == 2
@@ -122,19 +148,68 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
             assert again.wait(DEADLINE) == 1
         assert "mtp-coord token create" in again.text()
         assert coordinator.records("join refused")[0]["reason"] == "the token has no uses left"
+        scopes = [word for scope in Scope for word in ("--scope", scope)]
+        key = command(state, "key", "create", "all", *scopes)
+        command(state, "ca", "export", str(tmp_path / "export"), MTP_CA_PASSPHRASE=PASSPHRASE)
         processes = [coordinator, *workers]
-        lists = [Path(f"/proc/{p.pid}/cmdline") for p in processes]
-        seen = b"".join(f.read_bytes() for f in lists if f.exists())
-    logs = "".join(p.text() for p in (*processes, again))
+        outputs = [_answers(coordinator.url, key), asyncio.run(_state_reports(state, workers))]
+        outputs += [psutil.Process(p.popen.pid).cmdline().__repr__() for p in processes]
+    outputs += [p.text() for p in (*processes, again)]
     keys = [f.read_text() for f in tmp_path.rglob("*.key")]
-    bodies = [line for key in keys for line in key.splitlines() if "-----" not in line]
-    local = (tmp_path / "a" / "authority").glob("local.token")
+    bodies = [line for pem in keys for line in pem.splitlines() if "-----" not in line]
     assert bodies
-    assert not list(local), "the token for this machine ends with the coordinator"
-    for secret in (token, JoinToken.parse(token).secret.hex(), PROMPT, *bodies):
-        assert secret not in logs
-        assert secret.encode() not in seen
+    assert not list((state / "authority").glob("local.token")), "it ends with the coordinator"
+    secret = JoinToken.parse(token).secret
+    encoded = [base64.urlsafe_b64encode(secret).decode()[:-3], secret.hex(), repr(secret)[2:-1]]
+    for text in (token, *encoded, key, WRONG_KEY, PASSPHRASE, PROMPT, *bodies):
+        for output in outputs:
+            assert text not in output
     assert (tmp_path / "b" / "worker" / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def _answers(url: str, key: str) -> str:
+    """Return everything that the HTTP server says about itself, and its answers to wrong requests."""
+    bearer, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {WRONG_KEY}"}
+    body = json.dumps({"model": "builtin", "prompt": PROMPT, "max_tokens": -1}).encode()
+    requests: list[tuple[str, bytes | None, dict[str, str], int]] = [
+        ("/status", None, bearer, 200),
+        ("/metrics", None, bearer, 200),
+        ("/trace?seconds=60", None, bearer, 200),
+        ("/v1/models", None, bearer, 200),
+        ("/v1/models", None, wrong, 401),
+        ("/v1/no/such/path", None, bearer, 404),
+        ("/v1/completions", body, bearer, 400),
+        ("/v1/completions", body[:-1], bearer, 400),
+        ("/v1/completions", body, wrong, 401),
+        ("/v1/messages", body, {"x-api-key": WRONG_KEY}, 401),
+        ("/api/generate", body, bearer, 400),
+    ]
+    found = []
+    for path, content, headers, status in requests:
+        request = urllib.request.Request(url + path, content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE) as reply:
+                answer, text, sent = reply.status, reply.read(), reply.headers
+        except urllib.error.HTTPError as error:
+            answer, text, sent = error.code, error.read(), error.headers
+        assert answer == status, (path, text)
+        found.append(f"{sent}{text.decode()}")
+    return "".join(found)
+
+
+async def _state_reports(state: Path, workers: list[Process]) -> str:
+    """Return the descriptions, state reports and traces of the workers, as a coordinator receives them."""
+    trust = ClusterTrust.open(state, create=False)
+    assert trust is not None
+    found = []
+    for worker in workers:
+        address = str(worker.wait_for("worker ready")["address"])
+        async with open_channel(address, trust.trust) as channel:
+            stub = pb_grpc.WorkerStub(channel)
+            found.append(str(await stub.Describe(pb.DescribeRequest(protocol_version=VERSION))))
+            found.append(str(await stub.ReportTrace(pb.TraceRequest())))
+            found.append(str(await stub.ReportState(pb.StateReportRequest())))
+    return "".join(found)
 
 
 def test_a_removed_machine_is_refused_within_a_second(host: str, tmp_path: Path) -> None:
@@ -166,16 +241,15 @@ def _utc(stamp: time.struct_time) -> float:
 
 def test_a_secured_coordinator_refuses_plaintext(host: str, tmp_path: Path) -> None:
     """No downgrade: a worker without a certificate is refused with the reason, and so is a plaintext coordinator."""
-    port = free_port(host)
-    stranger = launch_worker(tmp_path, "stranger", "--listen", f"{host}:{port}", "--insecure")
+    stranger = launch_worker(tmp_path, "stranger", "--listen", f"{host}:0", "--insecure")
     listen = ("--listen", f"{host}:0", "--state-dir", str(tmp_path / "a"))
     with ending(stranger):
-        as_worker(stranger)
+        address = as_worker(stranger).address
         process = launch_coordinator(
-            tmp_path, *listen, "--nodes", "1", "--wait", "3", "--worker", f"{host}:{port}"
+            tmp_path, *listen, "--nodes", "1", "--wait", "3", "--worker", address
         )
         with ending(process):
-            process.wait_for("no worker")
+            assert "it has no TLS" in process.wait_for("no worker")["error"]
             assert process.wait(DEADLINE) != 0
         assert not process.records("worker joined")
 
