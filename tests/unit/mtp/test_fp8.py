@@ -83,19 +83,27 @@ def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array
     return found
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts one by one"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"moe": True, "fused_experts": False},
+        {"moe": True, "qwen3_next": True},
+    ],
+    ids=["dense", "experts one by one", "Qwen3-Next"],
+)
 @pytest.mark.parametrize(
     "settings", [Settings(), Settings(Quantization.of(8, 32))], ids=["bfloat16", "8 bits"]
 )
 def test_a_conversion_equals_that_of_the_dequantized_weights(
-    tmp_path: Path, moe: bool, settings: Settings
+    tmp_path: Path, options: dict[str, Any], settings: Settings
 ) -> None:
     """Every tensor has the bits of the conversion of the weights that torch dequantized, the head's included."""
-    fp8, plain = fp8_pair(tmp_path, moe=moe, fused_experts=False)
+    fp8, plain = fp8_pair(tmp_path, **options)
     ours = converted(fp8, tmp_path / "ours", settings)
     expected = converted(plain, tmp_path / "expected", settings)
     assert ours.keys() == expected.keys()
-    assert any(".mtp." in name for name in ours)
+    assert any("mtp." in name for name in ours)
     assert [name for name in ours if not mx.array_equal(ours[name], expected[name])] == []
 
 
