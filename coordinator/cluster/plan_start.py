@@ -111,10 +111,10 @@ class PlanStart:
             dtype=self._model.dtype or "",
             kv_bits=self._model.kv_bits,
             mtp=self._model.with_head,
+            exact=self._model.exact,
             limits=pb.Limits(
                 max_sequences=room.sequences,
                 kv_tokens=room.kv_tokens,
-            exact=self._model.exact,
                 prefix_bytes=room.prefix_bytes,
             ),
             lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),

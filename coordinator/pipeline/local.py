@@ -73,7 +73,6 @@ class LocalModel:
     exact: bool = False
 
     def capacity(self, reserved: int = 0) -> Capacity:
-    exact: bool = False
         """Return what fits into this machine's memory less `reserved` bytes.
 
         Raises MemoryLimitError if not even one sequence fits.
@@ -123,7 +122,6 @@ class LocalModel:
                 exact=self.exact,
             )
             for i, span in enumerate(self.spans)
-                exact=self.exact,
         ]
         for i, stage in enumerate(stages):
             warm_up(stage, first=i == 0, last=i == last, expect=expect)
