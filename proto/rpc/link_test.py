@@ -61,9 +61,13 @@ class LinkFigures:
 
 
 async def acknowledge(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield this machine's clock for each message. The receiver's side of `measure_link`."""
-    async for _ in messages:
-        yield _CLOCK.pack(time.time())
+    """Yield this machine's clock for each message, for at most SECONDS. The receiver's side of `measure_link`."""
+    try:
+        async with asyncio.timeout(SECONDS):
+            async for _ in messages:
+                yield _CLOCK.pack(time.time())
+    except TimeoutError:
+        return
 
 
 async def measure_link(

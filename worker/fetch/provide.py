@@ -12,6 +12,7 @@ from functools import partial
 
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, ProtocolError
+from proto.rpc.call_bounds import first_message
 from proto.rpc.status_codes import to_status
 from proto.terminal.size import format_size
 from worker.engine.thread_result import run_into
@@ -33,7 +34,7 @@ async def provide(
 
     Every other error is the last reply.
     """
-    offer = (await _next(requests)).offer
+    offer = (await first_message(requests)).offer
     renew_lease(offer.coordinator, offer.lease_ms)
     loop = asyncio.get_running_loop()
     replies: asyncio.Queue[pb.WeightsReply | None] = asyncio.Queue()

@@ -15,9 +15,10 @@ import grpc.aio
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Hello, check_version, from_message
-from proto.errors import AccessError, ClusterError, NotReadyError, ProtocolError
+from proto.errors import AccessError, BusyError, ClusterError, NotReadyError, ProtocolError
 from proto.frame import VERSION
 from proto.frame_stamps import StageStep
+from proto.rpc.call_bounds import MAX_TRANSFERS, check_size, first_message
 from proto.rpc.channels import peer_of
 from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.status_codes import to_status
@@ -46,12 +47,15 @@ class WorkerService(pb_grpc.WorkerServicer):
         self.node = node
         self._checked_pins: set[str] = set()
         """Fingerprints of the models that the pinned layers were checked against."""
+        self._transfers = 0
+        """Provide calls in progress."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
         """See proto/cluster.proto, as for every call of this class."""
         return await _answer(context, self._describe(request))
 
     async def _describe(self, request: pb.DescribeRequest) -> pb.WorkerInfo:
+        check_size(request)
         check_version(request.protocol_version)
         node, identity = self.node, self.node.identity
         node.release_lapsed()
@@ -118,16 +122,27 @@ class WorkerService(pb_grpc.WorkerServicer):
         self, requests: AsyncIterator[pb.Weights], context: Context
     ) -> AsyncIterator[pb.WeightsReply]:
         """Yield the requests for missing tensors and the progress."""
+        self._transfers += 1
         try:
+            if self._transfers > MAX_TRANSFERS:
+                raise BusyError(f"worker {self.node.identity.name} receives weights already")
             async with contextlib.aclosing(provide(requests, self.node.renew_lease)) as replies:
                 async for reply in replies:
                     yield reply
         except ClusterError as error:
             await _abort(context, error)
+        finally:
+            self._transfers -= 1
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
         """Bind the stage into a plan."""
-        return await _answer(context, self.node.connect(request))
+
+        async def connect() -> pb.ConnectReply:
+            """Bind the stage and return the reply."""
+            check_size(request)
+            return await self.node.connect(request)
+
+        return await _answer(context, connect())
 
     async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
         """Drop the stage and the lease."""
@@ -204,7 +219,7 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> AsyncIterator[pb.WorkerStatus]:
         """Apply the signals of one coordinator and yield the worker status while it keeps the lease."""
         try:
-            first = from_message(await anext(requests))
+            first = from_message(await first_message(requests))
             if not isinstance(first.body, Hello):
                 raise ProtocolError("the first signal is not a hello")
             hello = first.body
@@ -212,8 +227,6 @@ class WorkerService(pb_grpc.WorkerServicer):
             lease = self.node.renew_lease(holder)
         except ClusterError as error:
             await _abort(context, error)
-            return
-        except StopAsyncIteration:
             return
         lease.streams += 1
         reader = asyncio.create_task(self._read_signals(requests, lease))
