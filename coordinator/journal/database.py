@@ -69,16 +69,16 @@ class Database:
 
     @classmethod
     def _prepare(cls, connection: sqlite3.Connection) -> Database:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
         # Deleted content is overwritten, and the file shrinks.
         for setting in ("auto_vacuum=FULL", "secure_delete=ON", "journal_mode=WAL"):
             connection.execute(f"PRAGMA {setting}")
         # A commit survives the end of the process without a flush to the disk, which the loss of power requires only.
         connection.execute("PRAGMA synchronous=NORMAL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")
-        elif version != VERSION:
-            raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
         return cls(connection)
 
     @contextlib.contextmanager
@@ -118,6 +118,11 @@ class Database:
             "SELECT content FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
         return None if found is None else self._with_tokens(_unpack(found[0]))
+
+    def count(self) -> int:
+        """Return the number of records."""
+        (count,) = self._connection.execute("SELECT count(*) FROM answers").fetchone()
+        return int(count)
 
     def unfinished(self) -> list[Record]:
         """Return the answers that have not ended, the oldest first."""

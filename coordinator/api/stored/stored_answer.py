@@ -183,7 +183,9 @@ class StoredAnswer:
         self._status = status
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        if status != "in_progress":
+        if status == "in_progress":
+            self._write_tokens()
+        else:
             self._end(status, last or self.writer.cancelled())
 
     def _end(self, status: AnswerStatus, last: bytes = b"") -> None:

@@ -16,6 +16,7 @@ import httpx
 
 from coordinator.api.app import create_app
 from coordinator.api.request.context import ApiOptions
+from coordinator.journal.journal import Journal
 from coordinator.text.model_info import ModelInfo
 from coordinator.text.tokenizer import Tokenizer
 from proto.params import SamplingParams
@@ -82,12 +83,27 @@ class ApiClient:
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     replan: Callable[[], None] | None = None
     aliases: tuple[str, ...] = ()
+    journal: Journal = field(default_factory=Journal)
+    fingerprint: str = "f"
 
     def __post_init__(self) -> None:
-        model = ModelInfo("tiny", self.context_length, self.defaults, self.aliases, created=7)
+        model = ModelInfo(
+            "tiny",
+            self.context_length,
+            self.defaults,
+            self.aliases,
+            created=7,
+            fingerprint=self.fingerprint,
+        )
         tokenizer = self.generator.tokenizer
         self.app = create_app(
-            self.generator, tokenizer, model, self.status, self.options, self.replan
+            self.generator,
+            tokenizer,
+            model,
+            self.status,
+            self.options,
+            self.replan,
+            journal=self.journal,
         )
 
     def reported_hints(self) -> set[str]:

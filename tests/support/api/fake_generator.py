@@ -26,7 +26,7 @@ class FakeGenerator:
 
     It raises `refuse` before the first event, and `failure` after `fail_after` windows. It sleeps `pause` seconds
     before each window. After `hang_after` windows it releases `hanging` and waits without end. `answer` returns the
-    text for a request.
+    text for a request. The emitted tokens of a request are not repeated.
     """
 
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class FakeGenerator:
             yield PrefillProgress(len(request.prompt), len(request.prompt), self.cached)
             text = self.answer(request) if self.answer else self.text
             tokens = self.tokenizer.encode(text)[: request.max_tokens]
-            for index, start in enumerate(range(0, len(tokens), self.window)):
+            for index, start in enumerate(range(len(request.emitted), len(tokens), self.window)):
                 await self._obstacle(index)
                 chunk = tokens[start : start + self.window]
                 accepted = min(self.accepted, len(chunk))
