@@ -93,8 +93,13 @@ SHAPES = {
 }
 
 
-def write_dialled_model(path: Path, shape: ModelShape, noise: float = NOISE) -> list[int]:
-    """Write the checkpoint to `path`. Return the tokens that prompts may use."""
+def write_dialled_model(
+    path: Path, shape: ModelShape, noise: float = NOISE, live: float = 0.0
+) -> list[int]:
+    """Write the checkpoint to `path`. Return the tokens that prompts may use.
+
+    `live` is the share of their random output that mixers and MLPs keep, so that rounding in them reaches the text.
+    """
     config = shape.config()
     parsed = ModelConfig.parse(Path("config.json"), config)
     path.mkdir(parents=True)
@@ -121,9 +126,9 @@ def write_dialled_model(path: Path, shape: ModelShape, noise: float = NOISE) -> 
         if part == "lm_head":
             _follow_cycle(holder.part, embedding, cycle)
         if part == "mtp":
-            _silence(holder.part.layers[0])
+            _quiet(holder.part.layers[0], 0.0)
         if part.startswith("layers."):
-            _silence(holder.part)
+            _quiet(holder.part, live)
         shards.add(part, holder.part)
     shards.close()
     return cycle
@@ -188,8 +193,8 @@ def _follow_cycle(lm_head: Any, embedding: dict[str, mx.array], cycle: list[int]
         lm_head[name] = weight
 
 
-def _silence(layer: Any) -> None:
-    """Zero what a layer adds to its input."""
+def _quiet(layer: Any, live: float) -> None:
+    """Scale by `live` what a layer adds to its input."""
     mixer = layer.linear_attn.out_proj if layer.is_linear else layer.self_attn.o_proj
     mlp = layer.mlp
     downs = (
@@ -199,5 +204,7 @@ def _silence(layer: Any) -> None:
     )
     for module in (mixer, *downs):
         for name, value in list(module.items()):
-            if isinstance(value, mx.array):
+            if isinstance(value, mx.array) and name != "weight":
+                module[name] = value * live
+            elif isinstance(value, mx.array) and not live:
                 module[name] = mx.zeros_like(value)
