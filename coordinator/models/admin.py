@@ -57,7 +57,7 @@ class ModelAdmin:
         def read() -> tuple[ModelFacts, ModelFit]:
             """Open the checkpoint and plan it."""
             path = self.catalog.find_path(name)
-            checkpoint = open_model(name) if path is None else Checkpoint.open(path, allow_fp8=True)
+            checkpoint = open_model(name) if path is None else Checkpoint.open(path)
             facts = describe_model(name, checkpoint)
             fit = ModelFit(problem=facts.problem) if facts.problem else fit_model(checkpoint, nodes)
             return facts, fit

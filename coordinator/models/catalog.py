@@ -87,7 +87,7 @@ class Catalog:
         assert path is not None
         converted = path.parent == self.directory
         try:
-            return describe_model(name, Checkpoint.open(path, allow_fp8=True), converted=converted)
+            return describe_model(name, Checkpoint.open(path), converted=converted)
         except ClusterError as error:
             return ModelFacts(
                 name, converted=converted, problem=error.public.replace(str(path), name)
@@ -100,8 +100,6 @@ def describe_model(name: str, checkpoint: Checkpoint, *, converted: bool = False
     problem = ""
     if missing := missing_from_backbone(checkpoint):
         problem = f"{len(missing)} tensors are missing, such as {missing[0]}. Download it again"
-    elif config.fp8_block is not None:
-        problem = "the weights are FP8. Convert it"
     return ModelFacts(
         name,
         sum(checkpoint.part_bytes().values()),

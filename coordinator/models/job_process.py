@@ -53,12 +53,13 @@ def print_line(**fields: Any) -> None:
 def download_model(model: str) -> str:
     """Download a repo into the local cache, and return the result for people."""
     path = resolve_model(model, Progress())
-    return f"{format_size(sum(Checkpoint.open(path, allow_fp8=True).part_bytes().values()))} are on this machine"
+    size = sum(Checkpoint.open(path, to_convert=True).part_bytes().values())
+    return f"{format_size(size)} are on this machine"
 
 
 def convert_model(model: str, target: str, bits: int | None) -> str:
     """Convert a model, download it first if needed, and return the result for people."""
-    source = Checkpoint.open(resolve_model(model, Progress()), allow_fp8=True)
+    source = Checkpoint.open(resolve_model(model, Progress()), to_convert=True)
     settings = Settings(quantization=Quantization.of(bits, None) if bits else None)
     result = convert(source, Path(target), settings, Progress())
     head = (
@@ -73,7 +74,7 @@ def add_head(target: str, source: str) -> str:
     """Add the head of `source` to the converted model `target`, and return the result for people."""
     checkpoint, found = Checkpoint.open(Path(target)), find_model(source)
     if found is not None:
-        opened = Checkpoint.open(found, allow_fp8=True)
+        opened = Checkpoint.open(found, to_convert=True, allow_head_only=True)
         addition = plan_head_addition(checkpoint, opened, replace=True)
         addition.write(opened, Progress())
         return f"the head has {format_size(addition.nbytes)}"

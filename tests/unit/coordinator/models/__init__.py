@@ -1,0 +1,1 @@
+"""Tests of `coordinator.models`: the catalog, the hub, the fit, and jobs."""
