@@ -62,7 +62,8 @@ def convert(
     """Convert a checkpoint for MLX, and keep its MTP head.
 
     The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
-    experts, not of the model. After an interruption, the same command continues.
+    experts, not of the model. After an interruption, the same command continues. Weights in FP8, NVFP4, MXFP4, GPTQ,
+    AWQ or AutoRound keep their bits where MLX has their format. Otherwise they are dequantized, and -q quantizes them.
 
     `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
     """
@@ -90,10 +91,21 @@ def _check_needs_quantize(
             raise UsageError(f"{flag} needs --quantize")
 
 
+def _percent(error: float) -> str:
+    return "0" if error == 0 else f"{100 * error:.2g} %"
+
+
 def _summary(outcome: ConversionResult) -> list[str]:
     lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
     if outcome.resumed:
         lines[0] += f", {format_size(outcome.resumed)} of them from an earlier run"
+    for way, found in sorted(outcome.ways.items()):
+        error = "" if found.error is None else f", adding an error of {_percent(found.error)}"
+        lines.append(f"{found.modules} weights {way}{error}")
+    if not outcome.for_mlx_lm:
+        lines.append(
+            "Some weights keep a scale or an order that stock mlx-lm cannot load. For mlx-lm, convert with -q."
+        )
     if outcome.has_head:
         lines.append(f"MTP head: kept. mtp-coord inspect {outcome.path} shows it.")
     else:

@@ -1,9 +1,13 @@
 """The values of a packed weight, and the same bits in a format of MLX.
 
-`repack` keeps the codes and the scales of the source. `packed_values` is the plain reference beside it. Both are lazy.
+`repack` keeps the codes and the scales of the source. `packed_values` is the plain reference beside it, which
+`repacked_values` must equal. All are lazy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 
@@ -64,6 +68,23 @@ def repack(packing: Packing, members: Members, dtype: mx.Dtype) -> Members | Non
             }
         case _:
             return _repack_codes(read_codes(packing, members), dtype)
+
+
+def repacked_values(parameters: Members, settings: Mapping[str, Any]) -> mx.array:
+    """Return the values of a weight in a format of MLX in float32, computed from float32 scales.
+
+    `settings` has its `bits`, `group_size` and `mode`. The inputs are in their natural order.
+    """
+    weight, scales, biases = (parameters.get(name) for name in ("weight", "scales", "biases"))
+    if biases is not None:
+        scales, biases = (part.astype(mx.float32) for part in (scales, biases))
+    values: mx.array = mx.dequantize(weight, scales, biases, dtype=mx.float32, **settings)
+    if "output_scale" in parameters:
+        scale = parameters["output_scale"]
+        values = values * (scale if scale.ndim == values.ndim else scale[..., None])
+    if "input_order" in parameters:
+        values = mx.take(values, mx.argsort(parameters["input_order"]), axis=-1)
+    return values
 
 
 def _repack_codes(codes: Codes, dtype: mx.Dtype) -> Members | None:

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "mtp.checkpoint": {"mtp.checkpoint.format"},
     "mtp.checkpoint.families": set(),
     "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "mtp.packing"} | TERMINAL,
-    "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head"} | TERMINAL,
+    "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head", "mtp.packing"} | TERMINAL,
     "mtp.checkpoint.hub": {"mtp.builtin", "mtp.checkpoint.convert", "mtp.checkpoint.format"} | WIRE,
     "worker": {"mtp.checkpoint.hub", "worker.engine", "worker.node"} | TERMINAL,
     "worker.node": {

@@ -8,11 +8,14 @@ complete file, and no program loads an unfinished one.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp.checkpoint.convert.converted_weights import ConvertedWeights, convert_weights
+import mlx.core as mx
+
+from mtp.checkpoint.convert.converted_weights import ConvertedWeights, Group, convert_weights
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
     SHARD_BYTES,
@@ -35,15 +38,45 @@ JOURNAL = "conversion.json"
 """The file that describes an unfinished conversion."""
 
 
+@dataclass
+class Way:
+    """One way in which weights that another program packed got their format: how many modules, and the added error.
+
+    The error is measured on some layers. It is the root of the mean square, relative to that of the source's values.
+    """
+
+    modules: int = 0
+    _error: float = 0.0
+    _values: float = 0.0
+
+    def count(self, squares: mx.array | None) -> None:
+        """Count a module, with the sums of squares of its error and of its values, or None if not measured."""
+        self.modules += 1
+        if squares is not None:
+            error, values = squares.tolist()
+            self._error += error
+            self._values += values
+
+    @property
+    def error(self) -> float | None:
+        """The relative error; None if no module was measured."""
+        return math.sqrt(self._error / self._values) if self._values else None
+
+
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. `resumed` counts the bytes that an earlier, interrupted run wrote."""
+    """The result of a conversion. `resumed` counts the bytes that an earlier, interrupted run wrote.
+
+    `ways` has the ways of the weights that another program packed, without those of an earlier run.
+    """
 
     path: Path
     nbytes: int
     resumed: int
     has_head: bool
     dtypes: tuple[str, ...]
+    ways: dict[str, Way]
+    for_mlx_lm: bool
 
 
 def convert(
@@ -64,11 +97,15 @@ def convert(
         )
     weights = convert_weights(source, settings)
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
-    resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes)
+    ways: dict[str, Way] = {}
+    has_extras = weights.has_extras
+    resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes, ways)
     copy_beside(source.path, path)
     save_config(path, _config(source, weights))
     (path / JOURNAL).unlink()
-    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes)
+    return ConversionResult(
+        path, nbytes, resumed, source.mtp.complete, dtypes, ways, not has_extras
+    )
 
 
 def _open(path: Path, journal: dict[str, Any]) -> None:
@@ -92,9 +129,16 @@ def _open(path: Path, journal: dict[str, Any]) -> None:
 
 
 def _write(
-    path: Path, weights: ConvertedWeights, on_progress: OnProgress, shard_bytes: int
+    path: Path,
+    weights: ConvertedWeights,
+    on_progress: OnProgress,
+    shard_bytes: int,
+    ways: dict[str, Way],
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Write the missing files and the index. Returns the resumed bytes, the total bytes and the types."""
+    """Write the missing files and the index, and count `ways`.
+
+    Returns the resumed bytes, the total bytes and the types.
+    """
     shards = cut_shards(weights.backbone, shard_bytes)
     files = dict(zip(shard_names(len(shards)), shards, strict=True))
     if weights.head:
@@ -112,11 +156,16 @@ def _write(
         done += count
         on_progress(done, total)
 
+    def on_group(group: Group) -> None:
+        """Count the way of a group that was written."""
+        if group.way is not None:
+            ways.setdefault(group.way, Way()).count(group.squares)
+
     on_progress(done, total)
     weights.backbone, weights.head = [], []  # release each group after it is written
     for name, groups in files.items():
         if name not in finished:
-            write_shard(writers[name], groups, on_bytes)
+            write_shard(writers[name], groups, on_bytes, on_group)
     write_index(path, writers)
     return resumed, total, tuple(sorted(dtypes))
 
@@ -124,10 +173,11 @@ def _write(
 def _config(source: Checkpoint, weights: ConvertedWeights) -> dict[str, Any]:
     """Return the source's config.json without the vision part, updated for the head and the quantization."""
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    for key in ("_name_or_path", "vision_config", "quantization_config"):
+    for key in ("_name_or_path", "vision_config", "quantization_config", "compression_config"):
         config.pop(key, None)
     text = config.get("text_config", config)
-    text.pop("quantization_config", None)
+    for key in ("quantization_config", "compression_config"):
+        text.pop(key, None)
     text["mtp_num_hidden_layers"] = int(source.mtp.complete)
     # mlx-lm does not read the places that older exporters used.
     text["rope_parameters"] = source.config.text_config["rope_parameters"]

@@ -16,6 +16,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.convert import mixed_quant_predicate_builder
 
+from mtp.checkpoint.convert.packed_modules import (
+    Format,
+    PackedModule,
+    format_of,
+    packed_modules,
+)
 from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.lazy_weights import read_part
@@ -23,6 +29,7 @@ from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
 from mtp.head.mtp_head import MTPHead
+from mtp.packing.repacked_linear import EXTRAS
 from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 
@@ -39,10 +46,16 @@ Predicate = Callable[[str, nn.Module], Choice]
 
 @dataclass
 class Group:
-    """The tensors of one module. A quantized weight and its scales are computed together."""
+    """The tensors of one module. A quantized weight and its scales are computed together.
+
+    `way` is how the module got its format, if another program had packed it; None otherwise. `squares` are its lazy
+    sums of squares, of the error and of the source's values; None where the error is not measured.
+    """
 
     entries: list[Entry]
     arrays: list[mx.array]
+    way: str | None = None
+    squares: mx.array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +71,18 @@ class ConvertedWeights:
     head: list[Group]
     quantization: dict[str, Any] | None
 
+    @property
+    def has_extras(self) -> bool:
+        """True if a module has parameters that stock mlx-lm does not know."""
+        names = [e.name for group in self.backbone + self.head for e in group.entries]
+        return any(name.endswith(EXTRAS) for name in names)
+
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
     """Return the weights of the MLX checkpoint, without the head if the head is not complete.
 
-    Raises CheckpointError when tensors are missing or have a wrong shape, and when the source is quantized.
+    Weights that another program packed keep their bits where MLX has their format and `settings` ask for no other one.
+    Raises CheckpointError when tensors are missing or have a wrong shape, and when mlx-lm quantized the source.
     """
     config = checkpoint.config
     if config.quantization is not None:
@@ -81,17 +101,28 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
     if with_head:
         model.mtp = MTPHead(config.text_args())
     prefix = config.family.prefix
-    _load(checkpoint, model, settings, with_head)
-    found = _quantize(model, prefix, settings)
-    parameters = {prefix + n: w for n, w in tree_flatten(model.parameters())}
+    packed = _load(checkpoint, model, settings, with_head)
+    kept = {path: module.format for path, module in packed.items() if module.kept}
+    found = _quantize(model, prefix, settings, kept)
+    parameters = _with_kept(dict(tree_flatten(model.parameters())), packed)
+    parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
-    return ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
+    groups = ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
+    for group in groups.backbone + groups.head:
+        _measure(group, prefix, packed)
+    return groups
 
 
-def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool) -> None:
-    """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint."""
+def _load(
+    checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool
+) -> dict[str, PackedModule]:
+    """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
+
+    Returns the modules that another program packed, by path. The model has their dequantized weights.
+    """
     weights: list[tuple[str, mx.array]] = []
+    packed: dict[str, PackedModule] = {}
     for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
@@ -99,14 +130,47 @@ def _load(checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_hea
         name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
         dtype: mx.Dtype | None = getattr(mx, name) if name else None
         inside = "" if part in ("lm_head", "mtp") else "model."
+        plain = read_part(checkpoint, part, dtype, dequantize=True)
         weights += [
-            (f"{inside}{module_path(part, within)}", weight)
-            for within, weight in read_part(checkpoint, part, dtype).items()
+            (f"{inside}{module_path(part, within)}", weight) for within, weight in plain.items()
         ]
+        for within, module in packed_modules(checkpoint, part, plain, dtype, settings):
+            packed[f"{inside}{module_path(part, within)}"] = module
     try:
         model.load_weights(weights)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    return packed
+
+
+def _with_kept(
+    parameters: dict[str, mx.array], packed: dict[str, PackedModule]
+) -> dict[str, mx.array]:
+    """Return the parameters with those of the modules that keep their bits, in the same order."""
+    found: dict[str, mx.array] = {}
+    for name, array in parameters.items():
+        path = name.removesuffix(".weight")
+        kept = packed[path].kept if path in packed else {}
+        found |= {f"{path}.{leaf}": weight for leaf, weight in kept.items()} or {name: array}
+    return found
+
+
+def _measure(group: Group, prefix: str, packed: dict[str, PackedModule]) -> None:
+    """Set the way and the squares of a group, if another program packed its weight."""
+    path = group.entries[0].name.rpartition(".")[0]
+    module = packed.get(path.removeprefix(prefix))
+    if module is None:
+        return
+    names = [entry.name.removeprefix(f"{path}.") for entry in group.entries]
+    written = dict(zip(names, group.arrays, strict=True))
+    found = format_of(written, module.inputs)
+    if not found:
+        dtype = str(written["weight"].dtype).removeprefix("mlx.core.")
+        group.way = f"dequantized to {dtype}"
+    else:
+        verb = "repacked" if module.kept else "quantized anew"
+        group.way = f"{verb} in {found['bits']} bit {found['mode']}"
+    group.squares = module.squares(written, found)
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
@@ -122,16 +186,18 @@ def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
 # ---- the choice of quantization
 
 
-def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, Any] | None:
+def _quantize(
+    model: nn.Module, prefix: str, settings: Settings, kept: dict[str, Format]
+) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
     Paths in config.json begin with `prefix`. The same predicate decides for backbone and head; a module of the head
-    counts as the same module of layer 0.
+    counts as the same module of layer 0. The modules of `kept` have a format already.
     """
     of_backbone, of_head = settings.quantization, settings.head_quantization
     default = of_backbone or of_head
     if default is None:
-        return None
+        return _with_overrides(_most_common(kept), prefix, kept) if kept else None
     found: dict[str, Any] = default.to_json()
     follows = settings.head_bits is None
     choose = _predicate(model, settings)
@@ -141,7 +207,7 @@ def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, An
         """Return how to quantize the module at `path`, and record an override in `found`."""
         in_head = path.startswith("mtp.")
         mine = of_head if in_head else of_backbone
-        if mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
+        if path in kept or mine is None or path == "mtp.fc" or not hasattr(module, "to_quantized"):
             return False
         twin = path.replace("mtp.", "model.", 1) if in_head else path
         choice = choose(twin, module) if follows or not in_head else routers(twin, module)
@@ -157,7 +223,18 @@ def _quantize(model: nn.Module, prefix: str, settings: Settings) -> dict[str, An
     nn.quantize(
         model, default.group_size, default.bits, mode=default.mode, class_predicate=quantize
     )
-    return found
+    return _with_overrides(found, prefix, kept)
+
+
+def _with_overrides(found: dict[str, Any], prefix: str, kept: dict[str, Format]) -> dict[str, Any]:
+    """Return the object `found` with the formats of `kept` that differ from its default."""
+    default = {name: found[name] for name in ("group_size", "bits", "mode")}
+    return found | {prefix + path: form for path, form in kept.items() if form != default}
+
+
+def _most_common(kept: dict[str, Format]) -> Format:
+    formats = list(kept.values())
+    return dict(max(formats, key=formats.count))
 
 
 def _predicate(model: nn.Module, settings: Settings) -> Predicate:

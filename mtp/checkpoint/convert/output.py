@@ -13,6 +13,7 @@ import numpy as np
 
 from mtp.checkpoint.convert.converted_weights import Group
 from mtp.checkpoint.format.checkpoint import INDEX
+from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.shard import ShardWriter, replace_bytes, replace_text
 from proto.errors import CheckpointError
 from proto.terminal.size import format_size
@@ -28,7 +29,14 @@ backbone a second time, and the output would be wrong.
 """
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
-_NOT_BESIDE = ("config.json", INDEX, "*preprocessor_config.json")
+_NOT_BESIDE = (
+    "config.json",
+    QUANTIZATION_FILE,
+    "quantize_config.json",
+    "quantization_config.json",
+    INDEX,
+    "*preprocessor_config.json",
+)
 """The files that are copied: those of the tokenizer, not those that describe weights or images."""
 
 
@@ -57,24 +65,35 @@ def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
     return ShardWriter(path, [entry for group in groups for entry in group.entries])
 
 
-def write_shard(writer: ShardWriter, groups: list[Group], on_bytes: Callable[[int], None]) -> None:
-    """Compute, write and release group after group; `groups` is empty afterwards."""
+def write_shard(
+    writer: ShardWriter,
+    groups: list[Group],
+    on_bytes: Callable[[int], None],
+    on_group: Callable[[Group], None] = lambda group: None,
+) -> None:
+    """Compute, write and release group after group; `groups` is empty afterwards.
+
+    `on_group` receives each group after it was computed.
+    """
     with writer:
         writer.rewind(0)
         groups.reverse()
         while groups:
-            on_bytes(_write_group(writer, groups.pop()))
+            group = groups.pop()
+            _write_group(writer, group)
+            on_group(group)
+            on_bytes(group.nbytes)
+            del group
             mx.clear_cache()
         writer.finish()
 
 
-def _write_group(writer: ShardWriter, group: Group) -> int:
-    """Write one group and return its bytes. Afterwards nothing refers to the arrays of the group."""
-    mx.eval(group.arrays)
+def _write_group(writer: ShardWriter, group: Group) -> None:
+    """Compute and write one group."""
+    mx.eval(group.arrays, [] if group.squares is None else group.squares)
     for array in group.arrays:
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
         writer.write(np.array(flat, copy=False).data)
-    return group.nbytes
 
 
 def check_free_space(path: Path, needed: int) -> None:

@@ -62,6 +62,12 @@ def read_part(
     return weights
 
 
+def read_values(checkpoint: Checkpoint, source: Source) -> mx.array:
+    """Return the lazy values of a packed weight in float32."""
+    files: _Files = {}
+    return dequantize_source(source, read_members(source, lambda n: _load(checkpoint, n, files)))
+
+
 def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
     try:
         return _TRANSFORMS[source.transform](stored)

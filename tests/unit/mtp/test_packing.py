@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mtp.packing.integers import pack_words, unpack_words
 from mtp.packing.packing import Packing
-from mtp.packing.repack import Members, packed_values, repack
+from mtp.packing.repack import Members, packed_values, repack, repacked_values
 from mtp.packing.repacked_linear import add_extras
 from tests.support.packed.goldens import Golden, read_goldens
 
@@ -36,22 +36,8 @@ def settings(inputs: int, packed: Members) -> dict[str, object]:
 
 
 def exact(inputs: int, packed: Members) -> mx.array:
-    """Return the values of a repacked weight, computed in float32 from its stored codes and scales."""
-    found = {n: a.astype(mx.float32) if n == "biases" else a for n, a in packed.items()}
-    if "biases" in found:
-        found["scales"] = found["scales"].astype(mx.float32)
-    values: mx.array = mx.dequantize(
-        found["weight"],
-        found["scales"],
-        found.get("biases"),
-        dtype=mx.float32,
-        **settings(inputs, packed),
-    )
-    if "output_scale" in found:
-        values = values * found["output_scale"]
-    if "input_order" in found:
-        values = mx.take(values, mx.argsort(found["input_order"]), axis=-1)
-    return values
+    """Return the values of a repacked weight in float32."""
+    return repacked_values(packed, settings(inputs, packed))
 
 
 def repacked(golden: Golden) -> Members:
