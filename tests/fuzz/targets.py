@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -70,7 +72,7 @@ def fuzz_join_message(data: bytes) -> None:
         await read_message(reader)
 
     with contextlib.suppress(ClusterError):
-        asyncio.run(read())
+        _loop().run_until_complete(read())
 
 
 def fuzz_certificate(data: bytes) -> None:
@@ -107,11 +109,24 @@ def fuzz_host(data: bytes) -> None:
 
 def fuzz_safetensors(data: bytes) -> None:
     """Read the header of a safetensors file."""
-    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
-        file.write(data)
-        file.flush()
-        with contextlib.suppress(ClusterError):
-            read_header(Path(file.name))
+    file = _file()
+    file.write_bytes(data)
+    with contextlib.suppress(ClusterError):
+        read_header(file)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that all inputs share."""
+    return asyncio.new_event_loop()
+
+
+@cache
+def _file() -> Path:
+    """Return the file that all inputs share. Its folder ends with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="fuzz")
+    atexit.register(folder.cleanup)
+    return Path(folder.name, "input.safetensors")
 
 
 TARGETS: dict[str, Target] = {
