@@ -29,7 +29,7 @@ JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 
-PROCESS_TESTS := tests/cluster tests/chaos tests/browser
+PROCESS_TESTS := tests/cluster tests/clients tests/chaos tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
@@ -37,7 +37,7 @@ GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.p
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
 
-.PHONY: help demo test test-slow check fmt bench proto check-proto constraints clean
+.PHONY: help demo test test-slow clients check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,6 +54,16 @@ test: $(VENV)/.dev ## the tests, without the slow ones
 
 test-slow: $(VENV)/.dev ## the slow ones
 	$(PYTEST) -m slow
+
+clients: ## install the clients of other projects that tests/clients runs, in Python and node
+	$(PYTHON) -m venv .cache/clients/python
+	.cache/clients/python/bin/python -m pip install $(PIP_FLAGS) -r tests/clients/python/requirements.txt
+	$(PYTHON) -m venv .cache/clients/openai-2
+	.cache/clients/openai-2/bin/python -m pip install $(PIP_FLAGS) -r tests/clients/python/requirements-openai-2.txt
+	mkdir -p .cache/clients/node
+	cp tests/clients/node/package.json .cache/clients/node/
+	if command -v npm >/dev/null; then cd .cache/clients/node && npm install --silent --no-audit --no-fund; \
+		else echo "npm is not installed, so the clients of node are skipped."; fi
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
@@ -85,7 +95,7 @@ constraints: ## resolve constraints.txt again, as a clean installation does toda
 	rm -rf $(VENV)-constraints
 
 clean: ## remove .venv and the files of tools
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache/clients build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -1,0 +1,50 @@
+"""LiteLLM: texts, streams, tool calls and formats over three dialects."""
+
+import json
+import os
+
+import litellm
+
+URL = os.environ["BASE_URL"]
+MESSAGES = [{"role": "user", "content": "How is Rome?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
+}
+dialects = {
+    "chat": {"model": "openai/tiny", "api_base": f"{URL}/v1", "api_key": "none"},
+    "anthropic": {"model": "anthropic/tiny", "api_base": URL, "api_key": "none"},
+    "ollama": {"model": "ollama_chat/tiny", "api_base": URL},
+}
+found = {}
+for name, dialect in dialects.items():
+    reply = litellm.completion(**dialect, messages=MESSAGES, tools=[TOOL]).choices[0].message
+    (call,) = reply.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "name": "weather", "content": "18 degrees"}
+    history = [*MESSAGES, reply.model_dump(exclude_none=True), result]
+    pieces = litellm.completion(**dialect, messages=MESSAGES, stream=True)
+    found[name] = {
+        "text": litellm.completion(**dialect, messages=MESSAGES).choices[0].message.content,
+        "pieces": "".join(piece.choices[0].delta.content or "" for piece in pieces),
+        "call": json.loads(call.function.arguments),
+        "report": litellm.completion(**dialect, messages=history, tools=[TOOL])
+        .choices[0]
+        .message.content,
+    }
+reply = litellm.completion(**dialects["chat"], messages=MESSAGES, response_format=FORMAT)
+found["format"] = json.loads(reply.choices[0].message.content)
+print(json.dumps(found))

@@ -1,0 +1,53 @@
+"""OpenAI's Agents SDK: a tool loop and a typed result, over chat completions and responses, and a stream."""
+
+import asyncio
+import json
+import os
+
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+set_tracing_disabled(True)
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+    degrees: int
+
+
+@function_tool
+def weather(city: str) -> str:
+    """Return the weather of a city."""
+    return f"18 degrees in {city}"
+
+
+async def main() -> None:
+    """Run the agents and print their results."""
+    client = AsyncOpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none")
+    found = {}
+    for name, kind in (("chat", OpenAIChatCompletionsModel), ("responses", OpenAIResponsesModel)):
+        model = kind(model="tiny", openai_client=client)
+        agent = Agent(name="a", instructions="Be kind.", model=model, tools=[weather])
+        typed = Agent(name="b", model=model, output_type=Weather)
+        streamed = Runner.run_streamed(agent, "How is Rome?")
+        async for _ in streamed.stream_events():
+            pass
+        found[name] = {
+            "report": (await Runner.run(agent, "How is Rome?")).final_output,
+            "streamed": streamed.final_output,
+            "object": (await Runner.run(typed, "How is Rome?")).final_output.model_dump(),
+        }
+    print(json.dumps(found))
+
+
+asyncio.run(main())

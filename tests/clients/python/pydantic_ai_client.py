@@ -1,0 +1,48 @@
+"""Pydantic AI: a text, a stream, and an agent with a tool and a typed result, over chat completions and messages."""
+
+import json
+import os
+
+from anthropic import AsyncAnthropic
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL = os.environ["BASE_URL"]
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+    degrees: int
+
+
+def weather(city: str) -> str:
+    """Return the weather of a city."""
+    return f"18 degrees in {city}"
+
+
+openai_provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
+anthropic_provider = AnthropicProvider(
+    anthropic_client=AsyncAnthropic(base_url=URL, api_key="none")
+)
+models = {
+    "chat": OpenAIChatModel("tiny", provider=openai_provider),
+    "responses": OpenAIResponsesModel("tiny", provider=openai_provider),
+    "anthropic": AnthropicModel("tiny", provider=anthropic_provider),
+}
+found = {}
+for name, model in models.items():
+    typed = Agent(model, output_type=Weather, tools=[weather])
+    native = Agent(model, output_type=NativeOutput(Weather))
+    found[name] = {
+        "text": Agent(model).run_sync("Hi").output,
+        "object": typed.run_sync("How is Rome?").output.model_dump(),
+    }
+    if name != "anthropic":  # its profile knows only Anthropic's own models for this
+        found[name]["format"] = native.run_sync("How is Rome?").output.model_dump()
+print(json.dumps(found))

@@ -1,0 +1,59 @@
+"""Scripted answers that use the tools and formats of a request, as a model would, for tests with real clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from coordinator.generation.request import GenerationRequest
+from tests.support.api.api_client import tiny_tokenizer
+
+OBJECT = {"city": "Rome", "degrees": 18}
+GREETING = "Hello 🎉 there"
+THOUGHT = "hm"
+REPORT = "It is 18 degrees."
+
+
+def scripted_answer(request: GenerationRequest) -> str:
+    """Return the answer to a request.
+
+    It calls the tool `weather` first, then a tool that takes `degrees`, if there are such tools. Without tools a
+    forced format gets OBJECT, and other requests get a text. Reasoning comes first where the template opens it.
+    """
+    tokenizer = tiny_tokenizer()
+    prompt = b"".join(map(tokenizer.token_bytes, request.prompt)).decode()
+    return _reasoning(prompt) + _answer(prompt, bool(request.params.grammar))
+
+
+def _answer(prompt: str, forced: bool) -> str:
+    tools = _tools(prompt)
+    has_result = "<|im_start|>tool\n" in prompt
+    if "weather" in tools and not has_result:
+        return _call("weather", {"city": "Rome"})
+    for name, properties in tools.items():
+        if "degrees" in properties:
+            return _call(name, OBJECT)
+    if forced:
+        return json.dumps(OBJECT)
+    return REPORT if has_result else GREETING
+
+
+def _reasoning(prompt: str) -> str:
+    return f"{THOUGHT}\n</think>\n\n" if prompt.endswith("<think>\n") else ""
+
+
+def _tools(prompt: str) -> dict[str, Any]:
+    """Return the tools in a prompt of the small tokenizer's template: their properties by name."""
+    found = {}
+    for line in prompt.splitlines():
+        if line.startswith(('{"type": "function"', '{"function"')):
+            function = json.loads(line)["function"]
+            found[function["name"]] = (function.get("parameters") or {}).get("properties") or {}
+    return found
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    values = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
