@@ -8,6 +8,7 @@ import httpx
 from playwright.sync_api import Browser, expect
 
 from coordinator.api.request.context import ApiOptions
+from coordinator.trust.invitation import Invitation
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
 from tests.support.browser.chromium import WatchedPage
@@ -21,7 +22,10 @@ MOST_GROWTH = 6_000_000
 
 def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
     """A wrong key is refused. A right one stays in this tab, or in this browser on request."""
-    with serving(ApiClient(options=ApiOptions(api_keys=(KEY,))).app) as url:
+    client = ApiClient(options=ApiOptions(api_keys=(KEY,)))
+    invitation = Invitation("mtp-worker --join mtp1.abc", 7)
+    object.__setattr__(client.app.state.api, "invite", lambda: invitation)
+    with serving(client.app) as url:
         watched = WatchedPage.open(browser, url)
         page = watched.page
         page.wait_for_selector("#key-dialog[open]")
@@ -32,9 +36,15 @@ def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
         page.click("#key-form button[type=submit]")
         page.wait_for_selector(".machine")
         assert page.evaluate("[localStorage.length, sessionStorage.length]")[1] == 1
+        watched.show("models")
+        page.click("text=Create a line")
+        page.wait_for_selector(".qr path")
+        assert page.locator(".invitation code").inner_text() == invitation.command
+        watched.show("cluster")
         page.reload()
         page.wait_for_selector(".machine")
-        assert [error for error in watched.errors if "401" not in error] == []
+        refused = ("401", "503")  # the app of this test has no catalog of models
+        assert [e for e in watched.errors if not any(code in e for code in refused)] == []
         watched.close()
 
 

@@ -23,7 +23,7 @@ from tests.support.processes.processes import (
 )
 
 COMPLETIONS = "**/v1/chat/completions"
-VIEWS = ("cluster", "chat", "timeline", "speed", "connect")
+VIEWS = ("cluster", "chat", "timeline", "speed", "models", "connect")
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text()
 PHONE, DESK = ViewportSize(width=390, height=844), ViewportSize(width=1280, height=860)
 FIRST_PAINT_MS = 1000
@@ -79,6 +79,8 @@ def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Clus
     assert page.locator(".strip .span:last-child .layer.head").count() == 1
     assert "weights" in page.locator(".mem-legend").first.inner_text()
     assert "2 stages" in page.locator("#view-cluster .card-head").first.inner_text()
+    assert "free in all" in page.locator(".machine .facts").first.inner_text()
+    assert "a hop" in page.locator(".machine .wire").first.inner_text()
 
 
 def test_an_answer_comes_with_its_figures(opened: WatchedPage) -> None:
@@ -89,7 +91,15 @@ def test_an_answer_comes_with_its_figures(opened: WatchedPage) -> None:
     for part in ("first token", "tokens/s", "drafts kept", "seed"):
         assert part in figures
     assert page.locator(".message.assistant .markdown").last.inner_text()
+    page.check("input[name=tint]")
+    assert page.locator(".message.assistant .token.drafted").count() > 0
+    assert page.locator(".message.assistant .token:not(.drafted)").count() > 0
+    told = page.locator(".message.assistant .tokens").last.text_content()
+    kept = page.evaluate("JSON.parse(localStorage['mtp-conversations'])[0].messages[1].content")
+    assert told == kept
+    page.uncheck("input[name=tint]")
     opened.show("cluster")
+    expect(page.locator(".requests tbody tr").first).to_contain_text("stop")
     expect(page.locator(".figure .value").first).not_to_have_text("0.0")
 
 
@@ -220,13 +230,30 @@ def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
 
 
+def test_models_are_listed_planned_and_tried(opened: WatchedPage) -> None:
+    """The view has the models of this machine, the planner's answer, and jobs with their end."""
+    opened.show("models")
+    page = opened.page
+    row = page.locator(".model-row:has-text('builtin')")
+    expect(row).to_contain_text("served")
+    row.get_by_role("button", name="Fit").click()
+    expect(row.locator(".model-panel")).to_contain_text("Fits with up to")
+    row.get_by_role("button", name="Try the head").click()
+    page.wait_for_selector(".jobs li[data-state=running], .jobs li[data-state=done]")
+    expect(page.locator(".jobs li[data-state=done]")).to_contain_text("head", timeout=PATIENCE_MS)
+    page.click("text=Create a line")
+    expect(page.locator("#view-models")).to_contain_text("mtp-coord key create")
+    opened.errors[:] = [error for error in opened.errors if "403" not in error]
+
+
 def test_tabs_work_from_the_keyboard(opened: WatchedPage) -> None:
     """Arrows change the view, and only one tab is in the order of the Tab key."""
     page = opened.page
+    opened.show("speed")
     page.focus("#tab-speed")
     page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.id") == "tab-connect"
-    assert page.locator("#view-connect").is_visible()
+    assert page.evaluate("document.activeElement.id") == "tab-models"
+    assert page.locator("#view-models").is_visible()
     page.keyboard.press("Home")
     assert page.evaluate("document.activeElement.id") == "tab-cluster"
     assert page.locator("[role=tab][tabindex='-1']").count() == len(VIEWS) - 1

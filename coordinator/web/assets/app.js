@@ -6,16 +6,18 @@ import { LiveState } from "./stream.js";
 import { ChatView } from "./chat.js";
 import { ClusterView } from "./cluster.js";
 import { ConnectView } from "./connect.js";
+import { ModelsView } from "./models.js";
 import { SpeedView } from "./speed.js";
 import { TimelineView } from "./timeline.js";
 
-const NAMES = ["cluster", "chat", "timeline", "speed", "connect"];
+const NAMES = ["cluster", "chat", "timeline", "speed", "models", "connect"];
 const live = new LiveState();
 const views = {
   cluster: new ClusterView(byId("view-cluster"), live),
   chat: new ChatView(byId("view-chat"), live),
   timeline: new TimelineView(byId("view-timeline"), live),
   speed: new SpeedView(byId("view-speed"), live),
+  models: new ModelsView(byId("view-models"), live),
   connect: new ConnectView(byId("view-connect"), live),
 };
 let shown = "";

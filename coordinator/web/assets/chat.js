@@ -9,6 +9,7 @@ import { Parameters } from "./parameters.js";
 
 const FRAME_MS = 80; // a stream is drawn at most this often
 const TITLE = 48;
+const TINT = "mtp-tint";
 
 export class ChatView {
   constructor(root, live) {
@@ -16,6 +17,8 @@ export class ChatView {
     this.conversations = new Conversations();
     this.current = this.conversations.list[0] ?? this.conversations.create();
     this.parameters = new Parameters();
+    this.tint = h("input", { type: "checkbox", name: "tint", onchange: () => this.setTint() });
+    this.tint.checked = localStorage.getItem(TINT) === "on";
     this.running = null;
     this.list = h("ul", { class: "conversations" });
     this.messages = h("div", { class: "messages", role: "log", "aria-label": "Conversation", "aria-live": "off", tabindex: "0" });
@@ -30,7 +33,7 @@ export class ChatView {
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
           h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
-            this.parameters.element, h("div", { class: "compose-row" }, this.input, this.send)))));
+            h("div", { class: "options" }, this.parameters.element, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send)))));
     this.drawList();
     this.drawMessages();
   }
@@ -83,13 +86,20 @@ export class ChatView {
 
   draw(message, last) {
     if (message.role === "user") return h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content));
-    const parts = new AnswerElement(message);
+    const parts = new AnswerElement(message, false, this.tint.checked);
     if (last && !this.running) parts.addActions(() => this.regenerate());
     return parts.element;
   }
 
   scrollDown() {
     this.messages.scrollTop = this.messages.scrollHeight;
+  }
+
+  // Tinted answers are plain text, one element for each token, because Markdown has no place for tokens.
+  setTint() {
+    localStorage.setItem(TINT, this.tint.checked ? "on" : "off");
+    if (this.running) this.streaming.tint = this.tint.checked;
+    else this.drawMessages();
   }
 
   // ---- answers
@@ -140,7 +150,8 @@ export class ChatView {
     setText(this.send, "Stop");
     this.drawList();
     this.drawMessages();
-    const parts = new AnswerElement(message, true);
+    const parts = new AnswerElement(message, true, this.tint.checked);
+    this.streaming = parts;
     this.messages.lastChild.replaceWith(parts.element);
     this.scrollDown();
     let partial = null;
@@ -186,11 +197,15 @@ function copyAnswer(message, answer) {
   message.content = answer.content;
   message.reasoning = answer.reasoning;
   message.calls = answer.calls;
+  message.pieces = answer.pieces;
 }
 
 // The elements of one answer. `update` draws what has arrived.
 class AnswerElement {
-  constructor(message, streaming = false) {
+  constructor(message, streaming = false, tint = false) {
+    this.tint = tint;
+    this.tokens = h("p", { class: "tokens", hidden: true });
+    this.legend = h("p", { class: "layer-legend", hidden: true }, h("span", {}, h("i", { class: "token drafted" }, "draft"), "accepted draft of the MTP head"), h("span", {}, h("i", { class: "token" }, "token"), "chosen by the model"));
     this.text = h("div", { class: "markdown" });
     this.thinking = h("div", { class: "markdown" });
     this.thinkingTitle = h("summary", {}, "Reasoning");
@@ -199,7 +214,7 @@ class AnswerElement {
     this.figures = h("p", { class: "answer-figures" });
     this.actions = h("span", { class: "actions" });
     this.element = h("article", { class: `message assistant${streaming ? " streaming" : ""}` }, h("h3", { class: "hidden" }, "Answer"),
-      this.reasoning, this.text, this.calls, h("div", { class: "answer-foot" }, this.figures, this.actions));
+      this.reasoning, this.text, this.tokens, this.legend, this.calls, h("div", { class: "answer-foot" }, this.figures, this.actions));
     this.message = message;
     this.update(message, null);
     if (!streaming) this.addCopy();
@@ -208,10 +223,21 @@ class AnswerElement {
   update(message, partial) {
     this.reasoning.hidden = !message.reasoning;
     renderMarkdown(this.thinking, message.reasoning ?? "");
-    renderMarkdown(this.text, message.content);
+    const tinted = this.tint && Boolean(message.pieces?.length);
+    this.tokens.hidden = this.legend.hidden = !tinted;
+    this.text.hidden = tinted;
+    if (tinted) this.drawTokens(message.pieces);
+    else renderMarkdown(this.text, message.content);
     if (partial) setText(this.thinkingTitle, message.content ? "Reasoning" : "Reasoning…");
     this.calls.replaceChildren(...(message.calls ?? []).map((call) => h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, `Tool call: ${call.name}`)), h("pre", { tabindex: "0" }, h("code", {}, call.arguments)))));
     this.figures.replaceChildren(...figureParts(message, partial));
+  }
+
+  // Pieces only grow, so the elements that exist stay.
+  drawTokens(pieces) {
+    const last = this.tokens.children.length - 1;
+    if (last >= 0) setText(this.tokens.children[last], pieces[last][1]);
+    for (let i = last + 1; i < pieces.length; i += 1) this.tokens.append(h("span", { class: pieces[i][0] === "d" ? "token drafted" : "token" }, pieces[i][1]));
   }
 
   addCopy() {

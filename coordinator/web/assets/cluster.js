@@ -9,6 +9,7 @@ import { BusyMeter } from "./busy.js";
 
 const SLOW = 1.15; // a stage this much slower than the mean is marked
 const SPARK_SECONDS = 120;
+const REQUESTS = 12;
 
 export class ClusterView {
   constructor(root, live) {
@@ -21,6 +22,7 @@ export class ClusterView {
     this.machines = h("ol", { class: "machines" });
     this.others = h("div", { class: "others" });
     this.events = h("ol", { class: "events" });
+    this.requests = h("tbody", {});
     this.replan = h("button", { class: "primary", onclick: () => this.useIdleWorkers() }, "Use idle workers");
     this.replanResult = h("span", { class: "hint", role: "status" });
     this.replanRow = h("div", { class: "row", hidden: true }, this.replan, this.replanResult);
@@ -32,6 +34,9 @@ export class ClusterView {
         this.strip, layerLegend(), this.suggestion, this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Not in the plan")), this.others, this.replanRow)),
+      (this.requestsCard = h("section", { class: "card", "aria-labelledby": "requests-title", hidden: true },
+        h("div", { class: "card-head" }, h("h3", { id: "requests-title" }, "Requests")),
+        h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "List of requests" }, h("table", { class: "plain requests" }, h("thead", {}, h("tr", {}, ["Began", "Kind", "Prompt", "Tokens", "First token", "Time", "State"].map((text, i) => h("th", { scope: "col", class: i > 1 && i < 6 ? "number" : "" }, text)))), this.requests)))),
       h("section", { class: "card", "aria-labelledby": "events-title" },
         h("div", { class: "card-head" }, h("h3", { id: "events-title" }, "Events")), this.events));
   }
@@ -49,8 +54,10 @@ export class ClusterView {
     const others = status.nodes.filter((node) => !node.span);
     const busy = stages.map((node) => this.busy.share(node));
     this.draw("strip", [status.architecture, stages.map((n) => [n.name, n.span, n.health])], () => drawStrip(this.strip, status, stages));
-    this.draw("machines", [stages, busy], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, busy[i]))));
+    const traffic = stages.map((node) => this.busy.traffic(node));
+    this.draw("machines", [stages.map((node) => ({ ...node, busy_seconds: 0, bytes_in: 0, bytes_out: 0 })), busy, traffic], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, busy[i], traffic[i]))));
     this.draw("others", others, () => this.drawOthers(others, status));
+    this.draw("requests", [this.live.openRequests, this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
     setText(this.suggestion, status.suggestion);
     this.suggestion.hidden = !status.suggestion;
@@ -89,6 +96,16 @@ export class ClusterView {
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
       h("span", { class: "hint" }, [node.address, node.chip].filter(Boolean).join(" · ")),
       h("span", { class: "why" }, whyUnused(node)))));
+  }
+
+  drawRequests() {
+    const rows = [...this.live.openRequests.toReversed(), ...this.live.endedRequests.toReversed()].slice(0, REQUESTS);
+    this.requestsCard.hidden = !rows.length;
+    this.requests.replaceChildren(...rows.map((one) => h("tr", {},
+      h("td", {}, clockTime(one.began_at)), h("td", {}, one.endpoint),
+      h("td", { class: "number" }, one.prompt_tokens ? count(one.prompt_tokens) : "–"), h("td", { class: "number" }, count(one.tokens)),
+      h("td", { class: "number" }, seconds(one.first_token)), h("td", { class: "number" }, seconds(one.seconds)),
+      h("td", {}, one.outcome || (one.tokens ? "answering" : "waiting")))));
   }
 
   drawEvents() {
@@ -176,7 +193,7 @@ function range(span) {
 
 // ---- machines
 
-function machine(node, index, stages, busy) {
+function machine(node, index, stages, busy, traffic) {
   const times = stages.map((one) => one.stage_ms ?? 0);
   const slowest = Math.max(...times, 1e-9);
   const mean = times.reduce((a, b) => a + b, 0) / times.length;
@@ -189,8 +206,26 @@ function machine(node, index, stages, busy) {
     h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
     node.health === "loading" ? loading(node) : stageTime(node, slowest, busy),
     memory(node),
-    h("p", { class: "hint wire" }, next ? `to ${next.name}${node.link_ms === null ? "" : `: ${seconds(node.link_ms / 1000)} round trip`}` : node.address ? "to the coordinator" : "",
-      node.failure_count ? ` · ${plural(node.failure_count, "recent failure")}` : ""));
+    machineFacts(node),
+    h("p", { class: "hint wire" }, [
+      next ? `to ${next.name}${node.link_ms === null ? "" : `: ${seconds(node.link_ms / 1000)} a hop`}` : node.address && "to the coordinator",
+      traffic && `${bytes(traffic.in)}/s in, ${bytes(traffic.out)}/s out`,
+      node.bytes_out > 0 && `${bytes(node.bytes_in + node.bytes_out)} in all`,
+      node.failure_count && plural(node.failure_count, "recent failure"),
+    ].filter(Boolean).join(" · ")));
+}
+
+// What the system reports of the whole machine. Values that it does not offer without root are left out.
+function machineFacts(node) {
+  const facts = [
+    node.memory_free !== null && `${bytes(node.memory_free)} free in all`,
+    node.swap_used > 0 && `${bytes(node.swap_used)} swapped`,
+    node.temperature !== null && `${Math.round(node.temperature)} °C`,
+    node.power !== null && `${node.power.toFixed(1)} W`,
+    node.ready_at !== null && `since ${clockTime(node.ready_at)}`,
+    node.version,
+  ].filter(Boolean);
+  return facts.length ? h("p", { class: "hint facts" }, facts.join(" · ")) : null;
 }
 
 function stageTime(node, slowest, busy) {

@@ -4,11 +4,11 @@ import { authorization } from "./key.js";
 
 // Calls `onChange(answer)` as text arrives. Resolves with the finished answer; rejects with an Error for people.
 export async function streamAnswer(body, signal, onChange) {
-  const answer = { content: "", reasoning: "", calls: [], usage: null, finish: null, started: performance.now(), first: null, last: null, prompt: null };
+  const answer = { content: "", reasoning: "", calls: [], usage: null, finish: null, started: performance.now(), first: null, last: null, prompt: null, pieces: [] };
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...authorization() },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, token_origins: true } }),
     signal,
   });
   if (!response.ok) throw new Error(await errorText(response));
@@ -49,6 +49,7 @@ function applyDelta(answer, choice) {
   if (!text) return;
   answer.last = performance.now();
   answer.first ??= answer.last;
+  if (delta.content) addPiece(answer.pieces, delta.content, choice.token_origins ?? "");
   answer.content += delta.content ?? "";
   answer.reasoning += delta.reasoning_content ?? "";
   for (const call of delta.tool_calls ?? []) {
@@ -56,6 +57,14 @@ function applyDelta(answer, choice) {
     known.name += call.function?.name ?? "";
     known.arguments += call.function?.arguments ?? "";
   }
+}
+
+// Adds text to the pieces [origin, text], and joins neighbours of one origin. A piece of several tokens counts as an
+// accepted draft if all of them are.
+function addPiece(pieces, text, letters) {
+  const origin = letters && !letters.includes("s") ? "d" : "s";
+  if (pieces.length && pieces.at(-1)[0] === origin && origin === "s" && !letters) pieces.at(-1)[1] += text;
+  else pieces.push([origin, text]);
 }
 
 async function errorText(response) {

@@ -8,6 +8,7 @@ const HIDDEN_MS = 5000; // a hidden page lets its connection go: browsers allow 
 const HISTORY = 600;
 const EVENTS = 100;
 const FRAMES = 6000;
+const ENDED = 50;
 
 export class LiveState extends EventTarget {
   constructor() {
@@ -16,6 +17,8 @@ export class LiveState extends EventTarget {
     this.events = [];
     this.history = [];
     this.frames = [];
+    this.openRequests = [];
+    this.endedRequests = [];
     this.clockOffset = 0;
     this.connection = "connecting";
     this.attempts = 0;
@@ -94,6 +97,7 @@ export class LiveState extends EventTarget {
       this.events = data.events;
       this.history = data.history;
       this.frames = [];
+      this.endedRequests = [];
       this.attempts = 0;
       this.setConnection("live");
     } else {
@@ -102,6 +106,9 @@ export class LiveState extends EventTarget {
       append(this.history, data.history, HISTORY);
     }
     append(this.frames, data.frames, FRAMES);
+    this.openRequests = data.open_requests ?? this.openRequests;
+    const known = new Set(this.endedRequests.map((one) => one.number)); // a snapshot may precede the delta that has it
+    append(this.endedRequests, data.ended_requests?.filter((one) => !known.has(one.number)), ENDED);
     this.dispatchEvent(new CustomEvent("change", { detail: { kind: name, data } }));
   }
 
