@@ -22,5 +22,7 @@ class FrameInFlight:
     """Windows in flight per sequence at most, when the frame was sent."""
     valid_windows: int = 0
     """Windows in the frame that no outcome has invalidated."""
+    continues: bool = False
+    """The frame was sent before the frame before it returned, and its windows continue those of this frame."""
     speculative: bool = False
     """The frame carries a window that was sent before the previous window of its sequence returned."""

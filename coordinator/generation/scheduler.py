@@ -5,6 +5,8 @@ The scheduler keeps a pipeline of N stages full:
   longest. At most N micro-batches are in flight. Sequences that become ready meanwhile wait and travel together.
 * With c < N, up to ⌊N/c⌋ windows of a sequence are in flight. All but the first are speculative: each builds on the
   unverified windows before it.
+* A single stage runs ahead of plain decoding: while a frame is in flight, the next one continues its windows with
+  tokens that only the stage knows yet. So the device never waits for the coordinator.
 * Prompts use pipelined chunked prefill: up to N + 1 chunks are in flight, because a chunk needs no outcome of the
   chunk before it. A ready micro-batch goes before the next chunk, so a running stream waits for at most one chunk a
   stage. N micro-batches leave room for a chunk, so a prompt never waits for a stream to end.
@@ -27,6 +29,7 @@ from coordinator.generation.request import (
     PrefillProgress,
     TokenChunk,
 )
+from coordinator.generation.run_ahead import sequences_to_run_ahead
 from coordinator.generation.sequence import Sequence
 from coordinator.generation.step_cost import StepCostMeter
 from coordinator.planning.capacity import Capacity
@@ -71,6 +74,8 @@ class Scheduler:
         self.next_number = 0
         self._next_seq = 0
         self._step_costs = StepCostMeter(self.stages)
+        self._shape: Shape | None = None
+        """The shape that the controller chose for the next micro-batch, until it is sent."""
 
     def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
@@ -170,21 +175,44 @@ class Scheduler:
         """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
         decoding = [s for s in self.running.values() if s.decoding]
         in_flight = sum(1 for one in self.in_flight if one.valid_windows)
-        if not decoding or in_flight >= self.stages:
+        if not decoding or in_flight > self.stages:
             return []
-        if self._windows_per_sequence(len(decoding)) > 1:
+        if in_flight == self.stages:
+            chosen, shape = self._next_to_run_ahead(decoding), Shape()
+            record.continues = bool(chosen)
+        elif self._windows_per_sequence(len(decoding)) > 1:
             chosen, shape = self._next_speculative(decoding)
         else:
             ready = [s for s in decoding if not s.windows_in_flight]
             chosen = ready[: -(-len(decoding) // self.stages)]
-            shape = self.controller.choose_shape(len(chosen)) if chosen else Shape()
+            shape = self._next_shape(len(chosen)) if chosen else Shape()
+            self._shape = None
         segments = [self._window_segment(sequence, shape, record) for sequence in chosen]
         if chosen:
             record.decode_rows = record.valid_windows = len(chosen)
             record.micro_batches = min(len(decoding), self.stages)
             record.fill = self._fill(chosen[0], len(decoding))
-            record.speculative = len(chosen[0].windows_in_flight) > 1
+            record.speculative = len(chosen[0].windows_in_flight) > 1 and not record.continues
         return segments
+
+    def _next_shape(self, count: int) -> Shape:
+        """Return the shape of the next micro-batch of `count` sequences. It is chosen once."""
+        if self._shape is None:
+            self._shape = self.controller.choose_shape(count)
+        return self._shape
+
+    def _next_to_run_ahead(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Return the sequences of a frame that continues the one in flight on a single stage, or none.
+
+        There is none while a prompt is computed, where drafts pay, or without memory for two open windows a sequence.
+        """
+        if self.stages > 1 or len(decoding) < len(self.running):
+            return []
+        going = sequences_to_run_ahead(decoding)
+        if not going or self._open_windows(len(decoding)) < 2 or self._next_shape(len(going)).depth:
+            return []
+        self._shape = None
+        return going
 
     def _windows_per_sequence(self, decoding: int) -> int:
         """Return how many windows each of `decoding` sequences may have in flight so that no stage is idle.
@@ -194,8 +222,11 @@ class Scheduler:
         """
         if self.stages < 2 * decoding or decoding < len(self.running):
             return 1
-        room = 2 * self.capacity.sequences // decoding - 1
-        return max(1, min(self.stages // decoding, room, MAX_DEPTH + 1))
+        return max(1, min(self.stages // decoding, self._open_windows(decoding), MAX_DEPTH + 1))
+
+    def _open_windows(self, decoding: int) -> int:
+        """Return how many open windows of each of `decoding` sequences fit into the plan's memory."""
+        return 2 * self.capacity.sequences // decoding - 1
 
     def _fill(self, sequence: Sequence, decoding: int) -> int:
         """Return how many windows `sequence` may have in flight.
@@ -229,6 +260,7 @@ class Scheduler:
             open=True,
             sample=True,
             drafts=min(shape.depth, max(0, sequence.remaining - window.first - 2)),
+            continues=window.continues,
         )
 
     def _next_chunks(self) -> list[Segment]:
@@ -398,6 +430,8 @@ class Scheduler:
         if sequence.finished is None:
             return
         held = (*sequence.tokens[: segment.position], *segment.tokens[: outcome.accepted_length])
+        if segment.continues:
+            held = tuple(sequence.tokens[: segment.position + 1])
         finished = Finished(sequence.finished, sequence.stats(now))
         result.events.append((sequence.seq_id, finished))
         self._queue_commit(sequence)

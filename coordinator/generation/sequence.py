@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from coordinator.generation.draft_counts import DraftCounts
@@ -20,7 +20,8 @@ class Window:
     """A verify window in flight.
 
     `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
-    draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it.
+    draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it. A window that
+    `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it.
     """
 
     number: int
@@ -28,6 +29,13 @@ class Window:
     tokens: tuple[int, ...]
     frame: FrameInFlight = field(compare=False, repr=False)
     """The frame that carries the window."""
+    drafts: int = 0
+    continues: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) + self.continues
 
 
 class WindowResult(Enum):
@@ -141,7 +149,16 @@ class Sequence:
     @property
     def tokens_in_flight(self) -> int:
         """Tokens in flight, including the last one of `tokens`."""
-        return sum(len(window.tokens) for window in self.windows_in_flight)
+        return sum(window.width for window in self.windows_in_flight)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """True if the next window may continue the one in flight, before the token between them is known."""
+        if not self.windows_in_flight:
+            return True
+        window = self.windows_in_flight[0]
+        alone = len(self.windows_in_flight) == 1 and window.width == 1
+        return alone and not window.drafts and not self.request.params.needs_host
 
     def can_send_window(self, shape: Shape) -> bool:
         """Return whether a window of `shape` can be sent now: the first one, or a further speculative one."""
@@ -154,12 +171,17 @@ class Sequence:
     def next_window(self, shape: Shape, frame: FrameInFlight) -> Window:
         """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
 
-        Without speculative windows (`shape.fill` of 1) the window takes all drafts.
+        Without speculative windows (`shape.fill` of 1) the window takes all drafts, or continues the one in flight.
         """
+        if self.windows_in_flight and shape.fill == 1:
+            window = Window(self.next_window_number(), 0, (), frame, shape.depth, continues=True)
+            self.windows_in_flight.append(window)
+            return window
         chain = (self.tokens[-1], *self.drafts[: self.remaining - 1])
         first = self.tokens_in_flight
         width = shape.width if shape.fill > 1 else len(chain)
-        window = Window(self.next_window_number(), first, chain[first : first + width], frame)
+        tokens = chain[first : first + width]
+        window = Window(self.next_window_number(), first, tokens, frame, shape.depth)
         self.windows_in_flight.append(window)
         return window
 
@@ -185,6 +207,9 @@ class Sequence:
         """
         window = self.windows_in_flight.popleft()
         chosen = (*window.tokens[1 : outcome.accepted_length], _token(outcome))
+        if self.windows_in_flight and self.windows_in_flight[0].continues:
+            following = self.windows_in_flight[0]
+            self.windows_in_flight[0] = replace(following, tokens=chosen[-1:], continues=False)
         tokens = self._append_tokens(chosen)
         self.drafts = self._drafts_before_stop(outcome.drafts)
         result = self._classify(window, outcome)
@@ -242,7 +267,8 @@ class Sequence:
         if ended:
             return tuple(results)
         if result is WindowResult.ACCEPTED:
-            results += [DraftResult(w.first, True) for w in list(self.windows_in_flight)[:1]]
+            following = list(self.windows_in_flight)[:1]
+            results += [DraftResult(w.first, True) for w in following if w.first]
         else:
             results += [
                 DraftResult(w.first + i, False)
@@ -308,14 +334,14 @@ class Sequence:
         assert self.scheduled_tokens <= self.prefill_tokens <= len(self.tokens), self
         assert self.cached_tokens <= self.scheduled_tokens, self
         assert self.remaining > 0 and self.finished is None, self
-        assert self.prefilling or len(self.windows_in_flight) <= stages, self
+        assert self.prefilling or len(self.windows_in_flight) <= max(2, stages), self
         assert not self.windows_in_flight or self.decoding, self
         assert self.tokens_in_flight <= self.remaining, self
         numbers = [window.number for window in self.windows_in_flight]
         assert numbers == sorted(set(numbers)) and max(numbers, default=0) <= self.window_count, (
             self
         )
-        assert all(window.tokens for window in self.windows_in_flight), self
+        assert all(window.width for window in self.windows_in_flight), self
 
 
 def _token(outcome: Outcome) -> int:

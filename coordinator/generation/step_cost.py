@@ -52,6 +52,9 @@ class StepCostMeter:
         widths = {(s.width, s.drafts) for s in frame.segments}
         if not record.valid_windows or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
             return None
+        if record.continues:
+            interval = now - sequence.window_returned_at
+            return StepCost(interval, interval)
         if record.speculative:
             seconds = modelled_pass + (self._pass_overhead or 0.0)
             return StepCost(seconds, now - sequence.window_returned_at, speculative=True)

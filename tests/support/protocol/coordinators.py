@@ -39,6 +39,8 @@ class Scheduled:
     received: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Sequences that have ended or whose client has left."""
+    stopped: set[int] = field(default_factory=set)
+    """Sequences that a stop token has ended."""
 
     @property
     def epoch(self) -> int:
@@ -58,6 +60,7 @@ class Scheduled:
             self.requests,
             received,
             set(self.ended),
+            set(self.stopped),
         )
 
     def _live(self) -> list[ScheduledSequence]:
@@ -123,8 +126,13 @@ class Scheduled:
             if isinstance(event, TokenChunk):
                 self.received[seq_id] += event.tokens
             if isinstance(event, Finished):
-                assert event.reason == "length"
-                assert len(self.received[seq_id]) == self.requests[seq_id].max_tokens
+                request, count = self.requests[seq_id], len(self.received[seq_id])
+                if event.reason == "stop":
+                    start = len(request.prompt)
+                    assert truth(seq_id, start + count + 1)[-1] in request.stop_tokens
+                    self.stopped.add(seq_id)
+                else:
+                    assert event.reason == "length" and count == request.max_tokens
                 self.ended.add(seq_id)
 
     def reset(self, stages: int, epoch: int) -> None:
@@ -133,7 +141,8 @@ class Scheduled:
 
     def known(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are known, including the prompt."""
-        return len(self.requests[seq_id].prompt) + len(self.received[seq_id])
+        tokens = len(self.requests[seq_id].prompt) + len(self.received[seq_id])
+        return tokens + (seq_id in self.stopped)  # no client receives a stop token
 
     def done(self) -> bool:
         """Return whether every request has ended and nothing is in flight."""

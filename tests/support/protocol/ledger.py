@@ -69,7 +69,8 @@ class Ledger:
         """Record a frame that the last stage passes on."""
         decided = dict(self.decided)
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
-            if segment.open and not outcome.cancelled:
+            # The text may have ended before a window that continues, so only a header commits it.
+            if segment.open and not outcome.cancelled and not segment.continues:
                 decided[segment.seq_id] = self._end(
                     segment.seq_id, segment.window, outcome.accepted_length
                 )
@@ -105,13 +106,11 @@ class Ledger:
             committed = sequence.stack.committed
             if seq_id in self.left:
                 continue
+            least = due[seq_id]
             if stage.verifier is not None:
-                wanted = {max(due[seq_id], self.decided.get(seq_id, 0))}
-            else:
-                announced = {
-                    end for one, end in self.signals if one == seq_id and end > due[seq_id]
-                }
-                wanted = {due[seq_id], *announced}
+                least = max(least, self.decided.get(seq_id, 0))
+            announced = {end for one, end in self.signals if one == seq_id and end > least}
+            wanted = {least, *announced}
             assert committed in wanted, (
                 f"sequence {seq_id}: {committed} committed after frame {stage.frames_done - 1}, not {wanted}"
             )

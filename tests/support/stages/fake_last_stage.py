@@ -102,7 +102,9 @@ class FakeLastStage:
                 self.sequences[op.seq_id] = FakeSequence(op)
             case Commit():
                 held = self.sequences[op.seq_id]
-                held.stack.commit(op.window, op.accepted_length, in_header=True)
+                result = held.stack.commit(op.window, op.accepted_length, in_header=True)
+                if result.trim:  # the text ended before a window that continues
+                    del held.tokens[-result.trim :]
                 held.upstream.commit(op.window, op.accepted_length, in_header=True)
                 assert len(held.tokens) == held.stack.length
                 assert held.stack.stale or held.stack.length == held.upstream.length
@@ -129,13 +131,16 @@ class FakeLastStage:
         if held.stack.stale:
             return Outcome(segment.seq_id, segment.window, 0, cancelled=True)
         held.stack.extend(*where, stays_open=segment.open)
-        held.tokens += segment.tokens
+        tokens = segment.tokens
+        if segment.continues:
+            tokens = (target(held.tokens, held.admitted.params.seed),)
+        held.tokens += tokens
         assert len(held.tokens) <= held.admitted.capacity
         if not segment.sample:
             return Outcome(segment.seq_id, segment.window, segment.width)
         accepted_length = self._accepted_length(held, segment)
         del held.tokens[segment.position + accepted_length :]
-        if segment.open:
+        if segment.open and not segment.continues:
             held.stack.commit(segment.window, accepted_length, in_header=False)
         if not accepted_length:
             return Outcome(segment.seq_id, segment.window, 0)
@@ -150,7 +155,7 @@ class FakeLastStage:
         )
 
     def _accepted_length(self, held: FakeSequence, segment: Segment) -> int:
-        if not segment.open:
+        if segment.continues or not segment.open:
             return segment.width
         accepted_length = 0
         while accepted_length < segment.width:

@@ -33,11 +33,23 @@ def scheduled(
     prompt: int = PROMPT,
     chunk: int = 1,
     mtp: str = "1",
+    stop: int | None = None,
 ) -> Walk:
-    """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes."""
+    """Walk the real scheduler with requests of `lengths` tokens, `leaves` leaving clients and `crashes` crashes.
+
+    The text of each sequence stops after `stop` tokens.
+    """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-    requests = tuple(GenerationRequest(tuple(truth(i, prompt)), n) for i, n in enumerate(lengths))
+    stops = (
+        frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2))
+        if stop is not None
+        else frozenset()
+    )
+    requests = tuple(
+        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops)
+        for i, n in enumerate(lengths)
+    )
     coordinator = Scheduled(scheduler, requests, leaves, room)
     return explore(World.start(coordinator, stages, crashes), MAX_STATES)
 
@@ -77,6 +89,23 @@ def test_the_scheduler_fills_the_stages(
     walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="filled")
     print(walk)
     assert walk.met["News"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "leaves", "crashes", "stop"),
+    [((4,), 1, 1, None), ((5,), 1, 0, 2), ((4, 3), 0, 0, 2), ((3, 3), 1, 0, 2), ((4,), 0, 1, 3)],
+)
+def test_a_single_stage_runs_ahead(
+    lengths: tuple[int, ...], leaves: int, crashes: int, stop: int | None
+) -> None:
+    """A stage continues with tokens that the coordinator does not know yet, and the contract holds.
+
+    Stop tokens, limits, leaving clients and crashes occur while a window continues another. The stage begins a frame
+    before or after it has finished the frame before.
+    """
+    walk = scheduled(1, lengths, leaves=leaves, crashes=crashes, mtp="off", stop=stop)
+    print(walk)
+    assert walk.met["ahead"]
 
 
 def test_a_prompt_in_one_chunk() -> None:

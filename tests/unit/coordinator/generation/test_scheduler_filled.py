@@ -41,10 +41,13 @@ def max_in_flight(drive: Drive) -> int:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("right", "out_of"), [(0, 5), (1, 2), (4, 5), (5, 5)])
 def test_one_stream_fills_every_stage(stages: int, right: int, out_of: int) -> None:
-    """One window per stage is in flight for any acceptance, and the text is that of plain decoding."""
+    """One window per stage is in flight for any acceptance, and the text is that of plain decoding.
+
+    A single stage runs ahead, so it has two.
+    """
     drive = driven(stages, right, out_of)
     seq = drive.submit(PROMPT, tokens=40)
-    assert max_in_flight(drive) == stages
+    assert max_in_flight(drive) == max(2, stages)
     assert drive.tokens(seq) == plain(PROMPT, 40)
     assert not drive.stage.sequences
 
