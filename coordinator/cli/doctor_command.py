@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from coordinator.cli.http_call import KeyOption, call
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.state_option import StateOption
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
@@ -50,6 +51,11 @@ def doctor(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="URL of a running mtp-coord serve, to check the balance of its plan."),
+    ] = None,
+    api_key: KeyOption = None,
     state: StateOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
@@ -64,7 +70,10 @@ def doctor(
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
-    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
+    nodes = (
+        None if url is None else tuple(json.loads(call("GET", url, "/status", api_key))["nodes"])
+    )
+    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy, nodes)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)
     findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())
     counts = Counter(finding.verdict for finding in findings)

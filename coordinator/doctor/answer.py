@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from coordinator.doctor.finding import Finding, Verdict
 from coordinator.generation.loop import GenerationLoop
@@ -12,6 +14,7 @@ from coordinator.local_engine.generator import local_generator
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import MtpMode
+from proto.frame_stamps import StageStep
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 
@@ -25,14 +28,25 @@ SLOW_RESTART = 2.0
 """Ratio of a token's time after a pause to the time before. Above it, weights were paged out."""
 
 
+TRACE_SECONDS = 60.0
+"""Seconds of frames from which the host time is taken."""
+
+LARGE_HOST_SHARE = 0.5
+"""Share of a step. Reports give .2 of a step for 4B models on Metal; above .5 the device mostly waits."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one answer and its statistics. `restart` is the ratio of a token's time after a pause."""
+    """The tokens of one answer and its statistics. `restart` is the ratio of a token's time after a pause.
+
+    `host_seconds` is the time in which Python builds the computation of one step of one row.
+    """
 
     depth: int
     tokens: tuple[int, ...]
     stats: GenerationStats
     restart: float | None = None
+    host_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,14 +66,26 @@ async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int, *, pau
     async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False) as loop:
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
-        answer = Answer(depth, found, stats)
+        answer = Answer(depth, found, stats, host_seconds=await _host_seconds(loop))
         if not pause:
             return answer
         await asyncio.sleep(PAUSE_SECONDS)
         after, later = await _generate(loop, prompt[:1], 4)
         seconds = later.decode_seconds / max(len(after) - 1, 1)
         before = stats.decode_seconds / max(len(found) - 1, 1)
-        return Answer(depth, found, stats, seconds / max(before, 1e-9))
+        return replace(answer, restart=seconds / max(before, 1e-9))
+
+
+async def _host_seconds(loop: GenerationLoop) -> float:
+    """Return the median time in which the stage built a step of one row, from the stamps of its last frames."""
+    times = [
+        (frame.times[StageStep.BUILT] - frame.times[StageStep.BEGUN]) / 1e9
+        for trace in await loop.collect_trace(TRACE_SECONDS)
+        if trace.stage >= 0
+        for frame in trace.frames
+        if frame.rows == 1 and frame.times[StageStep.BUILT] and frame.times[StageStep.BEGUN]
+    ]
+    return statistics.median(times) if times else 0.0
 
 
 async def _generate(
@@ -89,12 +115,47 @@ def judge_identity(plain: Answer, drafted: Answer) -> Finding:
     return Finding(name, Verdict.WARN, f"differs from token {place}", advice, values)
 
 
-def judge_speed(plain: Answer, drafted: Answer) -> Finding:
-    """Compare the speed with drafts to the speed without."""
+def judge_host(plain: Answer, layers: int, *, cpu: bool) -> Finding:
+    """Report the share of a step in which Python builds the computation, and the time per layer.
+
+    With `cpu` the same processor computes, so the share says nothing.
+    """
+    share = plain.host_seconds / max(plain.step_seconds, 1e-9)
+    a_layer = plain.host_seconds / max(layers, 1)
+    values = {"seconds_per_layer": a_layer, "share_of_a_step": share}
+    figure = f"{a_layer * 1e6:.0f} µs a layer, {share:.0%} of a step"
+    if cpu or share < LARGE_HOST_SHARE:
+        return Finding("host time", Verdict.OK, figure, "", values)
+    advice = "Python, not the device, limits this model here. End programs that use the CPU. A larger model loses less."
+    return Finding("host time", Verdict.WARN, figure, advice, values)
+
+
+def break_even(cost: float, drafts: int) -> float | None:
+    """Return the acceptance per draft from which windows that cost `cost` steps pay; None if they never do.
+
+    With acceptance p a window of k drafts gives 1 + p + … + p^k tokens.
+    """
+    if cost > 1 + drafts:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        gives = sum(middle**i for i in range(drafts + 1))
+        low, high = (low, middle) if gives >= cost else (middle, high)
+    return high
+
+
+def judge_speed(plain: Answer, drafted: Answer, rows: Mapping[int, float] | None = None) -> Finding:
+    """Compare the speed with drafts to the speed without.
+
+    `rows` are the costs of windows by their rows. The rest of a window's cost is that of its drafts.
+    """
     ratio = drafted.step_seconds / max(plain.step_seconds, 1e-9)
     per_window = (len(drafted.tokens) - 1) / max(drafted.stats.windows, 1)
     first = drafted.stats.drafted_by_position[:1]
     acceptance = drafted.stats.accepted_by_position[0] / first[0] if first and first[0] else None
+    pays_from = break_even(ratio, drafted.depth)
+    beta = (rows or {}).get(drafted.depth + 1)
     prefill = plain.stats.prompt_tokens / max(plain.stats.prefill_seconds, 1e-9)
     values = {
         "prefill_tokens_per_second": prefill,
@@ -104,10 +165,17 @@ def judge_speed(plain: Answer, drafted: Answer) -> Finding:
         "window_cost": ratio,
         "tokens_per_window": per_window,
         "first_acceptance": acceptance,
+        "break_even_acceptance": pays_from,
+        "draft_cost": None if beta is None else max(0.0, (ratio - beta) / drafted.depth),
     }
     figure = (
         f"prompt {prefill:.0f} tokens/s, plain {plain.tokens_per_second:.1f}, with {drafted.depth} drafts "
-        f"{drafted.tokens_per_second:.1f}. A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens"
+        f"{drafted.tokens_per_second:.1f}. A window costs {ratio:.2f} steps and gives {per_window:.2f} tokens; "
+        + (
+            f"it pays from an acceptance of {pays_from:.2f}"
+            if pays_from is not None
+            else "it never pays"
+        )
     )
     if per_window < ratio:
         advice = (

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from logging import LogRecord, getLogger
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from coordinator.doctor import (
     answer,
+    balance,
     bandwidth,
     discovery,
     disk,
@@ -38,6 +40,7 @@ from coordinator.workers.discovery import Candidate, Discovery, collect
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
+from worker.engine import sensors
 
 CHECK_SECONDS = 60.0
 """Seconds. Longest single check."""
@@ -60,6 +63,8 @@ class DoctorOptions:
     mdns: bool = True
     full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
+    nodes: tuple[Mapping[str, Any], ...] | None = None
+    """The nodes of a running coordinator's `/status`, to check the balance of its plan."""
 
 
 class Diagnosis:
@@ -69,6 +74,8 @@ class Diagnosis:
         self.options = options
         self.findings: list[Finding] = []
         self._report = report
+        self._rows: Mapping[int, float] | None = None
+        """Costs of windows by their rows."""
         self._seconds = FULL_CHECK_SECONDS if options.full else CHECK_SECONDS
 
     async def run(self) -> list[Finding]:
@@ -110,8 +117,18 @@ class Diagnosis:
                 partial(links.check_hop, sender, receiver),
             )
         if reached:
+            own, model = (
+                sensors.own_version(),
+                await asyncio.to_thread(self.options.checkpoint.fingerprint),
+            )
+            await self._run(
+                "versions of the workers", lambda: workers.check_equal_versions(own, reached)
+            )
+            await self._run("checkpoints", lambda: workers.check_equal_checkpoints(model, reached))
             await self._run("chips", lambda: workers.check_equal_chips(reached))
             await self._run("Thunderbolt Bridge", lambda: route.check_bridge(len(reached)))
+        if (nodes := self.options.nodes) is not None:
+            await self._run("balance", lambda: balance.check_balance(nodes))
 
     async def _candidates(self) -> tuple[list[Candidate], str]:
         """Return the named and the announced workers, and the first warning of the mDNS browser."""
@@ -153,6 +170,7 @@ class Diagnosis:
         await self._run("memory", lambda: memory.check_memory(machine.limits))
         await self._run("exactness", lambda: kernels.check_exactness(config, dtype, full=full))
         await self._run("window cost", lambda: kernels.check_window_cost(config, dtype))
+        self._rows = self.findings[-1].values.get("ratios")
         await self._run("GDN", lambda: gdn.check_gdn(config, dtype))
 
     async def _check_model(self) -> None:
@@ -172,6 +190,10 @@ class Diagnosis:
             return Finding("answer", Verdict.OK, speed, "", {"tokens": len(found.tokens)})
 
         await self._run_async("answer", plain)
+        if 0 in answers:
+            layers = checkpoint.config.num_layers
+            cpu = mx.default_device() == mx.Device(mx.cpu)
+            await self._run("host time", lambda: answer.judge_host(answers[0], layers, cpu=cpu))
         for depth in depths:
 
             async def drafted(depth: int = depth) -> Finding:
@@ -181,7 +203,7 @@ class Diagnosis:
 
             await self._run_async(f"answer with {depth} drafts", drafted)
         if 2 in answers and 0 in answers:
-            await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2]))
+            await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2], self._rows))
 
     # ---- one check
 

@@ -15,6 +15,9 @@ PACKAGES = ("mtp-cluster", "mlx", "mlx-lm")
 WIRING_RELEASE = 15
 """Release of macOS from which MLX can wire weights."""
 
+PRIO_DARWIN_PROCESS = 4
+"""The `which` of getpriority(2) on macOS that returns 1 for a process in the background class."""
+
 HARMFUL = {
     "MLX_METAL_FAST_SYNCH": "It can block the GPU. Unset it.",
     "MLX_METAL_GPU_ARCH": "It makes MLX choose kernels of another chip. Unset it.",
@@ -62,10 +65,12 @@ def check_environment(environ: Mapping[str, str]) -> Finding:
 
 
 def check_priority() -> Finding:
-    """Report a lowered priority, at which macOS and Linux give a process little time."""
+    """Report a lowered priority, and macOS's background class, which give a process little time."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    verdict, advice = Verdict.OK, ""
-    if niceness > 0:
-        verdict = Verdict.WARN
+    background = sys.platform == "darwin" and os.getpriority(PRIO_DARWIN_PROCESS, 0) == 1
+    figure = f"nice {niceness}" + (", background" if background else "")
+    values = {"nice": niceness, "background": background}
+    if niceness > 0 or background:
         advice = "Start the programs without nice, and with ProcessType Interactive under launchd."
-    return Finding("priority", verdict, f"nice {niceness}", advice, {"nice": niceness})
+        return Finding("priority", Verdict.WARN, figure, advice, values)
+    return Finding("priority", Verdict.OK, figure, "", values)

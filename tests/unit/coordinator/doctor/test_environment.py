@@ -72,6 +72,18 @@ def test_a_lowered_priority_is_named(
     assert check_priority().verdict is verdict
 
 
+@pytest.mark.parametrize(("state", "verdict"), [(0, Verdict.OK), (1, Verdict.WARN)])
+def test_the_background_class_of_macos_is_named(
+    monkeypatch: pytest.MonkeyPatch, state: int, verdict: Verdict
+) -> None:
+    """A process that launchd starts with ProcessType Background gets a warning."""
+    on_mac(monkeypatch, "26.1", "arm64")
+    monkeypatch.setattr(os, "getpriority", lambda which, who: state if which == 4 else 0)
+    finding = check_priority()
+    assert finding.verdict is verdict
+    assert finding.values == {"nice": 0, "background": state == 1}
+
+
 @pytest.mark.parametrize(("soft", "verdict"), [(256, Verdict.WARN), (8192, Verdict.OK)])
 def test_few_open_files_are_named(
     monkeypatch: pytest.MonkeyPatch, soft: int, verdict: Verdict

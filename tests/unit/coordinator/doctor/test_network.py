@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from coordinator.doctor.balance import check_balance
 from coordinator.doctor.discovery import check_discovery
 from coordinator.doctor.finding import Verdict
 from coordinator.doctor.links import check_hop, check_link, judge
 from coordinator.doctor.route import check_bridge, check_route
-from coordinator.doctor.workers import ReachedWorker, check_equal_chips, check_worker
+from coordinator.doctor.workers import (
+    ReachedWorker,
+    check_equal_checkpoints,
+    check_equal_chips,
+    check_equal_versions,
+    check_worker,
+)
 from coordinator.workers.connection import ConnectionPolicy
 from coordinator.workers.discovery import Candidate
 from proto import cluster_pb2 as pb
@@ -234,6 +242,47 @@ def test_unlike_chips_are_named() -> None:
     one, other = (ReachedWorker("w", "a:1", None, "", f"Apple {chip}") for chip in ("M2", "M4"))
     assert check_equal_chips([one, one]).verdict is Verdict.OK
     assert check_equal_chips([one, other]).verdict is Verdict.WARN
+
+
+def test_other_versions_and_checkpoints_are_named() -> None:
+    """A worker with other packages or other weights is named, and one without files is not a fault."""
+    same = ReachedWorker("same", "a:1", None, "", "Apple M4", "1.0, mlx 0.32.4", "f" * 64)
+    other = replace(same, name="other", version="1.0, mlx 0.31.0", fingerprint="0" * 64)
+    silent = replace(same, name="silent", version="", fingerprint="")
+    assert check_equal_versions(same.version, [same]).verdict is Verdict.OK
+    finding = check_equal_versions(same.version, [same, other, silent])
+    assert finding.verdict is Verdict.WARN
+    assert finding.values["others"] == {"other": other.version, "silent": "unknown"}
+    assert check_equal_checkpoints("f" * 64, [same]).verdict is Verdict.OK
+    finding = check_equal_checkpoints("f" * 64, [same, silent])
+    assert (finding.verdict, "1 would fetch" in finding.figure) == (Verdict.OK, True)
+    finding = check_equal_checkpoints("f" * 64, [same, other])
+    assert (finding.verdict, "other has other weights" in finding.advice) == (Verdict.WARN, True)
+
+
+def stage(name: str, ms: float, weights: float, speed: float = 100e9) -> dict[str, Any]:
+    """Return a node of `/status` with a stage."""
+    return {"name": name, "stage_ms": ms, "weight_bytes": weights, "bytes_per_second": speed}
+
+
+@pytest.mark.parametrize(
+    ("stages", "verdict", "words"),
+    [
+        ([stage("a", 11, 1e9), stage("b", 12, 1e9)], Verdict.OK, ""),
+        ([stage("a", 22, 2e9, 400e9), stage("b", 12, 1e9)], Verdict.WARN, "a is slower"),
+        ([stage("a", 11, 1e9), stage("b", 12, 1e9), stage("c", 30, 1e9)], Verdict.WARN, "c is"),
+        ([stage("a", 5, 1e9), stage("b", 40, 8e9)], Verdict.WARN, "others wait"),
+        ([stage("a", 11, 1e9)], Verdict.SKIP, ""),
+        ([stage("a", 11, 1e9), stage("idle", 0, 0)], Verdict.SKIP, ""),
+    ],
+)
+def test_a_stage_that_is_slower_than_planned_is_named(
+    stages: list[dict[str, Any]], verdict: Verdict, words: str
+) -> None:
+    """A stage above its expected time, and a plan whose slowest stage lets the others wait, are warnings."""
+    finding = check_balance(stages)
+    assert finding.verdict is verdict
+    assert words in finding.advice
 
 
 @pytest.mark.parametrize(
