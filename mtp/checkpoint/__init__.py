@@ -1,4 +1,4 @@
-"""Checkpoints: configs, headers, names and weights of Qwen3.5/3.6, raw or converted by mlx-lm."""
+"""Checkpoints: configs, headers, names and weights of Qwen3.5/3.6/3.8 and Qwen3-Next, raw or converted by mlx-lm."""
 
 from __future__ import annotations
 
