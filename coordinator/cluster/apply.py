@@ -8,6 +8,7 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
+    ModelChanged,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -56,6 +57,10 @@ def apply(view: View, event: Event, now: float) -> View:
             return _with_failed_plan(view, reason, address)
         case ReplanRequested():
             return replace(view, replan=_has_plan(view))
+        case ModelChanged(why_not_alone):
+            settings = replace(view.settings, why_not_alone=why_not_alone)
+            ended = replace(_end_plan(view, ""), settings=settings, alone_problem="", replan=False)
+            return replace(ended, recovering=True, gathered=0.0, since=now, retry_at=0.0)
         case PlanKept():
             return replace(view, replan=False, considered=_usable_ids(view))
         case PlanPostponed():

@@ -91,6 +91,13 @@ class ReplanRequested:
 
 
 @dataclass(frozen=True)
+class ModelChanged:
+    """The cluster serves another model from now on. `why_not_alone` is set where it does not fit into this machine."""
+
+    why_not_alone: str = ""
+
+
+@dataclass(frozen=True)
 class PlanKept:
     """A new plan was considered, and the plan in force stays."""
 
@@ -123,6 +130,7 @@ Event = (
     | PlanServing
     | PlanFailed
     | ReplanRequested
+    | ModelChanged
     | PlanKept
     | PlanPostponed
     | GatheringFailed

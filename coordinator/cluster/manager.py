@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from coordinator.cluster.apply import apply
@@ -28,6 +29,7 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
+    ModelChanged,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -36,6 +38,7 @@ from coordinator.cluster.events import (
     ReplanRequested,
     TimePassed,
 )
+from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
@@ -119,6 +122,33 @@ class ClusterManager:
         if self.view.phase not in (Phase.STARTING, Phase.SERVING):
             self.replans.record("no plan serves yet: the next one uses every worker that is ready")
         self._apply_event(ReplanRequested())
+
+    async def problem_with(self, model: ServedModel, why_not_alone: str) -> str:
+        """Return why neither the workers that are ready nor this process can serve `model`; empty if they can."""
+        described = await self.membership.describe_for(model)
+        usable = [found for found in described.values() if isinstance(found, Member)]
+        problems = [found for found in described.values() if isinstance(found, str)]
+        if usable:
+            try:
+                model.planner(LINK_SECONDS)(usable, self.view.epoch + 1)
+            except ClusterError as error:
+                problems.append(str(error))
+            else:
+                return ""
+        return "; ".join((*problems, why_not_alone)) if why_not_alone else ""
+
+    async def change_model(
+        self, model: ServedModel, alone: Callable[[int], Awaitable[Pipeline]], why_not_alone: str
+    ) -> None:
+        """Serve `model` over the same leases. The pipeline in force ends; `acquire` returns the next one."""
+        described = await self.membership.describe_for(model)
+        self._stop_plan(StaleEpochError("the cluster changes to another model"))
+        self.model, self.alone = model, alone
+        self._planner = model.planner(LINK_SECONDS)
+        self._reported_no_mtp = False
+        self.view = replace(self.view, serving=())
+        self.membership.change_model(model, described)
+        self._apply_event(ModelChanged(why_not_alone))
 
     async def close(self) -> None:
         """Unload the workers, within CLOSE_SECONDS even if one of them does not answer."""

@@ -175,7 +175,7 @@ class Membership:
             return
         name = shown_name(info, address)
         reason = report_problem(info, self.model.checkpoint.config.num_layers)
-        reason = reason or self._refusal_reason(info)
+        reason = reason or self._refusal_reason(info, self.model)
         if not reason:
             member = _member(address, name, info)
             reason = self.group.refusal(name, member.arithmetic)
@@ -191,17 +191,17 @@ class Membership:
             lambda error: self._record_loss(address, error),
         )
 
-    def _refusal_reason(self, info: pb.WorkerInfo) -> str:
+    def _refusal_reason(self, info: pb.WorkerInfo, model: ServedModel) -> str:
         """Return why a worker cannot serve this coordinator, or an empty string."""
         if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
             return f"serves coordinator {printable(info.leased_to.name, MAX_NAME)}"
-        if info.model and info.fingerprint != self.model.ref.fingerprint:
+        if info.model and info.fingerprint != model.ref.fingerprint:
             theirs = info.fingerprint[:12] or "none"
             return (
                 f"has another checkpoint ({printable(info.model, MAX_NAME)}, fingerprint {printable(theirs, 12)}). "
-                f"Start it with --model {self.model.ref.name}, or without --model"
+                f"Start it with --model {model.ref.name}, or without --model"
             )
-        if not info.fingerprint and not self.model.provider.can_provide:
+        if not info.fingerprint and not model.provider.can_provide:
             return "has no copy of the model. Start it with --model, or serve with --share-weights"
         if info.state == pb.WORKER_STATE_DRAINING:
             return "is leaving"
@@ -212,6 +212,44 @@ class Membership:
         if before is None or before.reason != reason:
             log.warning("worker refused", extra={"address": member.address, "reason": reason})
         self._apply_event(WorkerRefused(member, reason))
+
+    # ---- another model
+
+    async def describe_for(self, model: ServedModel) -> dict[str, Member | str]:
+        """Ask every watched worker about `model`. Return a member, or the reason for a refusal, by address."""
+
+        async def describe(address: str, client: WorkerClient) -> Member | str:
+            """Describe one worker."""
+            try:
+                info = await client.describe(model.ref)
+            except ClusterError as error:
+                return str(error)
+            name = shown_name(info, address)
+            problem = report_problem(info, model.checkpoint.config.num_layers)
+            problem = problem or self._refusal_reason(info, model)
+            return f"{name} {problem}" if problem else _member(address, name, info)
+
+        clients = dict(self.clients)
+        found = await asyncio.gather(*(describe(a, c) for a, c in clients.items()))
+        return dict(zip(clients, found, strict=True))
+
+    def change_model(self, model: ServedModel, described: dict[str, Member | str]) -> None:
+        """Describe workers for `model` from now on. Watched workers that refused it are released."""
+        self.model = model
+        for address, found in described.items():
+            before = self._view().members.get(address)
+            if isinstance(found, Member):
+                self._apply_event(WorkerJoined(found))
+            elif (client := self.clients.pop(address, None)) and before is not None:
+                self._background.spawn(self._release_refused(client))
+                self._refuse_worker(before, found)
+
+    async def _release_refused(self, client: WorkerClient) -> None:
+        try:
+            with contextlib.suppress(ClusterError):
+                await client.unload(self._view().epoch)
+        finally:
+            await client.close()
 
     # ---- watching
 

@@ -36,8 +36,21 @@ def make_manager(
     trust: NodeTrust | None = None,
 ) -> ClusterManager:
     """Return the manager of the workers, which uses `local` when no worker serves."""
+    manager_options = ManagerOptions(
+        me,
+        cluster_settings(options, why_not_alone(local.model)),
+        options.workers,
+        options.mdns,
+        options.failure_timeout,
+        ConnectionPolicy(trust, options.insecure),
+    )
+    return ClusterManager(served_model(checkpoint, options, mode), manager_options, local.make)
+
+
+def served_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> ServedModel:
+    """Return the checkpoint with the options of every Load request."""
     repo, revision = snapshot_of(checkpoint.path) or ("", "")
-    served = ServedModel(
+    return ServedModel(
         checkpoint,
         pb.ModelRef(
             name=options.model,
@@ -55,15 +68,6 @@ def make_manager(
         share_weights=options.share_weights,
         exact=options.exact,
     )
-    manager_options = ManagerOptions(
-        me,
-        cluster_settings(options, why_not_alone(local.model)),
-        options.workers,
-        options.mdns,
-        options.failure_timeout,
-        ConnectionPolicy(trust, options.insecure),
-    )
-    return ClusterManager(served, manager_options, local.make)
 
 
 def cluster_settings(options: ServeOptions, why_not_alone: str) -> Settings:
