@@ -15,7 +15,8 @@ def record_frame(history: FrameHistory, frame: Frame, sent_at: float, now: float
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True)
     )
     rows = sum(segment.width for segment in frame.segments)
-    history.record_frame(_kind_of(frame), rows, wasted, frame.stage_us, sent_at, now)
+    key = frame.epoch, frame.number
+    history.record_frame(_kind_of(frame), rows, wasted, frame.stage_us, sent_at, now, key)
 
 
 def _kind_of(frame: Frame) -> FrameKind:

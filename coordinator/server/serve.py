@@ -46,6 +46,7 @@ from coordinator.text.tokenizer import Tokenizer
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.invitation import make_invitation
 from coordinator.trust.key_ring import KeyRing
+from coordinator.web.live_trace import LiveTrace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller
 from proto import cluster_pb2 as pb
@@ -232,6 +233,7 @@ class _Server:
         self.stored_answers = app.state.stored_answers
         stack.push_async_callback(app.state.stored_answers.suspend)
         self._end_pages()  # they reconnect to the app that serves the model
+        app.state.live_feed.trace = LiveTrace(loop.frames, loop.collect_trace)
         app.state.live_feed.start()
         self.app.app = app
         return loop, manager

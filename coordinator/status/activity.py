@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from coordinator.status.bottleneck import UNBALANCED, PassLog
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from proto.terminal.size import format_size
-
-UNBALANCED = 1.15
-"""Ratio. A stage whose time exceeds the mean by this factor is named as the slowest: less is noise."""
 
 
 def describe_activity(status: ClusterStatus) -> str:
@@ -42,8 +40,11 @@ def _describe_start(status: ClusterStatus) -> str:
     return f"{detail[:1].upper()}{detail[1:]}"
 
 
-def suggest_improvement(status: ClusterStatus) -> str:
-    """Return one sentence that names the change with the largest effect on speed, or an empty text."""
+def suggest_improvement(status: ClusterStatus, passes: PassLog | None = None) -> str:
+    """Return one sentence that names the change with the largest effect on speed, or an empty text.
+
+    `passes` has the measured times of the last frames. Without them the stages' own times are compared.
+    """
     if not status.ready:
         return ""
     idle = [node.name for node in status.nodes if node.health == "idle" and not node.detail]
@@ -51,7 +52,10 @@ def suggest_improvement(status: ClusterStatus) -> str:
         return (
             f"{', '.join(idle)} can serve but holds no layers: a new plan would use every worker."
         )
-    stages = [node for node in status.nodes if node.span and node.stage_ms]
+    stages = [node for node in status.nodes if node.span]
+    if passes and (sentence := passes.explain([node.name for node in stages])):
+        return sentence
+    stages = [node for node in stages if node.stage_ms]
     if len(stages) < 2:
         return ""
     return _compare_stages(stages)

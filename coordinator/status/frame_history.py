@@ -1,15 +1,15 @@
 """The last frames of the pipeline with the times of each stage, for a timeline.
 
-A frame carries how long each stage computed, not when. `FrameHistory` places these times between the moments when the
-coordinator sent the frame and received it: a stage handles one frame at a time, in order, and a hop takes as long as in
-the fastest frame so far.
+A frame carries how long each stage computed, not when. `FrameHistory` estimates the places of these times between the
+moments when the coordinator sent the frame and received it: a stage handles one frame at a time, in order, and a hop
+takes as long as in the fastest frame so far. The trace of the stages replaces the estimates by the exact times.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_FRAMES = 4000
@@ -17,6 +17,12 @@ MAX_FRAMES = 4000
 
 HOP_GROWTH = 1.01
 """Factor. The hop estimate grows by it with each frame, so that it follows a network that became slower."""
+
+FrameKey = tuple[int, int]
+"""The epoch and the number of a frame."""
+
+StageSpans = tuple[tuple[float, float], ...]
+"""Start and end of each stage's work, in seconds on the loop's clock."""
 
 FrameKind = Literal["prompt", "decode", "window", "invalidated"]
 
@@ -26,6 +32,7 @@ class FrameTimes:
     """One returned frame. `number` counts all frames since the start. Times are seconds on the loop's clock.
 
     `wasted` of its `rows` were rejected or invalidated. `stages` has the start and the end of each stage's work.
+    They are estimates unless `exact`.
     """
 
     number: int
@@ -34,7 +41,9 @@ class FrameTimes:
     wasted: int
     sent_at: float
     returned_at: float
-    stages: tuple[tuple[float, float], ...]
+    stages: StageSpans
+    key: FrameKey = (0, 0)
+    exact: bool = False
 
 
 class FrameHistory:
@@ -56,11 +65,23 @@ class FrameHistory:
         stage_us: Sequence[int],
         sent_at: float,
         returned_at: float,
+        key: FrameKey = (0, 0),
     ) -> None:
         """Add a returned frame."""
         self.count += 1
         stages = self._place_stages(stage_us, sent_at, returned_at)
-        self.frames.append(FrameTimes(self.count, kind, rows, wasted, sent_at, returned_at, stages))
+        self.frames.append(
+            FrameTimes(self.count, kind, rows, wasted, sent_at, returned_at, stages, key)
+        )
+
+    def place_frame(self, number: int, stages: StageSpans) -> None:
+        """Replace the estimated times of frame `number` by exact ones, if the frame is still kept."""
+        if self.frames and (index := number - self.frames[0].number) >= 0:
+            self.frames[index] = replace(self.frames[index], stages=stages, exact=True)
+
+    def estimated_since(self, number: int) -> list[FrameTimes]:
+        """Return the frames after frame `number` whose times are estimates."""
+        return [frame for frame in self.since(number, MAX_FRAMES) if not frame.exact]
 
     def since(self, number: int, most: int) -> list[FrameTimes]:
         """Return the frames after frame `number`, at most the `most` newest."""

@@ -9,15 +9,18 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 from coordinator.status.activity import describe_activity, suggest_improvement
+from coordinator.status.bottleneck import PassLog
 from coordinator.status.cluster_events import EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_history import FrameHistory, FrameTimes
 from coordinator.status.history import History
 from coordinator.status.latency import LatencyLog
 from coordinator.status.request_log import RequestLog
+from coordinator.web.live_trace import TRACE_SECONDS, LiveTrace
 from proto.errors import CapacityError
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,9 @@ MAX_SUBSCRIBERS = 200
 
 QUEUED_MESSAGES = 20
 """Messages. A subscriber that is this far behind (five seconds) gets a new snapshot instead of them."""
+
+HOLD_SECONDS = 1.0
+"""Seconds. A frame waits so long for its exact times before it is sent with estimated ones."""
 
 MAX_FRAMES_SENT = 500
 """Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
@@ -68,23 +74,28 @@ class LiveFeed:
         """The number of ended requests that pages have."""
         self._sent_frame = 0
         """Number of the newest frame that pages have."""
+        self.trace: LiveTrace | None = None
+        """The source of exact times, if the server has one."""
         self._status: Json = {}
         self._subscribers: set[Subscriber] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
     # ---- life
 
     def start(self) -> None:
         """Begin to look at the status. Later calls change nothing."""
-        if self._task is None and not self._is_closed:
-            self._task = asyncio.create_task(self._run(), name="live feed")
+        if not self._tasks and not self._is_closed:
+            self._tasks = [
+                asyncio.create_task(self._run(), name="live feed"),
+                asyncio.create_task(self._run_trace(), name="live trace"),
+            ]
 
     def close(self) -> None:
         """End every stream and stop."""
         self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         for queue in self._subscribers:
             _empty(queue)
             queue.put_nowait(None)
@@ -102,6 +113,15 @@ class LiveFeed:
                 log.exception("live feed failed")
             await asyncio.sleep(INTERVAL_SECONDS)
 
+    async def _run_trace(self) -> None:
+        while True:
+            await asyncio.sleep(TRACE_SECONDS)
+            try:
+                if self.trace is not None and self._subscribers:
+                    await self.trace.update_frames(self._sent_frame)
+            except Exception:  # as in _run
+                log.exception("live trace failed")
+
     # ---- messages
 
     def publish_changes(self) -> None:
@@ -113,7 +133,7 @@ class LiveFeed:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
             return
-        before, self._status = self._status, status_fields(status)
+        before, self._status = self._status, self._fields(status)
         delta: Json = {}
         changed = {k: v for k, v in self._status.items() if before.get(k, ...) != v}
         if changed:
@@ -122,13 +142,14 @@ class LiveFeed:
             delta["events"] = [asdict(event) for event in events]
         if sample is not None:
             delta["history"] = [sample.compact()]
-            delta |= (
-                self._request_changes()
-            )  # once a second, because tokens are counted all the time
+            delta |= self._request_changes()  # once a second: tokens are counted all the time
         if frames := self._new_frames():
             delta["frames"] = frames
         if delta:
             self._send(_message("delta", delta))
+
+    def _fields(self, status: ClusterStatus) -> Json:
+        return status_fields(status, self.trace.passes if self.trace else None)
 
     def _request_changes(self) -> Json:
         """Return the open requests if they changed, and those that ended since the last message."""
@@ -146,8 +167,15 @@ class LiveFeed:
 
     def _new_frames(self) -> list[list[float | str]]:
         """Return the frames since the last message, as `compact_frame` writes them."""
-        new = self.frames.since(self._sent_frame, MAX_FRAMES_SENT)
-        self._sent_frame = self.frames.count
+        settled = time.monotonic() - HOLD_SECONDS
+        new = list(
+            takewhile(
+                lambda frame: frame.exact or not self.trace or frame.returned_at <= settled,
+                self.frames.since(self._sent_frame, MAX_FRAMES_SENT),
+            )
+        )
+        if new:
+            self._sent_frame = new[-1].number
         return _compact_frames(new)
 
     def _recent_frames(self) -> list[list[float | str]]:
@@ -165,7 +193,7 @@ class LiveFeed:
 
     def _snapshot(self) -> bytes:
         if not self._status:
-            self._status = status_fields(self.source.status())
+            self._status = self._fields(self.source.status())
         return _message(
             "snapshot",
             {
@@ -207,7 +235,7 @@ class LiveFeed:
             self._subscribers.discard(queue)
 
 
-def status_fields(status: ClusterStatus) -> Json:
+def status_fields(status: ClusterStatus, passes: PassLog | None = None) -> Json:
     """Return the fields of `status` for a page, with the lines about its activity."""
     fields = asdict(status)
     for name in ("uptime_seconds", "phase_seconds"):
@@ -222,7 +250,7 @@ def status_fields(status: ClusterStatus) -> Json:
             for name in ("cost", "tokens", "speed"):
                 shape[name] = round(shape[name], 2)
     fields["activity"] = describe_activity(status)
-    fields["suggestion"] = suggest_improvement(status)
+    fields["suggestion"] = suggest_improvement(status, passes)
     return fields
 
 
@@ -235,11 +263,12 @@ def compact_frame(frame: FrameTimes, offset: float) -> list[float | str]:
     """Return a frame as `[number, kind, rows, wasted, sent, flight, start, length, …]`.
 
     `sent` is seconds since 1970, `offset` what the loop's clock lacks. The other times are milliseconds: the time in
-    flight, then for each stage the start after `sent` and the length.
+    flight, then for each stage the start after `sent` and the length. `kind` is one letter, with a tilde if the places
+    of the stages are estimates.
     """
     fields: list[float | str] = [
         frame.number,
-        frame.kind[0],
+        frame.kind[0] + ("" if frame.exact else "~"),
         frame.rows,
         frame.wasted,
         round(frame.sent_at + offset, 4),

@@ -104,6 +104,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | TERMINAL,
     "coordinator.server": {
+        "coordinator.web",
         "coordinator.models",
         "proto.trust",
         "coordinator.workers",
@@ -251,7 +252,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.text": {"mtp.checkpoint.format", "mtp.sampling"} | WIRE,
     "coordinator.status": TERMINAL - {"proto"},
     "coordinator.frame_trace": WIRE,
-    "coordinator.web": {"coordinator.status"} | WIRE,
+    "coordinator.web": {"coordinator.frame_trace", "coordinator.status"} | WIRE,
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 

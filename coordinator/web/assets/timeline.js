@@ -6,7 +6,7 @@ import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
 
 const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], i: ["wasted", "invalidated window"] };
-const DELAY = 0.6; // seconds behind the present, so that frames arrive before their place is drawn
+const DELAY = 1.1; // seconds behind the present, so that frames arrive before their place is drawn
 const SHORTEST = 0.05;
 const LONGEST = 20;
 const DRAW_MS = 50;
@@ -20,7 +20,8 @@ export function parseFrame(row) {
   const [number, kind, rows, wasted, sent, flight, ...times] = row;
   const stages = [];
   for (let i = 0; i < times.length; i += 2) stages.push({ start: sent + times[i] / 1000, length: times[i + 1] / 1000 });
-  return { number, kind, rows, wasted, sent, flight: flight / 1000, stages };
+  const exact = !kind.endsWith("~");
+  return { number, kind: kind[0], exact, rows, wasted, sent, flight: flight / 1000, stages };
 }
 
 export class TimelineView {
@@ -227,12 +228,14 @@ export class TimelineView {
     const inset = width > 4 ? 0.5 : 0;
     const part = frame.kind === "i" ? 1 : frame.wasted / Math.max(1, frame.rows);
     const bad = Math.round(LANE * part);
+    draw.globalAlpha = frame.exact ? 1 : 0.55;
     draw.fillStyle = colours[KINDS[frame.kind][0]];
     draw.fillRect(left, top + bad, width - inset, LANE - bad);
     if (bad) {
       draw.fillStyle = colours.wasted;
       draw.fillRect(left, top, width - inset, bad);
     }
+    draw.globalAlpha = 1;
   }
 
   drawShares() {
@@ -276,7 +279,7 @@ export class TimelineView {
       return;
     }
     const wasted = found.wasted ? `, ${count(found.wasted)} rejected` : "";
-    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline`);
+    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline${found.exact ? "" : "; its places are estimates, because a machine did not report them"}`);
   }
 }
 

@@ -176,7 +176,7 @@ async def test_frames_reach_each_page_once() -> None:
     feed.publish_changes()
     _, both = await read(second)
     assert snapshot.get("frames") == []
-    assert [frame[:4] for frame in delta["frames"]] == [[1, "p", 64, 0]]
+    assert [frame[:4] for frame in delta["frames"]] == [[1, "p~", 64, 0]]
     assert [frame[0] for frame in late["frames"]] == [1]
-    assert [frame[:4] for frame in both["frames"]] == [[2, "w", 3, 1]]
+    assert [frame[:4] for frame in both["frames"]] == [[2, "w~", 3, 1]]
     assert len(both["frames"][0]) == 6 + 2 * 2
