@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mtp.builtin import checkpoint_dir
 from proto.rpc.bind import own_addresses
 from tests.cluster.conftest import Pool
 from tests.cluster.test_join import joined_cluster
@@ -17,28 +19,41 @@ from tests.cluster.test_join import joined_cluster
 SECONDS = 100.0
 
 
-def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, with `env` in its environment."""
     command = [sys.executable, "-c", "from coordinator.cli import main; main()", "doctor"]
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, **env},
     )
 
 
-def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool) -> None:
-    """The report has each worker, each link, each hop and the answers, and a closed port is the one failure."""
+def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: Path) -> None:
+    """The report has each worker, each link, each hop and the answers, and a closed port is the one failure.
+
+    It has no secret of the environment, and no path of the user or of the model.
+    """
     with socket.create_server(("127.0.0.1", 0)) as unused:
         closed = f"127.0.0.1:{unused.getsockname()[1]}"
     addresses = pool(2)
     named = [flag for address in (*addresses, closed) for flag in ("--worker", address)]
-    done = doctor("--no-mdns", "--json", *named)
+    secrets = {"MTP_API_KEY": "a-key", "HF_TOKEN": "hf_token", "MTP_CA_PASSPHRASE": "a-phrase"}
+    done = doctor("--no-mdns", "--json", *named, HOME=str(tmp_path), **secrets)
     assert done.returncode == 1, done.stderr
+    for text in (*secrets.values(), str(tmp_path), str(checkpoint_dir()), str(Path.home())):
+        assert text not in done.stdout
     found = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     failed = [name for name, check in found.items() if check["verdict"] == "fail"]
     assert failed == [f"worker {closed}"]
     assert "No worker listens there" in found[f"worker {closed}"]["advice"]
     for name in ("link to pool-0", "link to pool-1", "hop from pool-1 to pool-0"):
         assert found[name]["values"]["p50"] > 0
+    for name in ("versions of the workers", "checkpoints", "chips"):
+        assert found[name]["verdict"] == "ok", found[name]
     assert found["exactness"]["values"]["exact"] == 8
     assert found["answer with 2 drafts"]["values"]["first_difference"] is None
     assert found["speed"]["values"]["plain_tokens_per_second"] > 0
