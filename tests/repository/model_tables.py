@@ -35,7 +35,7 @@ def _largest(model: Published, bits: int | None, machines: int) -> int:
     """Return the bytes of the largest stage on equal machines, as `mtp-coord plan` computes them."""
     nodes = [NodeSpec(f"node-{i}", 2**60) for i in range(machines)]
     question = Question("throughput", False, 1, 1, CONTEXT, None, None)
-    stages = answer(converted_headers(model, bits), nodes, question)["stages"]
+    stages: list[dict[str, int]] = answer(converted_headers(model, bits), nodes, question)["stages"]
     return max(stage["weight_bytes"] + stage["cache_bytes"] for stage in stages)
 
 

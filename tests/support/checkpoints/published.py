@@ -125,7 +125,7 @@ def converted_headers(model: Published, bits: int | None) -> Checkpoint:
     mx.eval(mx.random.state)  # the random weights are never computed
     infos = {
         few.family.prefix + name: _info(weight)
-        for name, weight in tree_flatten(module.parameters())
+        for name, weight in dict(tree_flatten(module.parameters())).items()
     }
     config = model.config | (
         {} if bits is None else {"quantization": {"group_size": _GROUP, "bits": bits}}
