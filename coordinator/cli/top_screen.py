@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.live_view import LiveView
-from coordinator.status.activity import UNBALANCED
+from coordinator.status.bottleneck import UNBALANCED
 from proto.terminal.size import format_size
 
 SHARE_SECONDS = 3.0

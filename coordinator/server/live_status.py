@@ -187,7 +187,8 @@ class LiveStatus:
 
 def _choices(report: SearchReport) -> MtpChoices:
     shapes = tuple(MtpShape(**asdict(shape)) for shape in report.shapes)
-    return MtpChoices(report.sequences, report.fill, shapes)
+    speed = 1 / report.plain_seconds if report.plain_seconds else None
+    return MtpChoices(report.sequences, report.fill, shapes, speed)
 
 
 def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:

@@ -92,11 +92,15 @@ class MtpShape:
 
 @dataclass(frozen=True)
 class MtpChoices:
-    """The shapes compared for up to `sequences` answers together, with up to `fill` windows in flight for each."""
+    """The shapes compared for up to `sequences` answers together, with up to `fill` windows in flight for each.
+
+    `plain_speed` is the measured speed of one answer without drafts, in tokens per second; None before a measurement.
+    """
 
     sequences: int
     fill: int
     shapes: tuple[MtpShape, ...]
+    plain_speed: float | None = None
 
 
 @dataclass(frozen=True)

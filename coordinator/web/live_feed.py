@@ -246,6 +246,7 @@ def status_fields(status: ClusterStatus, passes: PassLog | None = None) -> Json:
         if node["stage_ms"] is not None:
             node["stage_ms"] = round(node["stage_ms"], 3)
     for choices in fields["mtp_choices"]:
+        choices["plain_speed"] = choices["plain_speed"] and round(choices["plain_speed"], 1)
         for shape in choices["shapes"]:
             for name in ("cost", "tokens", "speed"):
                 shape[name] = round(shape[name], 2)

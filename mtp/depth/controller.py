@@ -151,7 +151,7 @@ class Controller:
     def report(self) -> tuple[SearchReport, ...]:
         """Return the shapes that the controller compares, for status pages. It is empty for a fixed mode."""
         return tuple(
-            SearchReport(2**bits, fill, search.report())
+            SearchReport(2**bits, fill, search.report(), search.costs.step_seconds(Shape(1)))
             for (bits, fill), search in sorted(self._searches.items())
         )
 

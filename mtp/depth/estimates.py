@@ -202,6 +202,12 @@ class StepCosts:
             return math.log(known[-1]) if known else 0.0
         return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
 
+    def step_seconds(self, shape: Shape) -> float | None:
+        """Return the present time of one step of a measured `shape`, or None."""
+        if shape not in self._relative or not self._recent:
+            return None
+        return math.exp(self._level() + self._relative[shape])
+
     def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
         """Set the cost to the median of fresh samples. An old estimate, perhaps of a colder chip, does not count."""
         if not self._relative:  # the first shape defines the level

@@ -31,3 +31,5 @@ class SearchReport:
     fill: int
     shapes: tuple[ShapeReport, ...]
     """Plain decoding first, then blocks by depth, then filled pipelines."""
+    plain_seconds: float | None = None
+    """Measured time of a step of plain decoding under the present load; None before a measurement."""

@@ -78,15 +78,26 @@ function modeLine(mode) {
 // One comparison of `--mtp auto`: its shapes with cost, expected tokens and speed.
 function choice(one) {
   const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} windows in flight` : ""}`;
+  const speed = (shape) => (one.plain_speed ? `${shape.measured ? "" : "≤ "}${rate(shape.speed * one.plain_speed)}` : "–");
   return h("div", { class: "choice" },
     h("h4", {}, title),
+    measured(one),
     h("table", { class: "plain" }, h("caption", { class: "hidden" }, title),
-      h("thead", {}, h("tr", {}, ["Shape", "Time of a step", "Tokens a step", "Speed"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("thead", {}, h("tr", {}, ["Shape", "Time of a step", "Tokens a step", "Speed", "Tokens/s an answer"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
       h("tbody", {}, one.shapes.map((shape) => h("tr", { class: shape.chosen ? "chosen" : "" },
         h("th", { scope: "row" }, shapeName(shape), shape.chosen && h("span", { class: "badge" }, "in use")),
         h("td", { class: "number" }, `${shape.measured ? "" : "at least "}${shape.cost.toFixed(2)} ×`),
         h("td", { class: "number" }, shape.tokens.toFixed(2)),
-        h("td", { class: "number" }, `${shape.measured ? "" : "at most "}${shape.speed.toFixed(2)} ×`))))));
+        h("td", { class: "number" }, `${shape.measured ? "" : "at most "}${shape.speed.toFixed(2)} ×`),
+        h("td", { class: "number" }, speed(shape)))))));
+}
+
+// The measured speed without drafts and with the shape in use, in words.
+function measured(one) {
+  const used = one.shapes.find((shape) => shape.chosen);
+  if (!one.plain_speed || !used?.measured) return null;
+  const plain = `${rate(one.plain_speed)} tokens/s without drafts`;
+  return h("p", { class: "hint" }, used.width === 1 && used.fill === 1 ? `${plain}, which is the fastest now.` : `${plain}, ${rate(used.speed * one.plain_speed)} with them, as measured.`);
 }
 
 function shapeName(shape) {

@@ -418,3 +418,13 @@ def test_the_report_shows_what_the_choice_rests_on() -> None:
     assert two.speed == pytest.approx(two.tokens / two.cost)
     assert [shape.chosen for shape in search.shapes] == [False, False, True]
     assert Controller(MtpMode(depth=2)).report() == ()
+
+
+def test_the_report_has_the_time_of_a_plain_step() -> None:
+    """Speeds can be shown in tokens a second, once plain decoding was timed."""
+    controller = Controller(MtpMode.parse("auto"))
+    assert controller.report() == ()
+    for _ in range(20):
+        controller.record_step_cost(1, 1, 0, StepCost(0.02, 0.02))
+    (report,) = controller.report()
+    assert report.plain_seconds == pytest.approx(0.02)
