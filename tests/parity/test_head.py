@@ -141,6 +141,34 @@ def test_the_cache_never_drifts_from_the_text(
     assert script.known == stock.tokens[: len(script.known)]
 
 
+def test_drafts_on_the_device_are_those_of_the_host(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts after windows whose accepted length only the device knows equal those after the host has read it.
+
+    Windows of 1 to 5 tokens and 0 to 4 drafts run, greedy and sampled, with every number of rejected rows.
+    """
+    path = checkpoints(layers=4)
+    stock = Stock(path, random_tokens(PROMPT), 60)
+    for params in (SamplingParams(), SamplingParams(temperature=0.9, seed=3, logit_bias={})):
+        found = []
+        for early in (True, False):
+            if not early:
+                monkeypatch.setattr("worker.model.verifier._drafts_on_device", lambda _: False)
+            chance, chain = random.Random(5), Chain(path, (2,))
+            script = Script(0, list(stock.prompt), params)
+            outcomes = [script.run(chain, script.chunk(PROMPT, drafts=3))]
+            for _ in range(12):
+                window = script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
+                outcomes.append(script.run(chain, window))
+            found.append((outcomes, chain.head_state(0)))
+            monkeypatch.undo()
+        (early_outcomes, early_state), (late_outcomes, late_state) = found
+        assert early_outcomes == late_outcomes
+        assert same(early_state, late_state)
+        assert len({outcome.accepted_length for outcome in early_outcomes[1:]}) >= 2
+
+
 def test_drafting_after_a_pause_goes_on_as_if_there_were_none(checkpoints: Checkpoints) -> None:
     """Drafts after steps without drafting equal those of a head that was fed every step.
 

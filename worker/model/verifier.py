@@ -237,7 +237,8 @@ def _drafts_on_device(run: VerifiedRun) -> bool:
     A misspeculated window gets no drafts.
     """
     segment, state = run.segment, run.state
-    if not segment.drafts or not segment.sample or segment.continues or state.head is None:
+    sampled = segment.open or segment.sample
+    if not segment.drafts or not sampled or segment.continues or state.head is None:
         return False
     if segment.open and state.expected is not None and state.expected != segment.tokens[0]:
         return False

@@ -1,0 +1,188 @@
+"""A stage that runs ahead: a frame begins with the token that the frame before it has not delivered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.generation.limits import Limits
+from coordinator.generation.request import GenerationRequest
+from coordinator.local_engine.generator import local_generator
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.depth.controller import MtpMode
+from proto.errors import ProtocolError
+from proto.frame import Admit, Commit, Evict, Frame, Op, RestorePrefix, SavePrefix, Segment
+from proto.frame_stamps import FrameStamps, StageStep
+from proto.params import SamplingParams
+from tests.conftest import Checkpoints
+from tests.support.stages.chain import EPOCH, Chain, random_tokens
+from tests.support.stages.local_run import Answered, answer
+from worker.engine import stage_engine
+from worker.engine.frame_runner import FrameRunner
+from worker.engine.stage_engine import BegunFrame, StageEngine
+
+PROMPT = random_tokens(9)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
+
+
+class Plain:
+    """One plain sequence on one stage, whose frames begin and finish separately."""
+
+    def __init__(self, path: Path, params: SamplingParams) -> None:
+        self.chain = Chain(path)
+        self.engine = self.chain.engines[0]
+        self.tokens: list[int] = []
+        chunk = Segment(0, 0, 0, tuple(PROMPT), sample=True)
+        self.finish(self.begin([Admit(0, 64, len(PROMPT), params)], [chunk]))
+
+    def begin(self, ops: Sequence[Op], segments: Sequence[Segment]) -> BegunFrame:
+        """Begin the next frame."""
+        frame = Frame(EPOCH, self.engine.frames_done, tuple(ops), tuple(segments))
+        return self.engine.begin(frame, FrameStamps(0, StageStep))
+
+    def finish(self, begun: BegunFrame) -> None:
+        """Finish a frame and add its token."""
+        for outcome in begun.finish().outcomes:
+            assert outcome.token is not None
+            self.tokens.append(outcome.token)
+        begun.clean_up()
+
+    def window(self, number: int, *, ahead: bool) -> Segment:
+        """Return the window with a number, which continues the one before it if `ahead`."""
+        tokens = () if ahead else (self.tokens[number - 1],)
+        position = len(PROMPT) + number - 1
+        return Segment(0, number, position, tokens, open=True, sample=True, continues=ahead)
+
+    def commit(self, window: int) -> list[Op]:
+        """Return the commit of a whole window, none before the first."""
+        return [Commit(0, window, 1)] if window else []
+
+
+def in_turn(path: Path, params: SamplingParams, count: int) -> Plain:
+    """Return a sequence after `count` windows, each sent after the one before it has returned."""
+    plain = Plain(path, params)
+    for number in range(1, count + 1):
+        window = plain.window(number, ahead=False)
+        plain.finish(plain.begin(plain.commit(number - 1), [window]))
+    return plain
+
+
+def ahead(path: Path, params: SamplingParams, count: int) -> tuple[Plain, BegunFrame]:
+    """Return a sequence after `count` windows, each begun before the one before it is finished, and the last one."""
+    plain = Plain(path, params)
+    begun = plain.begin([], [plain.window(1, ahead=False)])
+    for number in range(2, count + 1):
+        following = plain.begin(plain.commit(number - 2), [plain.window(number, ahead=True)])
+        plain.finish(begun)
+        begun = following
+    return plain, begun
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_stage_that_runs_ahead_chooses_the_same_tokens(
+    checkpoints: Checkpoints, params: SamplingParams
+) -> None:
+    """Tokens, layers and head state are those of frames that wait for each other."""
+    path = checkpoints(layers=4)
+    plain, begun = ahead(path, params, 12)
+    plain.finish(begun)
+    expected = in_turn(path, params, 12)
+    assert plain.tokens == expected.tokens
+    plain.finish(plain.begin(plain.commit(12), []))
+    expected.finish(expected.begin(expected.commit(12), []))
+    states = [one.chain.verifier.states[0] for one in (plain, expected)]
+    assert states[0].tokens == states[1].tokens == [*PROMPT, *expected.tokens[:12]]
+    assert states[0].head is not None and states[1].head is not None
+    assert states[0].head.waiting_tokens == states[1].head.waiting_tokens
+    assert all(map(mx.array_equal, states[0].head.waiting_hidden, states[1].head.waiting_hidden))
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["before it finishes", "after"])
+def test_a_window_after_the_end_of_the_text_leaves_nothing(
+    checkpoints: Checkpoints, finished: bool
+) -> None:
+    """A prefix saved at the end of a text does not hold the window that was in flight behind it."""
+    path = checkpoints(layers=4)
+    plain, begun = ahead(path, SamplingParams(), 6)
+    expected = in_turn(path, SamplingParams(), 5)
+    if finished:
+        plain.finish(begun)
+    plain.finish(plain.begin([Commit(0, 6, 0), SavePrefix(0, 0), Evict(0)], []))
+    if not finished:
+        plain.finish(begun)
+    expected.finish(expected.begin([Commit(0, 5, 1), SavePrefix(0, 0), Evict(0)], []))
+    text = [*PROMPT, *expected.tokens[:5]]
+    follow_up = Segment(1, 0, len(text), (7, 8, 9), sample=True, drafts=3)
+    outcomes = []
+    for one in (plain, expected):
+        saved = one.engine.prefixes[0].last_stage
+        assert saved is not None and saved.tokens == text
+        ops = [Admit(1, 64, len(text) + 3), RestorePrefix(1, 0)]
+        outcomes.append(one.begin(ops, [follow_up]).finish().outcomes)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_only_a_stage_that_knows_the_token_continues(checkpoints: Checkpoints) -> None:
+    """A segment that continues is refused without a chosen token, and where the host must see tokens first."""
+    path = checkpoints(layers=4)
+    plain = in_turn(path, SamplingParams(presence_penalty=0.5), 1)
+    with pytest.raises(ProtocolError, match="cannot continue"):
+        plain.begin(plain.commit(1), [plain.window(2, ahead=True)])
+    first = Chain(path, (2,)).engines[0]
+    window = Segment(0, 0, 0, (), open=True, sample=True, continues=True)
+    with pytest.raises(ProtocolError, match="another stage"):
+        first.process(Frame(EPOCH, 0, (Admit(0, 8, 1),), (window,)))
+
+
+# ---- whole answers
+
+
+async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[Answered], int]:
+    """Return answers of the built-in model, and how many frames began before the one before was finished."""
+    patched.setattr(stage_engine, "MAX_COPIED_BYTES", most_copied)
+    unfinished: set[int] = set()
+    overlaps = 0
+
+    def begin(self: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame:
+        """Begin a frame, and count it if another one is unfinished."""
+        nonlocal overlaps
+        overlaps += bool(unfinished)
+        unfinished.add(frame.number)
+        return begin_frame(self, frame, stamps)
+
+    def finish(self: FrameRunner, begun: BegunFrame, *rest: Any) -> None:
+        """Finish a frame."""
+        unfinished.discard(begun.out.number)
+        finish_frame(self, begun, *rest)
+
+    begin_frame, finish_frame = StageEngine.begin, FrameRunner._finish
+    patched.setattr(StageEngine, "begin", begin)
+    patched.setattr(FrameRunner, "_finish", finish)
+    limits = Limits(context=512)
+    local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype=mx.float32)
+    async with local(Checkpoint.open(checkpoint_dir())) as loop:
+        request = GenerationRequest(tuple(range(300, 330)), 24, SAMPLED)
+        first = await answer(loop, request)
+        stopped = GenerationRequest(
+            request.prompt, 24, SAMPLED, stop_tokens=frozenset({first.tokens[12]})
+        )
+        found = [first, await answer(loop, stopped)]
+        # The next turn begins with the prefix entry that was saved when the stop token ended the text.
+        text = (*request.prompt, *found[1].tokens, 400, 401, 402)
+        found.append(await answer(loop, GenerationRequest(text, 8, SAMPLED)))
+    patched.undo()
+    return found, overlaps
+
+
+async def test_large_caches_do_not_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames overlap while the K/V caches are small, which bounds copies of them. Answers are the same either way."""
+    overlapping, overlaps = await answers(monkeypatch, 2**28)
+    waiting, none = await answers(monkeypatch, 0)
+    assert overlaps > 20 and none == 0
+    assert [one.tokens for one in overlapping] == [one.tokens for one in waiting]
