@@ -6,7 +6,7 @@ MLX stores the codes of one output in one row, the first input in the lowest bit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -23,15 +23,15 @@ _AWQ_SHIFTS = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
 class Codes:
     """The codes `words [outputs, inputs * bits / 32]` of a weight, and per group of inputs a scale and a zero point.
 
-    `scales` and `zeros` are `[outputs, groups]` in float32. `order [inputs]` lists the inputs in the order in which
-    the codes have them, None for their natural order.
+    `scales` and `zeros` are `[outputs, groups]` in float32. `groups [inputs]` has the group of each input, None when
+    the inputs of a group are adjacent.
     """
 
     words: mx.array
     bits: int
     scales: mx.array
     zeros: mx.array
-    order: mx.array | None = None
+    groups: mx.array | None = None
 
     @property
     def inputs(self) -> int:
@@ -48,13 +48,32 @@ class Codes:
         return self.inputs // groups
 
     def values(self) -> mx.array:
-        """Return the weight in float32, with its inputs in their natural order."""
-        size = self.group_size
+        """Return the weight in float32."""
         codes = unpack_words(self.words, self.bits).astype(mx.float32)
-        weight = mx.repeat(self.scales, size, axis=-1) * (
-            codes - mx.repeat(self.zeros, size, axis=-1)
-        )
-        return weight if self.order is None else mx.take(weight, mx.argsort(self.order), axis=-1)
+        return self._wide(self.scales) * (codes - self._wide(self.zeros))
+
+    def _wide(self, parameters: mx.array) -> mx.array:
+        """Return parameters of groups for each input."""
+        if self.groups is None:
+            return mx.repeat(parameters, self.group_size, axis=-1)
+        groups = mx.broadcast_to(self.groups[..., None, :], (*parameters.shape[:-1], self.inputs))
+        return mx.take_along_axis(parameters, groups, axis=-1)
+
+    def sort_inputs(self) -> tuple[mx.array, mx.array] | None:
+        """Return words in which the inputs of each group are adjacent, and the inputs in their order.
+
+        Returns None when groups have different sizes, or experts have different orders.
+        """
+        assert self.groups is not None
+        if self.groups.ndim > 1:
+            return None
+        # A stable order, so that the same checkpoint always gives the same bits.
+        places = mx.arange(self.inputs, dtype=mx.int32)
+        order = mx.argsort(self.groups * self.inputs + places)
+        if not mx.array_equal(self.groups[order], places // self.group_size).item():
+            return None
+        codes = mx.take(unpack_words(self.words, self.bits), order, axis=-1)
+        return pack_words(codes, self.bits), order.astype(mx.uint32)
 
 
 def read_codes(packing: Packing, members: dict[str, mx.array]) -> Codes:
@@ -94,28 +113,18 @@ def read_codes(packing: Packing, members: dict[str, mx.array]) -> Codes:
     scale = mx.broadcast_to(scale, (*words.shape[:-1], scale.shape[-1]))
     zeros = mx.broadcast_to(zeros, scale.shape)
     codes = Codes(words, bits, scale, zeros)
-    return _with_order(codes, members["order"]) if "order" in members else codes
+    return _with_groups(codes, members["order"]) if "order" in members else codes
 
 
-def _with_order(codes: Codes, groups: mx.array) -> Codes:
-    """Return the codes sorted by the group of each input, which makes the inputs of a group adjacent.
-
-    Raises ValueError when the groups have different sizes.
-    """
-    count, size = codes.scales.shape[-1], codes.group_size
-    expected = mx.arange(codes.inputs, dtype=mx.int32) // size
+def _with_groups(codes: Codes, groups: mx.array) -> Codes:
+    """Return the codes with the group of each input, unless the inputs of all groups are adjacent."""
     groups = groups.astype(mx.int32)
-    if mx.array_equal(groups, mx.broadcast_to(expected, groups.shape)).item():
+    adjacent = mx.arange(codes.inputs, dtype=mx.int32) // codes.group_size
+    if mx.array_equal(groups, mx.broadcast_to(adjacent, groups.shape)).item():
         return codes
-    if groups.ndim > 1:
-        raise ValueError("the experts of a layer have different orders of inputs (desc_act)")
-    # A stable order, so that the same checkpoint always gives the same bits.
-    order = mx.argsort(groups * codes.inputs + mx.arange(codes.inputs, dtype=mx.int32))
-    if not mx.array_equal(groups[order], expected).item():
-        raise ValueError(f"the {count} groups of inputs have different sizes")
-    sorted_codes = mx.take(unpack_words(codes.words, codes.bits), order, axis=-1)
-    words = pack_words(sorted_codes, codes.bits)
-    return Codes(words, codes.bits, codes.scales, codes.zeros, order.astype(mx.uint32))
+    if groups.shape[-1] != codes.inputs or mx.max(groups).item() >= codes.scales.shape[-1]:
+        raise ValueError("the groups of the inputs (g_idx) do not fit the scales")
+    return replace(codes, groups=groups)
 
 
 def unpack_words(words: mx.array, bits: int) -> mx.array:

@@ -92,17 +92,17 @@ def _repack_codes(codes: Codes, dtype: mx.Dtype) -> Members | None:
     group = next((group for group in _AFFINE_GROUPS if size % group == 0), None)
     if group is None:
         return None
+    sorted_inputs = None if codes.groups is None else codes.sort_inputs()
+    if codes.groups is not None and sorted_inputs is None:
+        return None
+    words, order = sorted_inputs or (codes.words, None)
     # The scale is rounded before the bias is computed, so that a code at the zero point stays near 0.
     scales = codes.scales.astype(dtype)
     biases = (-codes.zeros * scales.astype(mx.float32)).astype(dtype)
     if size != group:
         scales, biases = (mx.repeat(part, size // group, axis=-1) for part in (scales, biases))
-    found = {
-        "weight": codes.words,
-        "scales": mx.contiguous(scales),
-        "biases": mx.contiguous(biases),
-    }
-    return found if codes.order is None else {**found, "input_order": codes.order}
+    found = {"weight": words, "scales": mx.contiguous(scales), "biases": mx.contiguous(biases)}
+    return found if order is None else {**found, "input_order": order}
 
 
 def _repack_fp8(packing: Packing, members: Members) -> Members | None:

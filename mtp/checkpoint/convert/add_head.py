@@ -35,6 +35,7 @@ from mtp.checkpoint.convert.settings import FloatType, HeadBits, Quantization
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import Source, is_head
+from mtp.checkpoint.format.packed_source import weight_shape
 from mtp.head.mtp_head import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.progress import OnProgress
@@ -87,7 +88,7 @@ class HeadAddition:
 
         Raises CheckpointError when a shape differs from config.json, or when the disk is full.
         """
-        groups = self._groups(read_part(source, "mtp", self.dtype))
+        groups = self._groups(read_part(source, "mtp", self.dtype, dequantize=True))
         writer = shard_writer(self.target.path / HEAD_FILE, groups)
         total, done = writer.nbytes, 0
         check_free_space(self.target.path, total)
@@ -196,7 +197,7 @@ def _check_shapes(source: Checkpoint, args: TextModelArgs) -> None:
     skeleton = dict(tree_flatten(MTPHead(args).parameters()))
     expected = {name: weight.shape for name, weight in skeleton.items()}
     for name, made in source.plans["mtp"].items():
-        shape = parameter_shape(made, source.tensors[made.stored[0]].shape)
+        shape = parameter_shape(made, weight_shape(made, source.tensors))
         if shape != expected.get(name):
             raise CheckpointError(
                 f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, but config.json "

@@ -190,12 +190,13 @@ class Checkpoint:
 
     def repacked_bytes(self, source: Source) -> int | None:
         """Return the bytes of a packed weight in a format of MLX, None when no format holds it."""
-        if source.transform == "stack" and "order" in source.members and self._reorders():
-            return None  # experts with different orders of their inputs
-        return repacked_bytes(source, self.tensors, STORED_NAMES[self.activation_dtype])
-
-    def _reorders(self) -> bool:
-        return self.config.foreign is not None and self.config.foreign.reorders
+        foreign = self.config.foreign
+        return repacked_bytes(
+            source,
+            self.tensors,
+            STORED_NAMES[self.activation_dtype],
+            reorders=foreign is not None and foreign.reorders,
+        )
 
     def unservable(self) -> tuple[str, ...]:
         """Return the stored names of the packed weights that no format of MLX holds."""

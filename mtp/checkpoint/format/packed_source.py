@@ -66,24 +66,23 @@ def dequantize_source(source: Source, members: Members) -> mx.array:
     return _rows(source, {"weight": values})["weight"]
 
 
-def repacked_bytes(source: Source, tensors: dict[str, TensorInfo], dtype: str) -> int | None:
+def repacked_bytes(
+    source: Source, tensors: dict[str, TensorInfo], dtype: str, *, reorders: bool
+) -> int | None:
     """Return the bytes of a packed weight after it was repacked, None when no format of MLX holds it.
 
-    `dtype` is the safetensors name of the type of activations. Reads no tensor. Raises CheckpointError for members that
-    do not fit together or have an invalid type.
+    `dtype` is the safetensors name of the type of activations. `reorders` is true when the inputs of a group may not be
+    adjacent. Experts have orders of their own then, which MLX cannot express. Reads no tensor. Raises CheckpointError
+    for members that do not fit together or have an invalid type.
     """
-    assert source.packing is not None
-    names = {"weight": source.stored[0], **{m: n[0] for m, n in source.members.items()}}
-    infos = {member: tensors[name] for member, name in names.items() if name in tensors}
-    if len(infos) < len(names):
+    kinds = _kinds(source, tensors)
+    if kinds is not None and not reorders:
+        kinds = tuple(kind for kind in kinds if kind[0] != "order")
+    elif source.transform == "stack" and "order" in source.members:
+        return None
+    if kinds is None:
         return 0  # loading refuses the missing tensors by name
-    for info, name in zip(infos.values(), names.values(), strict=True):
-        if info.dtype not in _TYPES:
-            raise CheckpointError(
-                f"{info.file}: tensor {name} is stored as {info.dtype}, which is invalid for a packed weight. "
-                "Download the checkpoint again."
-            )
-    kinds = tuple((member, info.dtype, info.shape) for member, info in infos.items())
+    assert source.packing is not None
     try:
         found = _repacked_bytes(source.packing, kinds, dtype)
     except ValueError as error:
@@ -94,22 +93,57 @@ def repacked_bytes(source: Source, tensors: dict[str, TensorInfo], dtype: str) -
     return found // 2 if source.transform in ("gate half", "up half") else found * count
 
 
+def weight_shape(source: Source, tensors: dict[str, TensorInfo]) -> Shape:
+    """Return the shape of the dequantized first stored weight. Reads no tensor; raises what `repacked_bytes` raises."""
+    kinds = _kinds(source, tensors)
+    if source.packing is None or kinds is None:
+        return tensors[source.stored[0]].shape
+    try:
+        return tuple(packed_values(source.packing, _zeros(kinds)).shape)
+    except ValueError as error:
+        raise _unreadable(source, error) from error
+
+
+_Kinds = tuple[tuple[Member, str, Shape], ...]
+"""The name, stored type and shape of each member of a packed weight."""
+
+
+def _kinds(source: Source, tensors: dict[str, TensorInfo]) -> _Kinds | None:
+    """Return the kinds of the first stored weight's members, None if one is missing."""
+    names: dict[Member, str] = {"weight": source.stored[0]}
+    names |= {member: stored[0] for member, stored in source.members.items()}
+    found: list[tuple[Member, str, Shape]] = []
+    for member, name in names.items():
+        info = tensors.get(name)
+        if info is None:
+            return None
+        if info.dtype not in _TYPES:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is stored as {info.dtype}, which is invalid for a packed weight. "
+                "Download the checkpoint again."
+            )
+        found.append((member, info.dtype, info.shape))
+    return tuple(found)
+
+
 @cache
-def _repacked_bytes(
-    packing: Packing, kinds: tuple[tuple[str, str, Shape], ...], dtype: str
-) -> int | None:
-    """Return the bytes of a repacked weight with members of these types and shapes, by lazy arrays of zeros."""
-    rank = len(next(shape for member, _, shape in kinds if member == "weight"))
-    members = {
-        member: _with_rank(member, mx.zeros(shape, _TYPES[kind]), rank)
-        for member, kind, shape in kinds
-        if member != "order"
-    }
-    found = repack(packing, members, _TYPES[dtype])
+def _repacked_bytes(packing: Packing, kinds: _Kinds, dtype: str) -> int | None:
+    """Return the bytes of a repacked weight."""
+    found = repack(packing, _zeros(kinds), _TYPES[dtype])
     if found is None:
         return None
     orders = [math.prod(shape) for member, _, shape in kinds if member == "order"]
     return sum(array.nbytes for array in found.values()) + 4 * sum(orders)
+
+
+def _zeros(kinds: _Kinds) -> Members:
+    """Return lazy zeros in place of all members but the order, whose values decide the result."""
+    rank = len(next(shape for member, _, shape in kinds if member == "weight"))
+    return {
+        member: _with_rank(member, mx.zeros(shape, _TYPES[kind]), rank)
+        for member, kind, shape in kinds
+        if member != "order"
+    }
 
 
 def _with_rank(member: str, array: mx.array, rank: int) -> mx.array:

@@ -159,16 +159,15 @@ def test_groups_that_mlx_lacks_are_not_repacked() -> None:
         assert (None if found is None else 256 // found["scales"].shape[-1]) == expected
 
 
-def test_experts_with_different_orders_cannot_be_repacked() -> None:
-    """A layer of experts has one order of inputs, so desc_act with other orders is an error."""
-    members = {
-        "weight": mx.zeros((2, 16, 8), mx.int32),
-        "scale": mx.ones((2, 4, 8)),
-        "zeros": mx.zeros((2, 4, 1), mx.int32),
-        "order": mx.stack([mx.arange(128) // 32, mx.arange(128)[::-1] // 32]),
-    }
-    with pytest.raises(ValueError, match="different orders"):
-        repack(Packing("gptq"), members, mx.float32)
+def test_experts_with_different_orders_are_dequantized() -> None:
+    """A layer of experts has one order of inputs, so desc_act with other orders is not repacked, but has its values."""
+    golden = GOLDENS["gptq_v2 4 bit desc_act"]
+    flipped = golden.members | {"order": golden.members["order"][::-1]}
+    members = {name: mx.stack([array, flipped[name]]) for name, array in golden.members.items()}
+    assert repack(golden.packing, members, mx.float32) is None
+    values = packed_values(golden.packing, members)
+    assert mx.array_equal(values[0], packed_values(golden.packing, golden.members))
+    assert mx.array_equal(values[1], packed_values(golden.packing, flipped))
 
 
 def test_scales_that_are_no_powers_of_two_are_refused() -> None:

@@ -1,0 +1,293 @@
+"""Small checkpoints in the formats of other programs, written with plain arithmetic.
+
+The layouts are those that `tests/support/packed` has from the programs themselves; the decoders are tested there. A
+checkpoint here has the tensor names and the config of a published one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.lazy_weights import read_values
+from mtp.packing.integers import pack_words
+from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
+
+Members = dict[str, tuple[str, mx.array]]
+"""Stored type and tensor by the last part of a name."""
+
+Pack = Callable[[mx.array], Members]
+
+GROUP = 32
+
+_PACKED = re.compile(r".*(_proj|linear_attn\.in_proj_(qkv|z)|mtp\.fc)\.weight")
+"""The tensors that exporters quantize: projections, with experts one by one, but neither routers nor the embedding."""
+
+TYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.int32: "I32",
+    mx.int8: "I8",
+    mx.uint8: "U8",
+}
+
+
+def fp8_rows(weight: mx.array) -> Members:
+    """Pack as compressed-tensors' FP8_DYNAMIC: one scale per row."""
+    scale = mx.abs(weight).max(axis=1, keepdims=True) / 448
+    packed = mx.to_fp8(weight / scale)
+    return {"weight": ("F8_E4M3", packed), "weight_scale": ("F32", scale)}
+
+
+def fp8_tensor(weight: mx.array) -> Members:
+    """Pack as ModelOpt's FP8: one scale per tensor, and a scale of the activations."""
+    scale = mx.abs(weight).max() / 448
+    packed = mx.to_fp8(weight / scale)
+    return {
+        "weight": ("F8_E4M3", packed),
+        "weight_scale": ("F32", scale),
+        "input_scale": ("F32", mx.array(0.5)),
+    }
+
+
+def fp8_blocks(weight: mx.array) -> Members:
+    """Pack as Qwen's FP8, in blocks of 32 by 64."""
+    rows, columns = (-(-size // block) for size, block in zip(weight.shape, (32, 64), strict=True))
+    padded = mx.pad(weight, [(0, rows * 32 - weight.shape[0]), (0, columns * 64 - weight.shape[1])])
+    scale = mx.abs(padded.reshape(rows, 32, columns, 64)).max(axis=(1, 3)) / 448
+    wide = mx.repeat(mx.repeat(scale, 32, 0), 64, 1)[: weight.shape[0], : weight.shape[1]]
+    return {"weight": ("F8_E4M3", mx.to_fp8(weight / wide)), "weight_scale_inv": ("F32", scale)}
+
+
+def nvfp4(weight: mx.array) -> Members:
+    """Pack as ModelOpt's NVFP4."""
+    codes, scale, double = _nvfp4(weight)
+    return {
+        "weight": ("U8", codes),
+        "weight_scale": ("F8_E4M3", scale),
+        "weight_scale_2": ("F32", double),
+        "input_scale": ("F32", mx.array(0.5)),
+    }
+
+
+def nvfp4_divided(weight: mx.array) -> Members:
+    """Pack as compressed-tensors' NVFP4."""
+    codes, scale, double = _nvfp4(weight)
+    return {
+        "weight_packed": ("U8", codes),
+        "weight_scale": ("F8_E4M3", scale),
+        "weight_global_scale": ("F32", (1 / double).reshape(1)),
+        "input_global_scale": ("F32", mx.array([2.0])),
+    }
+
+
+def mxfp4(weight: mx.array) -> Members:
+    """Pack as compressed-tensors' MXFP4."""
+    codes, scales = mx.quantize(weight, mode="mxfp4")
+    return {"weight_packed": ("U8", codes.view(mx.uint8)), "weight_scale": ("U8", scales)}
+
+
+def integers(bits: int, *, symmetric: bool = True) -> Pack:
+    """Return the packer of compressed-tensors' W4A16 and W8A16."""
+
+    def pack(weight: mx.array) -> Members:
+        """Pack a weight."""
+        codes, scale, zeros = _integers(weight, bits, symmetric)
+        found: Members = {
+            "weight_packed": ("I32", pack_words(codes, bits).view(mx.int32)),
+            "weight_scale": ("BF16", scale.astype(mx.bfloat16)),
+            "weight_shape": ("I32", mx.array(weight.shape, mx.int32)),
+        }
+        if not symmetric:
+            across = pack_words(zeros.T.astype(mx.uint8), bits).view(mx.int32)
+            found["weight_zero_point"] = ("I32", across.T)
+        return found
+
+    return pack
+
+
+def gptq(bits: int, *, symmetric: bool = True, reordered: bool = False, less: int = 1) -> Pack:
+    """Return the packer of GPTQ; `less` is subtracted from zero points, 1 in the first layout."""
+
+    def pack(weight: mx.array) -> Members:
+        """Pack a weight."""
+        inputs = weight.shape[1]
+        groups = mx.arange(inputs, dtype=mx.int32) // GROUP
+        order = mx.arange(inputs)
+        if reordered:
+            order = mx.random.permutation(inputs, key=mx.random.key(inputs))
+        codes, scale, zeros = _integers(weight[:, order], bits, symmetric)
+        back = mx.argsort(order)
+        stored = (zeros - less) % (1 << bits)
+        return {
+            "qweight": ("I32", pack_words(codes[:, back], bits).view(mx.int32).T),
+            "qzeros": ("I32", pack_words(_padded(stored.T, bits), bits).view(mx.int32)),
+            "scales": ("F16", scale.T.astype(mx.float16)),
+            "g_idx": ("I32", groups[back]),
+        }
+
+    return pack
+
+
+def awq(weight: mx.array) -> Members:
+    """Pack as AutoAWQ, whose words hold outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    codes, scale, zeros = _integers(weight, 4, symmetric=False)
+
+    def shuffled(values: mx.array) -> mx.array:
+        """Pack the outputs of `values [n, outputs]` in AWQ's order."""
+        values = _padded(values, 4)
+        parts = values.reshape(values.shape[0], -1, 8)[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])]
+        return pack_words(parts.reshape(values.shape[0], -1), 4).view(mx.int32)
+
+    return {
+        "qweight": ("I32", shuffled(codes.T)),
+        "qzeros": ("I32", shuffled(zeros.T)),
+        "scales": ("F16", scale.T.astype(mx.float16)),
+    }
+
+
+def _padded(values: mx.array, bits: int) -> mx.array:
+    """Return `values` as uint8, whose last axis fills whole words."""
+    each = 32 // bits
+    return mx.pad(values.astype(mx.uint8), [(0, 0), (0, -values.shape[1] % each)])
+
+
+def _nvfp4(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    double = mx.abs(weight).max() / (6 * 448)
+    codes, scale = mx.quantize(weight / double, mode="nvfp4")
+    return codes.view(mx.uint8), scale, double
+
+
+def _integers(weight: mx.array, bits: int, symmetric: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes, and scales and zero points per group of 32."""
+    parts = weight.reshape(weight.shape[0], -1, GROUP)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = mx.abs(parts).max(axis=2) * 2 / top
+        zeros = mx.full(scale.shape, 1 << (bits - 1))
+    else:
+        low, high = mx.minimum(parts.min(axis=2), 0), mx.maximum(parts.max(axis=2), 0)
+        scale = (high - low) / top
+        zeros = mx.round(-low / scale)
+    codes = mx.clip(mx.round(parts / scale[..., None] + zeros[..., None]), 0, top)
+    return codes.reshape(weight.shape).astype(mx.uint8), scale, zeros.astype(mx.int32)
+
+
+def ct_config(form: str, **weights: Any) -> dict[str, Any]:
+    """Return a quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
+
+
+FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    "FP8 per row": (fp8_rows, ct_config("float-quantized", num_bits=8, type="float")),
+    "FP8 per tensor": (fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "FP8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 64]}),
+    "NVFP4 of ModelOpt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "NVFP4 of compressed-tensors": (
+        nvfp4_divided,
+        ct_config("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+    ),
+    "MXFP4": (mxfp4, ct_config("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
+    "W4A16": (integers(4), ct_config("pack-quantized", num_bits=4, group_size=32)),
+    "W4A16 asymmetric": (
+        integers(4, symmetric=False),
+        ct_config("pack-quantized", num_bits=4, group_size=32, symmetric=False),
+    ),
+    "W8A16": (integers(8), ct_config("pack-quantized", num_bits=8, group_size=32)),
+    "GPTQ 4 bit": (gptq(4), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "GPTQ 8 bit asymmetric": (
+        gptq(8, symmetric=False, less=0),
+        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+    "GPTQ desc_act": (
+        gptq(4, reordered=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    ),
+    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "AutoRound": (
+        gptq(4),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
+    ),
+    "AutoRound asymmetric": (
+        gptq(4, symmetric=False, less=0),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+    ),
+}
+"""The packer and the quantization_config of each format."""
+
+
+def write_foreign(path: Path, form: str, **options: Any) -> Path:
+    """Write a small raw checkpoint into `path` whose projections have the format `form`. Return `path`.
+
+    Experts are stored one by one. `options` are those of `write_checkpoint`.
+    """
+    pack, quantization = FORMATS[form]
+    options = {"fused_experts": False, "dtype": mx.float16, "layers": 4} | options
+    write_checkpoint(path, **options)
+    stored: Members = {}
+    for name, weight in read_tensors(path).items():
+        if not _PACKED.fullmatch(name) or weight.ndim != 2:
+            stored[name] = (TYPES[weight.dtype], weight)
+            continue
+        for leaf, tensor in pack(weight.astype(mx.float32)).items():
+            stored[f"{name.removesuffix('weight')}{leaf}"] = tensor
+    save_tensors(path / "model.safetensors", stored)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "quantization_config": quantization}))
+    return path
+
+
+def write_dequantized(source: Path, path: Path) -> Path:
+    """Write the checkpoint of `source` into `path` with all weights in float32, and without a quantization."""
+    path.mkdir()
+    checkpoint = Checkpoint.open(source, to_convert=True)
+    packed = {
+        name for plan in checkpoint.plans.values() for s in plan.values() if s.packing
+        for name in s.tensors
+    }  # fmt: skip
+    tensors = read_tensors(source)
+    plain = {n: t for n, t in tensors.items() if n not in {*packed, *checkpoint.ignored}}
+    for plan in checkpoint.plans.values():
+        for made in plan.values():
+            if made.packing is not None:
+                values = read_values(checkpoint, made)
+                each = list(values) if made.transform == "stack" else [values]
+                for name, weight in zip(made.stored, each, strict=True):
+                    plain[f"{name.rpartition('.')[0]}.weight"] = weight
+    plain = {n: t for n, t in plain.items() if not n.endswith("weight_shape")}
+    mx.save_safetensors(str(path / "model.safetensors"), plain, {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def save_tensors(file: Path, tensors: Members) -> None:
+    """Write a safetensors file with types that MLX cannot write, such as FP8."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = []
+    start = 0
+    for name, (dtype, tensor) in tensors.items():
+        flat = mx.contiguous(tensor).reshape(-1)
+        content = np.array(flat.view(mx.uint8)).tobytes()
+        end = start + len(content)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        data.append(content)
+        start = end
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
