@@ -9,9 +9,6 @@ import mlx.core as mx
 from mtp.exact.row_range import RowRange
 from proto.errors import UsageError
 
-SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 16, 17, 32, 33, 64, 65, 128, 256, 512)
-"""Numbers of rows that are tried, as far as a range contains them: both sides of the limits of MLX's kernels."""
-
 Rows = Callable[..., mx.array]
 
 
@@ -39,7 +36,7 @@ def narrowed(function: Rows, inputs: Sequence[mx.array], rows: RowRange) -> RowR
         return None
     high = low
     top = most if rows.high is None else min(rows.high, most)
-    for size in [s for s in SIZES if low < s < top] + [top]:
+    for size in RowRange(low, top).sizes[1:]:
         known = min(size, expected.shape[0])
         if not same_bits(function(*[x[:size] for x in inputs])[:known], expected[:known]):
             return RowRange(low, high)

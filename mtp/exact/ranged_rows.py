@@ -11,9 +11,9 @@ from mtp.exact.row_range import RowRange
 
 
 class RangedRows(nn.Module):
-    """A row-wise function whose calls have `rows.low` to `rows.high` rows.
+    """A row-wise function that is called with the sizes of one range only.
 
-    Fewer rows are padded by repeating the last one. More rows are cut into calls.
+    More rows are cut into calls. A call that is not full is padded by repeating its last row.
     """
 
     def __init__(self, inner: Callable[..., mx.array], rows: RowRange) -> None:
@@ -24,21 +24,34 @@ class RangedRows(nn.Module):
     def __call__(self, *inputs: mx.array) -> mx.array:
         """Return `inner` of `inputs`, each `[rows, …]`: `[rows, …]`."""
         count = inputs[0].shape[0]
+        parts = cuts(count, self.rows)
+        if parts == [(0, count, count)]:
+            return self.inner(*inputs)
         outputs = [
-            self._call([x[start:stop] for x in inputs], stop - start)
-            for start, stop in cuts(count, self.rows)
+            self._call([x[start:stop] for x in inputs], size - (stop - start))
+            for start, stop, size in parts
         ]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
-    def _call(self, inputs: list[mx.array], count: int) -> mx.array:
-        missing = self.rows.low - count
-        if missing <= 0:
+    def _call(self, inputs: list[mx.array], missing: int) -> mx.array:
+        if not missing:
             return self.inner(*inputs)
         padded = [mx.concatenate([x, mx.repeat(x[-1:], missing, axis=0)]) for x in inputs]
-        return self.inner(*padded)[:count]
+        return self.inner(*padded)[: inputs[0].shape[0]]
 
 
-def cuts(count: int, rows: RowRange) -> list[tuple[int, int]]:
-    """Return the start and the end of each call for `count` rows: as few calls as `rows.high` allows."""
-    size = count if rows.high is None else min(rows.high, count)
-    return [(start, min(start + size, count)) for start in range(0, count, max(1, size))]
+def cuts(count: int, rows: RowRange) -> list[tuple[int, int, int]]:
+    """Return the start, the end and the size of each call for `count` rows: few calls, and little padding."""
+    if rows.high is None:
+        return [(0, count, count)]
+    sizes, found, start = rows.sizes, [], 0
+    while start < count:
+        left = count - start
+        full = max((size for size in sizes if size <= left), default=0)
+        wider = next((size for size in sizes if size >= left), 0)
+        # Padding costs less than another call, up to a quarter of the rows.
+        if not full or (wider and wider <= max(left + 4, left * 5 // 4)):
+            full = wider
+        found.append((start, min(start + full, count), full))
+        start += full
+    return found

@@ -26,12 +26,24 @@ class Product(Enum):
     QUANTIZED_EXPERTS = "quantized experts"
 
 
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows of the calls in exact mode, and of the probe. Libraries of a GPU choose a kernel for each size by a
+rule of their own, so a size that the probe has not tried is not used."""
+
+
 @dataclass(frozen=True)
 class RowRange:
     """Numbers of rows, both ends included. `high` None has no upper end."""
 
     low: int
     high: int | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of `SIZES` in this range, and its ends."""
+        ends = {self.low} | ({self.high} if self.high else set())
+        top = self.high or SIZES[-1]
+        return tuple(sorted(ends | {size for size in SIZES if self.low <= size <= top}))
 
     def __str__(self) -> str:
         return (

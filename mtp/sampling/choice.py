@@ -97,12 +97,24 @@ def logprobs(logits: mx.array, tokens: Tokens, top: int) -> Logprobs:
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(scores, token_array(tokens)[:, None], axis=-1)[:, 0]
-    top = min(top, scores.shape[-1])
-    best = mx.argpartition(scores, kth=-max(top, 1), axis=-1)[:, scores.shape[-1] - top :]
-    best_scores = mx.take_along_axis(scores, best, axis=-1)
-    order = mx.argsort(-best_scores, axis=-1)
-    return Logprobs(
-        chosen,
-        mx.take_along_axis(best, order, axis=-1).astype(mx.int32),
-        mx.take_along_axis(best_scores, order, axis=-1),
-    )
+    top_tokens, best = _likeliest(scores, min(top, scores.shape[-1]))
+    return Logprobs(chosen, top_tokens, best)
+
+
+def _likeliest(scores: mx.array, top: int) -> tuple[mx.array, mx.array]:
+    """Return the tokens `[w, top]` of the best scores and these scores, the lower token first where scores are equal.
+
+    Half-precision logits are often equal. A sort of a GPU orders equal values by the number of rows.
+    """
+    tokens: list[mx.array] = []
+    found: list[mx.array] = []
+    vocab = mx.arange(scores.shape[-1])
+    for _ in range(top):
+        best = mx.argmax(scores, axis=-1, keepdims=True)
+        tokens.append(best.astype(mx.int32))
+        found.append(mx.take_along_axis(scores, best, axis=-1))
+        scores = mx.where(vocab == best, -mx.inf, scores)
+    if not tokens:
+        nothing = (scores.shape[0], 0)
+        return mx.zeros(nothing, mx.int32), mx.zeros(nothing)
+    return mx.concatenate(tokens, axis=-1), mx.concatenate(found, axis=-1)

@@ -35,6 +35,9 @@ NOISE = 17.0
 GROUP_SIZE = 64
 BITS = 4
 
+FULL_BITS = 16
+"""Bits of weights in bfloat16, which are not quantized."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -48,8 +51,8 @@ class ModelShape:
     mlp: int
     experts: int = 0
 
-    def config(self) -> dict[str, Any]:
-        """Return config.json, with weights of 4 bits. lm_head is never tied, because the text depends on it."""
+    def config(self, bits: int) -> dict[str, Any]:
+        """Return config.json, with weights of `bits` bits. lm_head is never tied, because the text depends on it."""
         config = config_of(
             moe=bool(self.experts),
             layers=self.layers,
@@ -80,7 +83,9 @@ class ModelShape:
             }
         else:
             text["intermediate_size"] = self.mlp
-        quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
+        if bits == FULL_BITS:
+            return config
+        quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
         return config | {"quantization": quantization, "quantization_config": quantization}
 
 
@@ -94,13 +99,13 @@ SHAPES = {
 
 
 def write_dialled_model(
-    path: Path, shape: ModelShape, noise: float = NOISE, live: float = 0.0
+    path: Path, shape: ModelShape, noise: float = NOISE, *, live: float = 0.0, bits: int = BITS
 ) -> list[int]:
     """Write the checkpoint to `path`. Return the tokens that prompts may use.
 
     `live` is the share of their random output that mixers and MLPs keep, so that rounding in them reaches the text.
     """
-    config = shape.config()
+    config = shape.config(bits)
     parsed = ModelConfig.parse(Path("config.json"), config)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -120,15 +125,16 @@ def write_dialled_model(
             holder.part.weight = drawn.astype(mx.bfloat16)
         if part == "mtp":
             _dial(holder.part, noise * (shape.hidden / 5120) ** 0.5)
-        nn.quantize(holder, GROUP_SIZE, BITS, class_predicate=_is_quantized)
+        if bits != FULL_BITS:
+            nn.quantize(holder, GROUP_SIZE, bits, class_predicate=_is_quantized)
         if part == "embed":
             embedding = dict(_tensors(holder.part))
         if part == "lm_head":
             _follow_cycle(holder.part, embedding, cycle)
         if part == "mtp":
-            _quiet(holder.part.layers[0], 0.0)
+            _quiet(holder.part.layers[0], 0.0, bits)
         if part.startswith("layers."):
-            _quiet(holder.part, live)
+            _quiet(holder.part, live, bits)
         shards.add(part, holder.part)
     shards.close()
     return cycle
@@ -193,7 +199,7 @@ def _follow_cycle(lm_head: Any, embedding: dict[str, mx.array], cycle: list[int]
         lm_head[name] = weight
 
 
-def _quiet(layer: Any, live: float) -> None:
+def _quiet(layer: Any, live: float, bits: int) -> None:
     """Scale by `live` what a layer adds to its input."""
     mixer = layer.linear_attn.out_proj if layer.is_linear else layer.self_attn.o_proj
     mlp = layer.mlp
@@ -204,7 +210,7 @@ def _quiet(layer: Any, live: float) -> None:
     )
     for module in (mixer, *downs):
         for name, value in list(module.items()):
-            if isinstance(value, mx.array) and name != "weight":
+            if isinstance(value, mx.array) and (name != "weight" or bits == FULL_BITS):
                 module[name] = value * live
             elif isinstance(value, mx.array) and not live:
                 module[name] = mx.zeros_like(value)

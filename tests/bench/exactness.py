@@ -32,7 +32,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import MtpMode
 from proto.errors import WorkerLostError
 from proto.params import SamplingParams
-from tests.bench.dialled_model import NOISE, SHAPES, write_dialled_model
+from tests.bench.dialled_model import FULL_BITS, NOISE, SHAPES, write_dialled_model
 from tests.bench.machine import about
 from tests.bench.texts import held_out_prompts
 from tests.support.checkpoints.checkpoints import convert_checkpoint
@@ -70,6 +70,9 @@ class Count:
             self.first_places.append(next((i for i, (a, b) in enumerate(pairs) if a != b), -1))
         elif found.logprobs != expected.logprobs:
             self.answers_with_other_logprobs += 1
+            entries = zip(found.logprobs, expected.logprobs, strict=True)
+            place, pair = next((i, p) for i, p in enumerate(entries) if p[0] != p[1])
+            print(f"at token {place}: {pair[0]} for {pair[1]}")
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -171,7 +174,8 @@ def model_of(options: argparse.Namespace, folder: Path) -> tuple[Path, list[list
     rng = random.Random(7)
     if options.model != BUILTIN:
         path = folder / options.model
-        cycle = write_dialled_model(path, SHAPES[options.model], NOISE, live=LIVE)
+        bits = options.quantize or FULL_BITS
+        cycle = write_dialled_model(path, SHAPES[options.model], NOISE, live=LIVE, bits=bits)
         starts = [rng.randrange(len(cycle)) for _ in range(24)]
         rings = [[cycle[(start + i) % len(cycle)] for i in range(600)] for start in starts]
         return path, rings
@@ -188,7 +192,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default=BUILTIN, choices=[BUILTIN, *SHAPES])
-    parser.add_argument("--quantize", type=int, choices=[4, 8], help="bits of the built-in model")
+    parser.add_argument("--quantize", type=int, choices=[4, 8], help="bits of the weights")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tokens", type=int, default=20000, help="tokens to compare, about")

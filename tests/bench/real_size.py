@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 
-from tests.bench.dialled_model import NOISE, SHAPES, write_dialled_model
+from tests.bench.dialled_model import BITS, FULL_BITS, NOISE, SHAPES, write_dialled_model
 from tests.bench.machine import about
 from tests.bench.report import bars, publish
 
@@ -54,12 +54,13 @@ class Setup:
 
     mtp: str
     workers: int = 0
+    exact: bool = False
 
     @property
     def name(self) -> str:
         """The row's name."""
         where = f"{self.workers} workers" if self.workers else "one process"
-        return f"{where}, --mtp {self.mtp}"
+        return f"{where}, --mtp {self.mtp}{' --exact' if self.exact else ''}"
 
 
 # ---- programs
@@ -125,8 +126,9 @@ def serving(
             str(port),
             "--no-mdns",
             *flags,
+            *(["--exact"] if setup.exact else []),
         ]
-        name = f"{setup.mtp}-{setup.workers}"
+        name = f"{setup.mtp}-{setup.workers}{'-exact' if setup.exact else ''}"
         server = stack.enter_context(program(folder, name, root, gpu, "coordinator.cli", *command))
         url = f"http://127.0.0.1:{port}"
         wait_until_serving(url, server)
@@ -308,9 +310,10 @@ def gpus() -> int:
     return listed.stdout.count("GPU ")
 
 
-def setups(modes: Sequence[str], gpu_count: int) -> list[Setup]:
-    """Return the rows that these GPUs allow."""
+def setups(modes: Sequence[str], gpu_count: int, *, exact: bool) -> list[Setup]:
+    """Return the rows that these GPUs allow. With `exact` each row of one process has one with the flag."""
     one = [Setup(mode) for mode in modes if mode != "filled"]
+    one += [Setup(setup.mtp, exact=True) for setup in one if exact]
     return one + [Setup(mode, 2) for mode in modes if gpu_count >= 2]
 
 
@@ -326,13 +329,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="keep the checkpoint here, or use it")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to measure")
     parser.add_argument("--no-stock", action="store_true")
+    parser.add_argument("--bits", type=int, default=BITS, choices=[4, 8, FULL_BITS])
+    parser.add_argument("--exact", action="store_true", help="measure one process with --exact too")
     parser.add_argument("--port", type=int, default=18400)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = options.model or folder / options.shape
         if not (model / "words.json").exists():
-            cycle = write_dialled_model(model, SHAPES[options.shape], options.noise)
+            shape = SHAPES[options.shape]
+            cycle = write_dialled_model(model, shape, options.noise, bits=options.bits)
             (model / "words.json").write_text(json.dumps(cycle))
         cycle = json.loads((model / "words.json").read_text())
         count, speed, read = gpus(), bandwidth(), weight_bytes(model)
@@ -344,7 +350,7 @@ def main() -> None:
         if not options.no_stock:
             found[STOCK] = measure_stock(model, cycle, options.rounds)
             print(f"{STOCK}: {found[STOCK]}", flush=True)
-        for number, setup in enumerate(setups(options.modes, count)):
+        for number, setup in enumerate(setups(options.modes, count, exact=options.exact)):
             port = options.port + 10 * number
             gpu = 0 if count and not setup.workers else None
             try:

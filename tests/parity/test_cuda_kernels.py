@@ -15,6 +15,7 @@ import pytest
 from mtp.head.attention import KVFormat
 from mtp.kernels import packed_linear
 from mtp.kernels.cuda import CudaKernel
+from mtp.kernels.dense_rows import DenseRows
 from mtp.kernels.gated_delta import GatedDeltaShape
 from mtp.kernels.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from proto.frame import Admit, Segment
@@ -60,6 +61,17 @@ def same(found: mx.array, expected: mx.array) -> bool:
 
 
 # ---- products
+
+
+@pytest.mark.parametrize("outputs", [48, 1048, 9216])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 17, 32, 33, 100])
+def test_dense_rows_agree_and_ignore_other_rows(outputs: int, rows: int) -> None:
+    w = mx.random.normal((outputs, 640), key=mx.random.key(1)).astype(mx.bfloat16)
+    x = mx.random.normal((rows, 640), key=mx.random.key(2)).astype(mx.bfloat16)
+    product = DenseRows(w)
+    found = product(x)
+    assert error_of(found, x.astype(mx.float32) @ w.astype(mx.float32).T) < TOLERANCE
+    assert same(found, mx.concatenate([product(x[i : i + 1]) for i in range(rows)]))
 
 
 @pytest.fixture(scope="module")

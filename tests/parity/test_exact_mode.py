@@ -48,7 +48,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Embedding, "as_linear", rounded_unembedding)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", rounded_attention)
     here = classmethod(lambda cls: Arithmetic("cuda", "emulated", "1"))
-    monkeypatch.setattr(exact_module.Arithmetic, "here", here)
+    monkeypatch.setattr(Arithmetic, "here", here)
     monkeypatch.setitem(exact_module.PROBE_ROWS, "cuda", 32)
 
 

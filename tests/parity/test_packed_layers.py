@@ -24,7 +24,7 @@ from mtp.kernels.packed_linear import PackedLinear
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
 from proto.params import SamplingParams
 from proto.span import Span
-from tests.bench.dialled_model import ModelShape
+from tests.bench.dialled_model import BITS, ModelShape
 from tests.support.stages.reference_kernels import reference_kernels
 from worker.engine.stage_engine import StageEngine
 from worker.engine.warm_up import warm_up
@@ -49,7 +49,7 @@ def _packed() -> Iterator[None]:
 
 def modules_of(start: int, end: int) -> StageModules:
     """Return random 4-bit weights of layers `start … end`, the same ones for every cut."""
-    raw = SHAPE.config()
+    raw = SHAPE.config(BITS)
     raw["text_config"] |= {
         "vocab_size": VOCAB,
         "linear_num_key_heads": 8,

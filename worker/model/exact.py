@@ -11,17 +11,23 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mtp.exact.arithmetic import Arithmetic
-from mtp.exact.range_probe import choose_range
+from mtp.exact.range_probe import choose_range, narrowed
 from mtp.exact.ranged_rows import RangedRows
 from mtp.exact.row_range import EVERY, Product, RowRange, candidates
 from mtp.head.packed_attention import PackedAttention
+from mtp.kernels.cuda import report_fallback
+from mtp.kernels.dense_rows import DenseRows, can_multiply_dense
 from mtp.kernels.packed_linear import PackedLinear
+from mtp.kernels.projections import SideBySide
 from worker.model.loader import StageModules
 
 log = logging.getLogger(__name__)
 
 PROBE_ROWS = {"cpu": 9, "metal": 64, "cuda": 512}
 """Rows of the largest call that the probe tries. Many rows take seconds on a CPU, which has no ranges anyway."""
+
+KERNEL_ROWS = 48
+"""Rows of the largest call that is tried of this project's own kernel: more than it computes in one launch."""
 
 QUERIES = {"cpu": None, "metal": 1, "cuda": 1}
 """Rows of one call of MLX's attention. Its kernels on GPUs depend on the rows and on the keys; with one row, the keys
@@ -37,6 +43,7 @@ class ExactProducts:
         self.dtype = dtype
         self.arithmetic = Arithmetic.here()
         self.ranges: dict[tuple[Any, ...], RowRange] = {}
+        self._kernels: dict[tuple[Any, ...], bool] = {}
 
     @property
     def queries(self) -> int | None:
@@ -65,6 +72,9 @@ class ExactProducts:
         if isinstance(embedding, PackedLinear):
             embedding.one_arithmetic = True
             return
+        if self._has_kernel(embedding):
+            modules.lm_head = DenseRows(embedding.weight)
+            return
         rows = self._range(embedding, embedding.as_linear)
         if rows != EVERY:
             modules.lm_head = RangedRows(embedding.as_linear, rows)
@@ -82,6 +92,12 @@ class ExactProducts:
         if isinstance(module, PackedLinear):
             module.one_arithmetic = True
             return module
+        if self._has_kernel(module):
+            return DenseRows(module.weight)
+        if isinstance(module, SideBySide) and all(map(self._has_kernel, module.parts)):
+            module.parts = [DenseRows(mx.concatenate([part.weight for part in module.parts]))]
+            mx.eval(module.parts[0].weight)
+            return module
         if isinstance(module, (nn.Linear, nn.QuantizedLinear, SwitchGLU)):
             rows = self._range(module, module)
             return module if rows == EVERY else RangedRows(module, rows)
@@ -90,6 +106,21 @@ class ExactProducts:
         if isinstance(module, nn.Module):
             self._replace_children(module)
         return module
+
+    def _has_kernel(self, module: Any) -> bool:
+        """Return whether this project's own kernel computes a dense product, and gives every row the same bits."""
+        if self.arithmetic.backend != "cuda" or not can_multiply_dense(module):
+            return False
+        key = (module.weight.shape, module.weight.dtype)
+        if key not in self._kernels:
+            inputs = list(_random_inputs(module, module, KERNEL_ROWS, self.dtype))
+            try:
+                found = narrowed(DenseRows(module.weight), inputs, RowRange(1, KERNEL_ROWS))
+            except RuntimeError as error:  # whatever the compiler of a machine finds wrong
+                report_fallback("dense_rows", str(error)[:500])
+                found = None
+            self._kernels[key] = found is not None and found.high == KERNEL_ROWS
+        return self._kernels[key]
 
     def _range(self, module: Any, function: Callable[..., mx.array]) -> RowRange:
         """Return the range for a product, probed on its weights."""

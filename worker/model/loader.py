@@ -19,6 +19,7 @@ from mtp.checkpoint.format.names import Source, module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
 from mtp.exact.ranged_rows import RangedRows
 from mtp.head.mtp_head import MTPHead
+from mtp.kernels.dense_rows import DenseRows
 from mtp.kernels.packed_linear import PackedEmbedding, PackedLinear
 from mtp.packing.repacked_linear import add_extras
 from proto.dtype import DTYPE_BYTES
@@ -44,7 +45,7 @@ class StageModules:
     layers: list[DecoderLayer]
     embed_tokens: nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding | None = None
     norm: nn.RMSNorm | None = None
-    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | RangedRows | None = None
+    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | RangedRows | DenseRows | None = None
     head: MTPHead | None = None
 
 

@@ -466,3 +466,9 @@ def test_a_value_out_of_range_is_named(fields: dict[str, Any], message: str) -> 
         SamplingParams(**fields)
     assert str(raised.value) == message
     assert raised.value.param == next(iter(fields))
+
+
+def test_equal_scores_list_the_lower_token_first() -> None:
+    """Logits of half precision are often equal, and a sort may order them by the number of rows."""
+    logits = mx.array([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0], [1.0] * 6])
+    assert logprobs(logits, [0, 0], 4).top_tokens.tolist() == [[1, 4, 2, 3], [0, 1, 2, 3]]

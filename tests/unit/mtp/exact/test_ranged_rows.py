@@ -38,17 +38,24 @@ def test_every_call_is_in_the_range_and_every_row_is_its_own(
     given_ = [x + i for i in range(inputs)]
     found = RangedRows(function, rows)(*given_)
     assert mx.array_equal(found, mx.concatenate(given_, axis=-1) * 2)
-    assert all(size >= low and (rows.high is None or size <= rows.high) for size in function.sizes)
-    assert len(function.sizes) == (1 if rows.high is None else -(-count // rows.high))
+    if rows.high is None:
+        assert function.sizes == [count]
+    else:
+        assert set(function.sizes) <= set(rows.sizes)
 
 
 @pytest.mark.parametrize(
     ("count", "rows", "expected"),
     [
-        (5, EVERY, [(0, 5)]),
-        (5, RowRange(2, 2), [(0, 2), (2, 4), (4, 5)]),
-        (3, RowRange(8, 9), [(0, 3)]),
+        (5, EVERY, [(0, 5, 5)]),
+        (5, RowRange(2, 2), [(0, 2, 2), (2, 4, 2), (4, 5, 2)]),
+        (3, RowRange(8, 9), [(0, 3, 8)]),
+        (10, RowRange(2, 512), [(0, 10, 11)]),
+        (300, RowRange(2, 512), [(0, 256, 256), (256, 300, 48)]),
+        (1025, RowRange(2, 512), [(0, 512, 512), (512, 1024, 512), (1024, 1025, 2)]),
     ],
 )
-def test_cuts(count: int, rows: RowRange, expected: list[tuple[int, int]]) -> None:
+def test_cuts_use_sizes_that_the_probe_has_tried(
+    count: int, rows: RowRange, expected: list[tuple[int, int, int]]
+) -> None:
     assert cuts(count, rows) == expected
