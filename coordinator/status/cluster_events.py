@@ -16,12 +16,16 @@ Kind = Literal["join", "leave", "lost", "plan", "recovery", "problem"]
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """One line about a change. `at` is seconds since 1970. `seconds` is the duration of a recovery."""
+    """One line about a change. `at` is seconds since 1970. `seconds` is the duration of a recovery.
+
+    `phases` are its parts with their seconds, such as `loading`.
+    """
 
     at: float
     kind: Kind
     text: str
     seconds: float | None = None
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 class EventLog:
@@ -31,6 +35,10 @@ class EventLog:
         self.events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
         self._before: ClusterStatus | None = None
         self._failed_at: float | None = None
+        self._phases: list[tuple[str, float]] = []
+        """Phases of the present recovery with their starts."""
+        self._rebuilding_since: float | None = None
+        """End of a recovery after which prompts are still computed again."""
         self._lost: list[str] = []
 
     def record_status(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:
@@ -41,6 +49,7 @@ class EventLog:
         new = [
             *_node_events({n.address or "": n for n in before.nodes}, status, at),
             *self._plan_events(before, status, at),
+            *self._rebuild_events(status, at),
         ]
         self.events.extend(new)
         return new
@@ -51,8 +60,10 @@ class EventLog:
         failed = status.recoveries > before.recoveries or (before.ready and not status.ready)
         if failed and self._failed_at is None:
             self._failed_at = at
-            self._lost = []
+            self._lost, self._phases, self._rebuilding_since = [], [], None
         if self._failed_at is not None:
+            if not status.ready and (not self._phases or self._phases[-1][0] != status.phase):
+                self._phases.append((status.phase, at))
             lost = [n.name for n in status.nodes if n.health == "lost" and n.name not in self._lost]
             self._lost += lost
         if not status.ready or (status.epoch == before.epoch and before.ready):
@@ -63,7 +74,26 @@ class EventLog:
             return [ClusterEvent(at, "plan", text)]
         seconds, self._failed_at = at - self._failed_at, None
         cause = f"Recovered from the loss of {', '.join(self._lost)}" if self._lost else "Recovered"
-        return [ClusterEvent(at, "recovery", f"{cause}: plan {status.epoch} serves", seconds)]
+        text = f"{cause}: plan {status.epoch} serves"
+        self._rebuilding_since = at
+        return [ClusterEvent(at, "recovery", text, seconds, self._measured_phases(at))]
+
+    def _measured_phases(self, at: float) -> tuple[tuple[str, float], ...]:
+        """Return the phases of a recovery that ended at `at`, with their seconds."""
+        ends = [start for _, start in self._phases[1:]] + [at]
+        pairs = zip(self._phases, ends, strict=True) if self._phases else ()
+        return tuple((name, round(end - start, 2)) for (name, start), end in pairs if name)
+
+    def _rebuild_events(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:
+        """Return an event when the answers of before a recovery are computed again."""
+        since = self._rebuilding_since
+        if since is None or status.prefilling or not status.ready or since == at:
+            return []
+        self._rebuilding_since = None
+        if not status.running:
+            return []
+        answers = "1 answer goes" if status.running == 1 else f"{status.running} answers go"
+        return [ClusterEvent(at, "recovery", f"{answers} on", at - since)]
 
 
 def _node_events(

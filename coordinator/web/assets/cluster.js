@@ -116,7 +116,7 @@ export class ClusterView {
     }
     this.events.replaceChildren(...events.map((event) => h("li", { "data-kind": event.kind },
       h("time", {}, clockTime(event.at)), h("span", {}, event.text),
-      event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}`))));
+      event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}${phaseText(event.phases)}`))));
   }
 
   async useIdleWorkers() {
@@ -130,6 +130,11 @@ export class ClusterView {
     }
     this.replan.disabled = false;
   }
+}
+
+// The phases of a recovery, such as ": waiting for workers 0.2 s, loading 1.5 s".
+function phaseText(phases) {
+  return phases?.length ? `: ${phases.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}` : "";
 }
 
 function limit(value) {
