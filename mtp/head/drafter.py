@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
@@ -22,6 +23,12 @@ from mtp.sampling.grammar import GrammarState
 from mtp.sampling.history import History
 from mtp.sampling.noise import Stream
 from proto.params import SamplingParams
+
+FORCED_DRAFTS = 4
+"""Drafts. Forced tokens of a window with fewer drafts: as many as the deepest window of `--mtp auto`.
+
+The kernels for windows of this width are compiled when a stage loads.
+"""
 
 MOST_WAITING = 64
 """Pairs that wait while no drafts are requested. One pass then computes all of them, and reads the weights once."""
@@ -113,6 +120,7 @@ class DraftJob:
     """A request for `depth` drafts after `token`, which is at `position` and not in `history` yet.
 
     With a `grammar`, `answer` are the tokens of the answer up to `token`, and every draft is a token that it allows.
+    The tokens that the grammar forces are the first drafts, also more than `depth` of them. They cost no pass.
     """
 
     state: HeadState
@@ -128,6 +136,13 @@ class DraftJob:
     def ratio(self) -> bool:
         """True if drafts are drawn with noise of their own and their scores are stored, for the ratio rule."""
         return self.params.ratio
+
+    @cached_property
+    def forced(self) -> tuple[int, ...]:
+        """The first drafts, which the grammar forces. The ratio rule needs the scores of all drafts and has none."""
+        if self.grammar is None or self.ratio:
+            return ()
+        return tuple(self.grammar.forced(self.answer)[: max(self.depth, FORCED_DRAFTS)])
 
 
 @dataclass(frozen=True)
@@ -197,8 +212,17 @@ class Drafter:
         """Chain `depth` drafts for every job; all jobs share one pass per position.
 
         The input of step i is the head's own output of the step before and the token drafted from it. The drafts are
-        evaluated. Afterwards every cache holds only the pairs of the text.
+        evaluated. Afterwards every cache holds only the pairs of the text. A job whose drafts are all forced needs no
+        pass.
         """
+        chained = iter(self._draft_chains([job for job in jobs if len(job.forced) < job.depth]))
+        return [
+            next(chained) if len(job.forced) < job.depth else Drafts(job.forced) for job in jobs
+        ]
+
+    def _draft_chains(self, jobs: Sequence[DraftJob]) -> list[Drafts]:
+        if not jobs:
+            return []
         hidden = self.catch_up([job.state for job in jobs])
         chains = [_Chain(job, self.exempt) for job in jobs]
         active = chains
@@ -229,8 +253,11 @@ class _Chain:
         self.scores: list[mx.array] = []
 
     def draw(self, logits: mx.array) -> None:
-        """Draw the next draft from `logits [1, vocab]`."""
+        """Draw the next draft from `logits [1, vocab]`, unless it is forced."""
         job = self.job
+        if len(self.tokens) < len(job.forced):
+            self.tokens.append(mx.array([job.forced[len(self.tokens)]], mx.int32))
+            return
         position = job.position + 1 + len(self.tokens)
         pending = mx.concatenate([mx.array([job.token], mx.int32), *self.tokens])
         if job.grammar is not None:

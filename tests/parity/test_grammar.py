@@ -15,9 +15,12 @@ import pytest
 from coordinator.generation.limits import Limits
 from coordinator.generation.request import GenerationRequest
 from coordinator.text.call_grammar import call_grammar
+from coordinator.text.call_parts import CallArguments, CallEnd, CallStart
+from coordinator.text.chat_parser import ChatParser, join_parts
 from coordinator.text.output_format import GrammarCompiler, OutputFormat
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.head import drafter
 from proto.params import SamplingParams
 from tests.support.stages.local_run import Answered, run
 
@@ -130,11 +133,11 @@ def test_every_complete_answer_has_its_format() -> None:
             assert found["kind"] in ("file", "folder")
             assert all(isinstance(size, int) for size in found["sizes"])
         elif request.params.grammar == call_format:
-            call = tokenizer().parse_tool_call(
-                text.removeprefix("<tool_call>").removesuffix("</tool_call>"), [TOOL]
-            )
-            assert call["name"] == "weather"
-            assert set(call["arguments"]) == {"unit", "days"}
+            parser = ChatParser(tokenizer(), thinking=False, tools=[TOOL])
+            start, arguments, end = join_parts([*parser.add(text), *parser.finish()])
+            assert (start, end) == (CallStart("weather"), CallEnd(complete=True))
+            assert isinstance(arguments, CallArguments)
+            assert set(json.loads(arguments.json)) == {"unit", "days"}
         else:
             assert re.fullmatch(REGEX, text), text
     assert complete >= 4
@@ -184,3 +187,18 @@ def test_the_grammar_starts_after_its_token() -> None:
     assert plain.tokens[: first + 1] == free.tokens[: first + 1]
     assert re.fullmatch(REGEX, text_of(plain).partition("\n")[2])
     assert plain.tokens == drafted.tokens
+
+
+def test_forced_tokens_are_drafts_beyond_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that the grammar forces takes fewer windows than drafts of the depth alone, and has the same tokens."""
+    words = "the only text that this grammar allows in an answer"
+    grammar = compiler().compile(OutputFormat("lark", f'start: "{words}"', "grammar"))
+    params = SamplingParams(temperature=0.0, grammar=grammar)
+    asked = [GenerationRequest(tokenizer().encode("x = "), 40, params, tokenizer().eos_ids)]
+    (answer,) = answers(asked, "1")
+    assert text_of(answer) == words
+    monkeypatch.setattr(drafter, "FORCED_DRAFTS", 0)
+    (narrow,) = answers(asked, "1")
+    assert narrow.tokens == answer.tokens
+    assert answer.stats.windows * 2 <= narrow.stats.windows
+    assert answer.stats.accepted > narrow.stats.accepted
