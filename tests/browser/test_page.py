@@ -327,5 +327,6 @@ def test_a_stopped_coordinator_shows_and_ends_quickly(
     cluster.coordinator.stop()
     assert time.monotonic() - began < 8
     opened.page.wait_for_selector("#now:has-text('does not answer')")
+    opened.page.goto("about:blank")  # ends the attempts to connect again
     # The browser itself reports the refused connections.
     opened.errors[:] = [error for error in opened.errors if "ERR_" not in error]
