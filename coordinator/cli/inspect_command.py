@@ -88,7 +88,10 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     table.add_row(
         "stored as", ", ".join(f"{d} {format_size(n)}" for d, n in facts["dtypes"].items())
     )
-    table.add_row("quantization", _quantization(facts["quantization"]))
+    quantization = _quantization(facts["quantization"])
+    if method := facts["packed_by"]:
+        quantization = f"{method}, repacked for MLX while loading"
+    table.add_row("quantization", quantization)
     for part, packed in facts["packed"].items():
         table.add_row(f"  {part}", ", ".join(_counted(n, what) for what, n in packed.items()))
     table.add_row("norms", _NORMS[facts["norms"]])

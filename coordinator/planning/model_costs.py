@@ -74,13 +74,18 @@ def _part_bytes(checkpoint: Checkpoint, part: str, dtype: str | None) -> tuple[i
     share = 1.0
     if config.num_experts:
         share = min(1.0, config.text_config["num_experts_per_tok"] / config.num_experts)
-    stored = {name for source in checkpoint.plans[part].values() for name in source.stored}
-    total, active = 0, 0.0
-    for name in stored & checkpoint.tensors.keys():
-        size = _loaded_bytes(checkpoint.tensors[name], dtype)
-        total += size
-        active += size * share if _EXPERT.search(name) else size
-    return total, int(active)
+    sizes: dict[str, int] = {}
+    for source in checkpoint.plans[part].values():
+        repacked = None if source.packing is None else checkpoint.repacked_bytes(source)
+        if repacked is not None:
+            # Both halves of a fused weight have the same name.
+            sizes[source.stored[0]] = sizes.get(source.stored[0], 0) + repacked
+            continue
+        for name in source.tensors:
+            if name in checkpoint.tensors:
+                sizes[name] = _loaded_bytes(checkpoint.tensors[name], dtype)
+    active = sum(size * share if _EXPERT.search(name) else size for name, size in sizes.items())
+    return sum(sizes.values()), int(active)
 
 
 def _loaded_bytes(tensor: TensorInfo, dtype: str | None) -> int:

@@ -180,7 +180,7 @@ class Checkpoint:
         for part in reversed(self.plans):
             for name, source in self.plans[part].items():
                 info = self.tensors.get(source.stored[0])
-                if name.endswith("norm.weight") or part == "norm":
+                if name.endswith("layernorm.weight") or part == "norm":
                     for dtype, stored in STORED_NAMES.items():
                         if info is not None and info.dtype == stored:
                             return dtype

@@ -129,6 +129,8 @@ class ForeignQuantization:
                 return Packing(form, self._bits(module), zero_offset=self._zero_offset(form))
             case "packed integers":
                 return Packing(form, self._bits(module))
+            case "mxfp8" | "int8":
+                return Packing(form, 8)
             case _:
                 return Packing(form)
 

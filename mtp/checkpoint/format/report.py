@@ -32,6 +32,7 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
         "dtypes": _dtypes(checkpoint),
         "quantization": _quantization(checkpoint),
         "packed": _packed(checkpoint),
+        "packed_by": None if config.foreign is None else config.foreign.method,
         "norms": "raw" if checkpoint.layout == "raw" else "shifted",
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
@@ -96,7 +97,7 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     """By part, all layers as one: how many of its matrices are packed in how many bits. Empty when none is."""
     quantization = _quantization(checkpoint)
-    if quantization is None:
+    if quantization is None and checkpoint.config.foreign is None:
         return {}
     counts: dict[str, Counter[str]] = {}
     for part, plan in checkpoint.plans.items():
@@ -105,12 +106,16 @@ def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
             if (
                 not name.endswith("weight")
                 or info is None
-                or len(info.shape) != 2 + ("switch" in name)
+                or len(info.shape) + (source.transform == "stack") != 2 + ("switch" in name)
             ):
                 continue
-            found = quantization["overrides"].get(module_path(part, name).removesuffix(".weight"))
-            packed = f"{name.removesuffix('weight')}scales" in plan
-            bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
+            if quantization is None:
+                bits = f"{source.packing.bits} bit" if source.packing else "unquantized"
+            else:
+                path = module_path(part, name).removesuffix(".weight")
+                found = quantization["overrides"].get(path)
+                packed = f"{name.removesuffix('weight')}scales" in plan
+                bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
             counts.setdefault(part.partition(".")[0], Counter())[bits] += 1
     return {part: dict(count.most_common()) for part, count in counts.items()}
 

@@ -14,7 +14,8 @@ from mtp.checkpoint.format.checkpoint import (
     drop_replaced,
     merge_headers,
 )
-from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig
+from mtp.checkpoint.format.foreign import with_quantization
 from mtp.checkpoint.format.header import Header
 from mtp.checkpoint.format.json_file import parse_json_object
 from mtp.checkpoint.hub.repo import HubRepo
@@ -38,6 +39,7 @@ def open_model(name: str) -> Checkpoint:
     try:
         found = open_remote(hub, _accept_all)
         check_not_head_only(found.path, found.config)
+        found.check_servable()
         return found
     finally:
         hub.close()
@@ -49,7 +51,9 @@ def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:
     A repo that holds only an MTP head is opened with all tensors.
     """
     path = Path(hub.repo)
-    config = ModelConfig.parse(path / "config.json", _read_object(hub, "config.json"))
+    beside = None if hub.size(QUANTIZATION_FILE) is None else _read_object(hub, QUANTIZATION_FILE)
+    fields = with_quantization(_read_object(hub, "config.json"), beside)
+    config = ModelConfig.parse(path / "config.json", fields)
     if config.head_only:
         wanted = _accept_all
     headers = _headers(hub, wanted)

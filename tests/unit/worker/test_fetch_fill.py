@@ -25,6 +25,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, ClusterError, ProtocolError
 from proto.span import Span
 from tests.conftest import Checkpoints
+from tests.support.checkpoints.foreign import write_foreign
 from tests.support.checkpoints.hub import TOKEN, Hub
 from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.fetch.fill import StoppedError, fill
@@ -530,3 +531,25 @@ def test_a_worker_that_wants_what_was_not_offered(checkpoints: Checkpoints) -> N
 
     with pytest.raises(ClusterError, match="the offer does not have"):
         asyncio.run(ask())
+
+
+def test_a_quarter_of_an_fp8_repo_is_repacked_from_its_own_bytes(tmp_path: Path, hub: Hub) -> None:
+    """A worker reads the packed bytes of its span from the hub, and repacks them while loading.
+
+    The quantization is in ModelOpt's own file, so the offer has to contain it.
+    """
+    source = write_foreign(tmp_path / "fp8", "FP8 per tensor", dtype=mx.float32, layers=8)
+    config = json.loads((source / "config.json").read_text())
+    beside = {"quantization": config.pop("quantization_config")}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "hf_quant_config.json").write_text(json.dumps(beside))
+    hub.add(REPO, source)
+    checkpoint, span = Checkpoint.open(source), Span(2, 4)
+    coordinator = Coordinator(checkpoint, share=False, repo=REPO, revision=hub.repos[REPO].commit)
+    parts = checkpoint.stage_parts(span, first=False, last=False)
+    names = set().union(*map(checkpoint.stored_tensors, parts))
+    size = sum(checkpoint.tensors[name].nbytes for name in names)
+    assert coordinator.fill_span(span) == size
+    assert size <= sum(hub.sent.values()) <= 1.1 * size
+    assert size < 0.3 * sum(info.nbytes for info in checkpoint.tensors.values())
+    assert_loads(coordinator, span)
