@@ -27,14 +27,14 @@ UNNORMALIZED = (("norm_topk_prob", False),)
         {},
         {"moe": True, "tie": False},
         {"moe": True, "fields": UNNORMALIZED},
-        {"moe": True, "tie": False, "qwen3_next": True},
+        {"moe": True, "tie": False, "qwen3_next": True, "fields": (("mlp_only_layers", (0, 3)),)},
         {"moe": True, "qwen3_next": True, "fields": UNNORMALIZED},
     ],
     ids=[
         "dense",
         "experts, untied",
         "experts, norm_topk_prob",
-        "Qwen3-Next",
+        "Qwen3-Next, two dense layers",
         "Qwen3-Next, norm_topk_prob",
     ],
 )

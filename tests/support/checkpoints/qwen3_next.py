@@ -36,7 +36,10 @@ def next_config(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def next_weights(text: dict[str, Any], weights: Weights) -> Weights:
-    """Return raw weights under the names of Qwen3-Next, with combined projections. Experts have one tensor each."""
+    """Return raw weights under the names of Qwen3-Next, with combined projections.
+
+    Layers in `mlp_only_layers` get a dense MLP of random weights instead of their experts.
+    """
     heads = text["linear_num_key_heads"]
     found: Weights = {}
     for stored, weight in weights.items():
@@ -53,7 +56,20 @@ def next_weights(text: dict[str, Any], weights: Weights) -> Weights:
             found[name.replace("in_proj_b", "in_proj_ba")] = _by_head(heads, [weight, a])
         elif not name.endswith((f"{_GDN}in_proj_z.weight", f"{_GDN}in_proj_a.weight")):
             found[name] = weight
+    for layer in text.get("mlp_only_layers", ()):
+        prefix = f"model.layers.{layer}.mlp."
+        found = {name: weight for name, weight in found.items() if not name.startswith(prefix)}
+        found |= _dense_mlp(prefix, text["hidden_size"])
     return found
+
+
+def _dense_mlp(prefix: str, hidden: int) -> Weights:
+    size = 2 * hidden
+    shapes = {"gate_proj": (size, hidden), "up_proj": (size, hidden), "down_proj": (hidden, size)}
+    return {
+        f"{prefix}{name}.weight": mx.random.normal(shape, scale=shape[1] ** -0.5)
+        for name, shape in shapes.items()
+    }
 
 
 def _by_head(heads: int, parts: list[mx.array]) -> mx.array:

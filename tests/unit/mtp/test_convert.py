@@ -22,12 +22,14 @@ from proto.errors import CheckpointError, UsageError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
 
+UNUSUAL = (("norm_topk_prob", False), ("mlp_only_layers", (1,)))
+
 SOURCES: list[dict[str, Any]] = [
     {"tie": True},
     {"tie": False, "shards": 3},
     {"moe": True, "tie": False, "fused_experts": True, "fused_mtp_experts": False, "shards": 2},
     {"moe": True, "fused_experts": False, "fused_mtp_experts": True},
-    {"moe": True, "tie": False, "qwen3_next": True, "fields": (("norm_topk_prob", False),)},
+    {"moe": True, "tie": False, "qwen3_next": True, "fields": UNUSUAL},
 ]
 each_source = pytest.mark.parametrize("options", SOURCES, ids=repr)
 TOKENS = mx.array([[3, 14, 15, 92, 65, 35, 89, 79]])
