@@ -38,6 +38,7 @@ from tests.support.processes.processes import (
     launch_coordinator,
     launch_worker,
 )
+from tests.support.processes.reserved_port import reserved_port
 
 PROMPT = "a secret prompt that nobody else may read"
 PASSPHRASE = "a passphrase that nobody else may read"
@@ -71,18 +72,6 @@ def command(state: Path, *words: str, **env: str) -> str:
 def join_address(coordinator: Process) -> str:
     """Return the address where machines join, from the log."""
     return str(coordinator.wait_for("machines join here")["address"])
-
-
-@contextmanager
-def reserved_port(host: str) -> Iterator[int]:
-    """Keep a port of `host` for a process that is told its number. No other process gets the port meanwhile.
-
-    The socket does not listen, so a listener that sets SO_REUSEADDR may use its port.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))
-        yield int(held.getsockname()[1])
 
 
 def completion(url: str, key: str = "", context: ssl.SSLContext | None = None) -> dict[str, Any]:

@@ -1,0 +1,19 @@
+"""A port that is kept for a process whose address must be known before it starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Keep a port of `host` for a process that is told its number. No other process gets the port meanwhile.
+
+    The socket does not listen, so a listener that sets SO_REUSEADDR may use its port.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield int(held.getsockname()[1])
