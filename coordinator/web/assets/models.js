@@ -5,6 +5,7 @@ import { copyText, h, s, setText } from "./dom.js";
 import { bytes, clockTime, count, rate, share } from "./format.js";
 
 const HEADS = { complete: "MTP head", incomplete: "MTP head incomplete", missing: "no MTP head" };
+const POLL_MS = 400;
 const KINDS = { download: "Download", convert: "Convert", "add-mtp": "Add the MTP head", "try-head": "Try the MTP head" };
 
 export class ModelsView {
@@ -63,6 +64,7 @@ export class ModelsView {
     const entry = modelEntry(model.name, facts, served && "served");
     if (model.problem) entry.note(model.problem, true);
     else {
+      if (!served) entry.action("Load", () => this.load(entry, model.name));
       entry.action("Fit", () => this.fit(entry, model.name));
       if (!model.quantization && model.name !== "builtin") entry.action("Convert to 4 bit", () => this.start(entry, "convert", model.name, fourBit(model.name), 4));
       if (model.head === "complete") entry.action("Try the head", () => this.start(entry, "try-head", model.name, ""));
@@ -99,6 +101,23 @@ export class ModelsView {
     try {
       const { model, fit } = await callAdmin("GET", `/v1/cluster/fit?model=${encodeURIComponent(name)}`);
       entry.panel.replaceChildren(...fitParts(model, fit));
+    } catch (error) {
+      entry.note(error.message, true);
+    }
+  }
+
+  // Serves another model. Open answers end first; the page's stream ends and comes back with the new model.
+  async load(entry, name) {
+    try {
+      let report = await callAdmin("POST", "/v1/models/load", { model: name });
+      while (report.phase !== "ready" && report.phase !== "failed") {
+        entry.panel.replaceChildren(...loadParts(report));
+        await new Promise((resolve) => { setTimeout(resolve, POLL_MS); });
+        report = await callAdmin("GET", "/v1/models/load");
+      }
+      if (report.phase === "failed") throw new Error(report.error);
+      entry.note("It serves.");
+      this.refresh();
     } catch (error) {
       entry.note(error.message, true);
     }
@@ -162,6 +181,12 @@ function modelEntry(name, facts, badge) {
     action: (label, run) => actions.append(h("button", { "aria-label": `${label}: ${name}`, onclick: run }, label)),
     note: (text, bad = false) => panel.replaceChildren(h("p", { class: bad ? "error" : "hint" }, text)),
   };
+}
+
+function loadParts(report) {
+  const part = report.total ? report.done / report.total : null;
+  const text = part === null ? "" : `: ${bytes(report.done)} of ${bytes(report.total)}`;
+  return [h("p", { class: "hint" }, `${report.phase[0].toUpperCase()}${report.phase.slice(1)}${text}`), h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
 }
 
 function fitParts(model, fit) {
