@@ -314,7 +314,8 @@ def can_pack(modules: Sequence[nn.Module], *, padded: bool = False) -> bool:
     `padded` allows outputs of zero behind the last module's, up to a whole tile.
     """
     return all(
-        isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        type(module)
+        in (nn.QuantizedLinear, nn.QuantizedEmbedding)  # a subclass has parameters that it needs
         and (module.bits, module.group_size, module.mode) == (4, GROUP, "affine")
         and "bias" not in module
         and module.scales.dtype in HALF_TYPES

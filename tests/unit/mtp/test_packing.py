@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from mtp.kernels.packed_linear import can_pack
 from mtp.packing.integers import pack_words, unpack_words
 from mtp.packing.packing import Packing
 from mtp.packing.repack import Members, packed_values, repack, repacked_values
@@ -136,6 +137,17 @@ def test_experts_have_their_own_scales(name: str) -> None:
             assert mx.allclose(
                 y[row, place], expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max()
             )
+
+
+def test_a_layer_with_extras_is_not_packed_for_cuda() -> None:
+    """The kernels for CUDA know neither a scale of the outputs nor an order of the inputs."""
+    module = nn.Module()
+    module.layer = nn.QuantizedLinear(64, 16, bias=False)
+    module.layer.set_dtype(mx.float16)
+    assert can_pack([module.layer])
+    add_extras(module, {"layer.input_order": mx.arange(64)})
+    module.layer.set_dtype(mx.float16)
+    assert not can_pack([module.layer])
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
