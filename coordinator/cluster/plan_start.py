@@ -78,7 +78,10 @@ class PlanStart:
                 self._load(worker, stage, room, show)
                 for worker, stage in zip(workers, self.plan.stages, strict=True)
             )
-        pipeline = RemotePipeline(workers, self.plan.epoch, room, self._options.failure_timeout)
+        spans = [stage.span for stage in self.plan.stages]
+        pipeline = RemotePipeline(
+            workers, self.plan.epoch, room, self._options.failure_timeout, spans
+        )
         ids = [self._members[worker.address].worker_id for worker in workers]
         try:
             await pipeline.open(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from coordinator.generation.backups import BackupInFlight
 from coordinator.generation.request import GenerationEvent, TokenChunk
 from mtp.depth.draft_result import DraftResult
 from proto.control import Rollback
@@ -11,11 +12,15 @@ from proto.control import Rollback
 
 @dataclass
 class FrameOutcome:
-    """Events for clients, by `seq_id`; rollbacks for workers; results of drafts in the order of their chains."""
+    """Events for clients, by `seq_id`; rollbacks for workers; results of drafts in the order of their chains.
+
+    `backup` is the backup that the frame has made, for the coordinator to read.
+    """
 
     events: list[tuple[int, GenerationEvent]] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     draft_results: list[DraftResult] = field(default_factory=list)
+    backup: BackupInFlight | None = None
 
     def add_tokens(self, seq_id: int, chunk: TokenChunk) -> None:
         """Add an event for the tokens of `chunk`, unless it has none."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
+from coordinator.generation.backup_transfer import BackupTransfer
 from coordinator.generation.frame_kind import record_frame
 from coordinator.generation.frame_log import log_frame
 from coordinator.generation.frame_outcome import FrameOutcome
@@ -58,6 +59,7 @@ class GenerationLoop:
         self.pipeline: Pipeline | None = None
         self._listeners: dict[int, tuple[Sequence, asyncio.Queue[GenerationEvent]]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._backups = BackupTransfer(scheduler, clock)
         self.meter = Meter()
         self.frames = FrameHistory()
         self.recoveries = 0
@@ -79,6 +81,7 @@ class GenerationLoop:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._backups.close()
         self._fail_requests("the server is shutting down")
         if self.pipeline is not None:
             await self.pipeline.close()
@@ -192,6 +195,8 @@ class GenerationLoop:
         # The stages come first: they idle until the next frame, and an event to a client costs as much as a hop.
         try:
             self._broadcast_rollbacks(outcome)
+            if outcome.backup is not None:
+                self._backups.read_soon(self.pipeline, outcome.backup)
             self._send_frames()
             stamps.mark(CoordinatorStep.SENT_NEXT)
             self.meter.record_frame(frame, outcome, now)
@@ -213,6 +218,7 @@ class GenerationLoop:
             log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
         self.pipeline = None
         self.recoveries += 1
+        self.scheduler.backups.record_failure(self.clock())
         self._failures += not (replaced or self._shorten_chunks(error))
         if self._failures >= MAX_FAILURES:
             self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
@@ -243,10 +249,14 @@ class GenerationLoop:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
+        restored = await self._backups.restore(pipeline)
         self.pipeline = pipeline
+        self.scheduler.backups.enabled = pipeline.makes_backups
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()
-        outcome = self.scheduler.reset(pipeline.stages, pipeline.epoch, pipeline.capacity, now)
+        outcome = self.scheduler.reset(
+            pipeline.stages, pipeline.epoch, pipeline.capacity, now, restored
+        )
         self._deliver_events(outcome)
         self._send_frames()
 

@@ -17,8 +17,10 @@ The caller passes times in seconds. The scheduler only subtracts them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from coordinator.generation.admission import check_request
+from coordinator.generation.backups import Backups
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
@@ -46,6 +48,7 @@ from proto.frame import (
     SavePrefix,
     Segment,
 )
+from proto.operation import RestoreBackup
 
 
 class Scheduler:
@@ -68,6 +71,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         """Admitted sequences, in the order in which they may send."""
         self.prefixes = PrefixCache()
+        self.backups = Backups()
         self.ops: list[Op] = []
         """Operations for the next frame's header, in the order of the decisions."""
         self.in_flight: deque[FrameInFlight] = deque()
@@ -77,12 +81,21 @@ class Scheduler:
         self._shape: Shape | None = None
         """The shape that the controller chose for the next micro-batch, until it is sent."""
 
-    def reset(self, stages: int, epoch: int, capacity: Capacity, now: float) -> FrameOutcome:
+    def reset(
+        self,
+        stages: int,
+        epoch: int,
+        capacity: Capacity,
+        now: float,
+        restored: Mapping[int, int] | None = None,
+    ) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
-        Running sequences go to the head of the queue in their order, and are prefilled from their tokens. A sequence
-        that exceeds the capacity of the new plan ends with an error.
+        Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. `restored`
+        has the number of tokens of each backup that the stages have, by sequence. A sequence that exceeds the capacity
+        of the new plan ends with an error.
         """
+        restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self._vocabulary_sent = False
         self.next_number = 0
@@ -91,10 +104,13 @@ class Scheduler:
         self.prefixes.reset(capacity)
         self.controller.forget_costs()
         self._step_costs = StepCostMeter(stages)
-        running = list(self.running.values())
+        self.backups.in_flight = None
+        running = self.sequences_to_rebuild()
         self.running.clear()
         for sequence in running:
             sequence.reset_for_plan()
+            sequence.restorable_tokens = restored.get(sequence.seq_id, 0)
+        self.ops += [Evict(seq_id) for seq_id in restored.keys() - {s.seq_id for s in running}]
         self.waiting.extendleft(reversed(running))
         outcome = FrameOutcome()
         for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
@@ -103,6 +119,10 @@ class Scheduler:
             ended = Finished("error", sequence.stats(now), error=message)
             outcome.events.append((sequence.seq_id, ended))
         return outcome
+
+    def sequences_to_rebuild(self) -> list[Sequence]:
+        """Return the admitted sequences in the order in which the next plan continues them: the oldest first."""
+        return sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
 
     # ---- requests
 
@@ -132,6 +152,9 @@ class Scheduler:
         for waiting in self.waiting:
             if waiting.seq_id == seq_id:
                 self.waiting.remove(waiting)
+                self.backups.drop_backup(seq_id)
+                if waiting.restorable_tokens:
+                    self.ops.append(Evict(seq_id))
                 return
         sequence = self.running.get(seq_id)
         if sequence is not None:
@@ -151,10 +174,11 @@ class Scheduler:
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
         self._admit_waiting()
+        self.backups.choose_due(self.running.values(), now)
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
         segments = self._next_micro_batch(record)
         if not segments:
-            segments = self._next_chunks()
+            segments = self._next_chunks(now)
         if not segments and not self.ops:
             return None
         frame = Frame(self.epoch, self.next_number, tuple(self.ops), tuple(segments))
@@ -241,6 +265,8 @@ class Scheduler:
             if sequence.shape is None:
                 fill = self._fill(sequence, len(decoding))
                 sequence.shape = self.controller.choose_shape(1, fill)
+            if sequence.windows_in_flight and sequence.seq_id == self.backups.due:
+                continue  # a backup needs a moment without open windows
             if sequence.can_send_window(sequence.shape):
                 return [sequence], sequence.shape
         return [], Shape()
@@ -249,6 +275,8 @@ class Scheduler:
         """Return the next window of `sequence`. It never exceeds the request's limit."""
         self._queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
+        if not sequence.windows_in_flight:
+            self._queue_backup(sequence, position, record.sent_at)
         window = sequence.next_window(shape, record)
         # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
@@ -263,25 +291,33 @@ class Scheduler:
             continues=window.continues,
         )
 
-    def _next_chunks(self) -> list[Segment]:
-        """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step."""
+    def _next_chunks(self, now: float) -> list[Segment]:
+        """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step.
+
+        Answers that a change of plan interrupted are computed one after the other. The first one continues while the
+        others wait, so a further failure finds some of them advanced.
+        """
         if len(self.in_flight) > self.stages:
             return []
+        rebuilding = any(s.emitted and not s.decoding for s in self.running.values())
         budget = self.limits.step_tokens
+        if rebuilding:
+            budget = min(budget, self.limits.prefill_chunk)
         segments: list[Segment] = []
         for sequence in self.running.values():
             chunk = self.limits.chunk_length(sequence.prefill_tokens)
             length = min(chunk, budget, sequence.prefill_tokens - sequence.scheduled_tokens)
             if length <= 0:
                 continue
-            segments.append(self._chunk_segment(sequence, length))
+            segments.append(self._chunk_segment(sequence, length, now))
             budget -= segments[-1].width
         return segments
 
-    def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
+    def _chunk_segment(self, sequence: Sequence, max_length: int, now: float) -> Segment:
         if not sequence.admitted:
             self._admit(sequence)
         start = sequence.scheduled_tokens
+        self._queue_backup(sequence, start, now)
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
             self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
@@ -311,7 +347,13 @@ class Scheduler:
         self.ops.append(sequence.admit_op(vocabulary))
         sequence.admitted = True
         prompt = tuple(sequence.tokens)
-        entry = self.prefixes.find_entry(prompt)
+        entry = None
+        if sequence.restorable_tokens:
+            self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
+            sequence.scheduled_tokens = sequence.computed_tokens = sequence.restorable_tokens
+            sequence.cached_tokens, sequence.restorable_tokens = sequence.restorable_tokens, 0
+        else:
+            entry = self.prefixes.find_entry(prompt)
         if entry is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             cached = len(entry.tokens)
@@ -327,6 +369,11 @@ class Scheduler:
         if entry is not None:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number))
             sequence.saved_prefix = len(tokens)
+
+    def _queue_backup(self, sequence: Sequence, held: int, now: float) -> None:
+        """Let the next frame back up `sequence`, of which the stages then hold `held` tokens, if its backup is due."""
+        if sequence.seq_id == self.backups.due and held > self.backups.tokens_of(sequence.seq_id):
+            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, self.next_number, now))
 
     def _queue_commit(self, sequence: Sequence) -> None:
         if sequence.commit is not None:
@@ -347,7 +394,7 @@ class Scheduler:
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
         record = self.in_flight.popleft()
         self._record_step_cost(frame, record, now)
-        result = FrameOutcome()
+        result = FrameOutcome(backup=self.backups.returned(frame.number))
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             sequence = self.running.get(segment.seq_id)
             if sequence is None or outcome.cancelled:
@@ -441,7 +488,8 @@ class Scheduler:
 
     def _remove_sequence(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
-        if sequence.admitted:
+        self.backups.drop_backup(sequence.seq_id)
+        if sequence.admitted or sequence.restorable_tokens:
             self.ops.append(Evict(sequence.seq_id))
 
     def check(self) -> None:

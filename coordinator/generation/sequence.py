@@ -87,6 +87,8 @@ class Sequence:
     """Tokens of `prefill_tokens` that the last stage has computed."""
     cached_tokens: int = 0
     """Tokens of `prefill_tokens` that a prefix entry provided."""
+    restorable_tokens: int = 0
+    """Tokens of a backup that the stages of the present plan have, until it is restored."""
     window_count: int = 0
     admitted: bool = False
     commit: Commit | None = None
@@ -307,7 +309,7 @@ class Sequence:
         self.scheduled_tokens = self.computed_tokens = self.window_count = 0
         self.admitted = False
         self.commit = None
-        self.cached_tokens = self.saved_prefix = 0
+        self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
         self.prefix_boundaries.clear()
         self.drafts = ()
         self.windows_in_flight.clear()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.frame_trace.process_trace import ProcessTrace
 from coordinator.planning.capacity import Capacity
 from proto import cluster_pb2 as pb
+from proto.backup import LayerState
 from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
@@ -25,6 +27,8 @@ class Pipeline(Protocol):
     capacity: Capacity
     suspect: str | None
     """After a failure, the address of the worker to exclude if all workers turn out to be alive."""
+    makes_backups: bool
+    """True if the coordinator may outlive the stages, so that backups of sequences are useful."""
     stamps: StampRing
     """The coordinator's stamps of the newest frames."""
 
@@ -45,6 +49,20 @@ class Pipeline(Protocol):
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Tell every stage at once that a sequence has no client any more."""
+        ...
+
+    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+        """Return the newest backup of a sequence, of at most `limit` bytes: its tokens, and the state of each layer.
+
+        A frame with the operation BackUp has returned. Raises ClusterError if a stage fails, or if the stages have
+        different backups.
+        """
+        ...
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
         ...
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:

@@ -23,6 +23,7 @@ from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
+from proto.backup import LayerState
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
@@ -31,6 +32,7 @@ from proto.progress import OnProgress
 from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.apple_gpu import default_prefill_chunk, warn_of_emulated_bfloat16
+from worker.engine.backup import ReceivedBackup
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner
@@ -142,6 +144,7 @@ class LocalPipeline:
         self._memory_limit = default_memory_limit() - reserved
         self.suspect: str | None = None
         """Always None: no worker takes part."""
+        self.makes_backups = False
         self.stamps = StampRing()
         self._stage_stamps = StampRing()
         self._cache_trimmer = CacheTrimmer()
@@ -273,6 +276,21 @@ class LocalPipeline:
                 for i in range(self.stages)
             ),
         ]
+
+    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+        """Raise NotReadyError: when this process ends, so do its backups."""
+        raise NotReadyError("a pipeline of this process makes no backups")
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup. See Pipeline."""
+        layers: dict[int, list[bytes]] = {}
+        for state in states:
+            layers.setdefault(state.layer, []).append(state.data)
+        backup = ReceivedBackup(tuple(tokens), layers)
+        for engine in self._engines:
+            await self.thread.call(partial(engine.receive_backup, seq_id, backup))
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""

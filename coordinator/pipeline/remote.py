@@ -17,6 +17,7 @@ from coordinator.pipeline.stall_detector import StallDetector
 from coordinator.planning.capacity import Capacity
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
+from proto.backup import LayerState
 from proto.control import Cancel, Rollback, Signal
 from proto.errors import (
     ClusterError,
@@ -31,6 +32,7 @@ from proto.rpc.channels import open_channel
 from proto.rpc.data_plane import RESULTS, TOKEN_BYTES, StreamBinding
 from proto.rpc.link import Link
 from proto.rpc.status_codes import from_status
+from proto.span import Span
 from proto.trust.identity import Role
 
 CLOSE_SECONDS = 5.0
@@ -46,6 +48,7 @@ class RemotePipeline:
         epoch: int,
         capacity: Capacity,
         hop_timeout: float,
+        spans: Sequence[Span],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = epoch
@@ -53,8 +56,10 @@ class RemotePipeline:
         self.capacity = capacity
         self.workers = tuple(workers)
         self.hop_timeout = hop_timeout
+        self.spans = tuple(spans)
         self.clock = clock
         self.suspect: str | None = None
+        self.makes_backups = True
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -191,6 +196,37 @@ class RemotePipeline:
             )
         )
         return [own, *found]
+
+    # ---- backups
+
+    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+        """Return the newest backup of a sequence. See Pipeline."""
+        found = await asyncio.gather(
+            *(worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
+        )
+        lengths = {length for length, _ in found}
+        if len(lengths) != 1:
+            raise ProtocolError(f"the backups of sequence {seq_id} have {sorted(lengths)} tokens")
+        return lengths.pop(), [state for _, states in found for state in states]
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup. See Pipeline."""
+        await asyncio.gather(
+            *(
+                worker.write_backup(self.epoch, seq_id, tokens, part)
+                for worker, part in zip(self.workers, self._parts(states), strict=True)
+            )
+        )
+
+    def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
+        """Return the states of each stage. The last stage also gets that of the MTP head."""
+        ends = [*(span.end for span in self.spans[:-1]), self.spans[-1].end + 1]
+        return [
+            [state for state in states if span.start <= state.layer < end]
+            for span, end in zip(self.spans, ends, strict=True)
+        ]
 
     # ---- signals
 

@@ -6,7 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +29,7 @@ from coordinator.frame_trace.process_trace import (
 )
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
+from proto.backup import LayerState, PieceJoiner, split
 from proto.control import Heartbeat, Hello, Signal, check_version, to_message
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
@@ -42,6 +51,9 @@ CONTROL_SECONDS = 15.0
 
 LOAD_SILENCE_SECONDS = 120.0
 """Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
+
+BACKUP_SECONDS = 60.0
+"""Seconds. Bounds the transfer of a sequence's state on a stage. 400 MB take 4 s at 1 Gbit/s."""
 
 STATUSES_PER_TIMEOUT = 6
 """Status messages per failure timeout. A few may be late without a false alarm."""
@@ -251,6 +263,38 @@ class WorkerClient:
             self._stub.ReportState(request, timeout=CONTROL_SECONDS)
         )
         return reply
+
+    async def read_backup(
+        self, epoch: int, seq_id: int, limit: int
+    ) -> tuple[int, list[LayerState]]:
+        """Return the newest backup of a sequence: its tokens, and the state of the stage's layers.
+
+        Raises ProtocolError for a backup of more than `limit` bytes.
+        """
+        request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
+        stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
+        joiner, length = PieceJoiner(limit), 0
+        try:
+            async for piece in stream:
+                if piece.HasField("head"):
+                    length = piece.head.length
+                else:
+                    joiner.add_piece(piece)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
+        return length, joiner.states
+
+    async def write_backup(
+        self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]
+    ) -> None:
+        """Give the worker the state of its layers after `tokens`."""
+        head = pb.BackupHead(
+            coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens
+        )
+        pieces = chain([pb.BackupPiece(head=head)], split(states))
+        await self._call(self._stub.WriteBackup(iter(pieces), timeout=BACKUP_SECONDS))
 
     # ---- signals
 

@@ -71,12 +71,13 @@ class Answer:
         return max((after - before for before, after in pairs), default=0.0)
 
 
-def ask(url: str, model: str, question: Question) -> Answer:
-    """Return one streamed answer.
+def ask(url: str, model: str, question: Question, answer: Answer | None = None) -> Answer:
+    """Return one streamed answer. `answer` is filled while the stream runs.
 
     Raises HungError if the stream is silent too long, RuntimeError if it ends with an error or is cut.
     """
-    answer = Answer(times=[time.time()])
+    answer = answer or Answer()
+    answer.times.append(time.time())
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=question.body(model), timeout=READ_SECONDS
     ) as reply:

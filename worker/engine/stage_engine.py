@@ -26,8 +26,12 @@ from proto.frame import (
     Segment,
 )
 from proto.frame_stamps import FrameStamps, StageStep
+from proto.operation import BackUp, RestoreBackup
+from proto.wire import MAX_INT
+from worker.cache.last_stage_state import LastStageState
 from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import SequenceCache, copies_of
+from worker.engine.backup import ReceivedBackup, StageBackups
 from worker.engine.tensor_bytes import from_bytes, plain_view, to_bytes
 from worker.model.stage import Run, Stage
 from worker.model.verdict import Verdict
@@ -96,6 +100,7 @@ class StageEngine:
         self.budget = budget
         self.sequences: dict[int, SequenceCache] = {}
         self.prefixes: dict[int, PrefixEntry] = {}
+        self.backups = StageBackups(stage.modules.span)
         self.frames_done = 0
         self.last_finished = 0.0
         """Seconds of `time.perf_counter`. When the newest finished frame was finished."""
@@ -220,6 +225,7 @@ class StageEngine:
                     self.verifier.commit(op)
             case Evict():
                 self.sequences.pop(op.seq_id, None)
+                self.backups.received.pop(op.seq_id, None)
                 if self.verifier is not None:
                     self.verifier.evict(op.seq_id)
             case SavePrefix():
@@ -228,6 +234,18 @@ class StageEngine:
                 self._restore(op)
             case DropPrefix():
                 self.prefixes.pop(op.entry, None)
+            case BackUp():
+                self.backups.make_backup(op, self._sequence(op.seq_id), self._last_state(op))
+            case RestoreBackup():
+                self.backups.restore_backup(op, self._sequence(op.seq_id), self._last_state(op))
+
+    def receive_backup(self, seq_id: int, backup: ReceivedBackup) -> None:
+        """Keep a backup that the coordinator has written, until a frame restores it."""
+        budget = self.budget or Budget(MAX_INT, MAX_INT, 0)
+        self.backups.receive_backup(seq_id, backup, budget.sequences, budget.kv_tokens)
+
+    def _last_state(self, op: BackUp | RestoreBackup) -> LastStageState | None:
+        return None if self.verifier is None else self.verifier.states.get(op.seq_id)
 
     def _check_room(self, op: Admit) -> None:
         if op.seq_id in self.sequences:

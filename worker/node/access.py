@@ -33,6 +33,8 @@ ALLOWED_ROLES: dict[str, frozenset[Role]] = {
     f"{_CONTROL}Unload": _COORDINATOR,
     f"{_CONTROL}ReportState": _COORDINATOR,
     f"{_CONTROL}ReportTrace": _COORDINATOR,
+    f"{_CONTROL}ReadBackup": _COORDINATOR,
+    f"{_CONTROL}WriteBackup": _COORDINATOR,
     f"{_CONTROL}UpdateTrust": _COORDINATOR,
     RESULTS: _COORDINATOR,
     FRAMES: frozenset({Role.COORDINATOR, Role.WORKER}),

@@ -26,6 +26,7 @@ from proto.span import Span
 from worker.engine import hardware, sensors
 from worker.fetch.provide import provide
 from worker.node.access import AccessInterceptor
+from worker.node.backups import read_backup, write_backup
 from worker.node.binding import Binding, Result
 from worker.node.lease import Lease
 from worker.node.link_test import LinkTestService
@@ -167,6 +168,29 @@ class WorkerService(pb_grpc.WorkerServicer):
             return pb.TrustReply(signing_request=trust.due_request())
 
         return await _answer(context, update())
+
+    async def ReadBackup(
+        self, request: pb.BackupRequest, context: Context
+    ) -> AsyncIterator[pb.BackupPiece]:
+        """Yield the newest backup of a sequence."""
+        try:
+            async with contextlib.aclosing(read_backup(self.node, request)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except ClusterError as error:
+            await _abort(context, error)
+
+    async def WriteBackup(
+        self, requests: AsyncIterator[pb.BackupPiece], context: Context
+    ) -> pb.BackupReply:
+        """Keep the backup of a sequence until a frame restores it."""
+
+        async def write() -> pb.BackupReply:
+            """Keep the backup and return the reply."""
+            await write_backup(self.node, requests)
+            return pb.BackupReply()
+
+        return await _answer(context, write())
 
     async def ReportState(self, request: pb.StateReportRequest, context: Context) -> pb.StateReport:
         """Return the sequences and prefix entries that the engine holds."""

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,8 +23,9 @@ from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
+from proto.backup import LayerState
 from proto.control import Rollback
-from proto.errors import ClusterError
+from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
@@ -106,6 +107,7 @@ class SimulatedPipeline:
     epoch: int = 0
     capacity: Capacity = ROOM
     suspect: str | None = None
+    makes_backups: bool = False
     stamps: StampRing = field(default_factory=StampRing)
 
     def __post_init__(self) -> None:
@@ -153,6 +155,15 @@ class SimulatedPipeline:
     async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
         """Return no traces: the times are virtual."""
         return []
+
+    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+        """Raise NotReadyError: the stages hold no state."""
+        raise NotReadyError("a simulated pipeline makes no backups")
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Do nothing: the stages hold no state."""
 
     def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
         """Do nothing: no worker takes part."""

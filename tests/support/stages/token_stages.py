@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 from mtp.sampling.acceptance import accepted_length as count_kept
 from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps
+from proto.span import Span
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.last_stage_state import LastStageState
 from worker.cache.prefix_entry import PrefixEntry
@@ -132,7 +133,7 @@ class TokenStage(Stage):
 
     def __init__(self) -> None:
         config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
-        self.modules = cast(StageModules, SimpleNamespace(config=config))
+        self.modules = cast(StageModules, SimpleNamespace(config=config, span=Span(0, 2)))
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty state of a sequence."""

@@ -1,0 +1,212 @@
+"""Progress under constant faults: a fault every few seconds, without a pause for the cluster to recover.
+
+A run first measures the undisturbed throughput of the same clients, and then repeats the load under faults that come by
+the clock. It compares every finished answer, and reports how long clients waited for the next token.
+`python -m tests.chaos.storm --seconds 300 --every 10` starts a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.bench.machine import about
+from tests.chaos.faults import SURVIVOR, Fault, Faults
+from tests.chaos.load import Answer, HungError, Question, ask
+from tests.chaos.pauses import spread
+from tests.support.processes.processes import (
+    Coordinator,
+    as_coordinator,
+    ending,
+    launch_coordinator,
+)
+from tests.support.processes.team import Team, running_team
+
+WORKERS, CLIENTS = 4, 8
+
+KINDS = ("kill", "stop", "cut", "freeze", "restart", "replan")
+"""Kinds of faults. `replan` asks the coordinator for a new plan."""
+
+FAULT_SECONDS = (3.5, 5.5)
+"""Seconds. Shortest and longest duration of a stop or freeze; both exceed the default failure timeout."""
+
+LINE = "def read_{0}(path):\n    with open(path) as file:\n        return file.read({0})\n\n"
+
+QUESTIONS = tuple(
+    Question("".join(LINE.format(i * 100 + n) for n in range(lines)), tokens, heat, i)
+    for i, (lines, tokens, heat) in enumerate(
+        (lines, 100 + 50 * (i % 4), 0.0 if i % 2 else 0.8)
+        for i, lines in enumerate((4, 12, 24, 8, 32, 16, 48, 6, 20, 40, 10, 28))
+    )
+)
+"""Greedy and sampled questions whose prompts have about 150 to 1,500 tokens."""
+
+
+@dataclass
+class Load:
+    """Clients that repeat the questions until `stop`, and everything that they received."""
+
+    url: str
+    model: str
+    wanted: dict[Question, Answer]
+    answers: list[Answer] = field(default_factory=list)
+    finished: int = 0
+    wrong: list[str] = field(default_factory=list)
+    started: float = 0.0
+    ended: float = 0.0
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, number: int) -> None:
+        """Send questions one after the other, and compare each finished answer."""
+        chance = random.Random(number)
+        while not self._stop.is_set():
+            question, answer = chance.choice(QUESTIONS), Answer()
+            self.answers.append(answer)
+            try:
+                ask(self.url, self.model, question, answer)
+            except (HungError, RuntimeError, httpx.HTTPError) as error:
+                self.wrong.append(f"{type(error).__name__}: {error}")
+                self._stop.wait(1.0)
+                continue
+            self.finished += 1
+            wanted = self.wanted.get(question)
+            if wanted and (answer.text, answer.tokens) != (wanted.text, wanted.tokens):
+                self.wrong.append(f"{answer.text!r} instead of {wanted.text!r}")
+
+    def stop(self) -> None:
+        """Ask the clients to end after their present answers."""
+        self.ended = time.time()
+        self._stop.set()
+
+    @property
+    def silences(self) -> list[float]:
+        """Return the longest silence of each answer in seconds, the wait for its first token included."""
+        return [answer.pause for answer in self.answers]
+
+    @property
+    def pieces_per_second(self) -> float:
+        """Pieces of text per second that arrived before `stop`."""
+        pieces = sum(self.started < t <= self.ended for a in self.answers for t in a.times[1:])
+        return pieces / (self.ended - self.started)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the report."""
+        yield "answers finished", str(self.finished)
+        yield "answers wrong, cut or refused", str(len(self.wrong))
+        yield "pieces of text per second", f"{self.pieces_per_second:.2f}"
+        median, most, longest = spread(self.silences)
+        yield "silence of an answer, s", f"median {median:.1f}, 95 % {most:.1f}, most {longest:.1f}"
+        over = sum(silence > 30 for silence in self.silences)
+        yield "answers silent for over 30 s", f"{over} of {len(self.silences)}"
+
+
+@contextmanager
+def loading(url: str, model: str, wanted: dict[Question, Answer], count: int) -> Iterator[Load]:
+    """Run `count` clients while the block runs. Their last answers have ended when it exits."""
+    load = Load(url, model, wanted, started=time.time())
+    threads = [threading.Thread(target=load.run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        load.stop()
+        for thread in threads:
+            thread.join(120)
+
+
+class Storm:
+    """Faults by the clock, one every `every` seconds. Equal seeds give the same faults."""
+
+    def __init__(self, faults: Faults, url: str, seed: int, every: float) -> None:
+        self.faults, self.url, self.every = faults, url, every
+        self.counts: Counter[str] = Counter()
+        self._chance = random.Random(seed)
+        self._kinds: list[str] = []
+
+    def run(self, seconds: float) -> None:
+        """Inject faults for `seconds`."""
+        until = time.monotonic() + seconds
+        while (due := time.monotonic()) < until:
+            self._inject()
+            time.sleep(max(0.0, due + self.every - time.monotonic()))
+
+    def _inject(self) -> None:
+        if not self._kinds:
+            self._kinds = [*KINDS]
+            self._chance.shuffle(self._kinds)
+        kind = self._kinds.pop()
+        self.counts[kind] += 1
+        ends = kind in ("kill", "restart")
+        victim = self._chance.choice([n for n in range(WORKERS) if not (ends and n == SURVIVOR)])
+        seconds = self._chance.uniform(*FAULT_SECONDS)
+        print(f"{time.strftime('%T')} {kind} w{victim}", file=sys.stderr, flush=True)
+        if kind == "replan":
+            headers = {"Content-Type": "application/json"}
+            httpx.post(f"{self.url}/replan", headers=headers, timeout=60)
+            return
+        fault = Fault(kind, victim, seconds)
+        self.faults.inject(fault)
+        time.sleep(0.0 if ends or kind == "cut" else seconds)
+        self.faults.repair(fault)
+
+
+@contextmanager
+def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
+    """Run a coordinator with its usual settings over the workers of `team`."""
+    flags = [flag for address in team.addresses for flag in ("--worker", address)]
+    flags += ["--model", model, "--dtype", "float32", "--nodes", str(WORKERS)]
+    with ending(launch_coordinator(folder, *flags)) as process:
+        yield as_coordinator(process)
+
+
+def main() -> None:
+    """Run the study from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the storm")
+    parser.add_argument("--calm", type=float, default=60.0, help="length of the calm before it")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds from fault to fault")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
+    given = parser.parse_args()
+    name = Path(given.model).name
+    print(about())
+    with (
+        tempfile.TemporaryDirectory() as made,
+        running_team(given.logs or Path(made), given.model, WORKERS) as team,
+        coordinating(given.logs or Path(made), given.model, team) as coordinator,
+    ):
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
+            wanted = dict(zip(QUESTIONS, found, strict=True))
+        with loading(coordinator.url, name, wanted, CLIENTS) as calm:
+            time.sleep(given.calm)
+        faults = Faults(team, given.model, coordinator.pid)
+        storm = Storm(faults, coordinator.url, given.seed, given.every)
+        with loading(coordinator.url, name, wanted, CLIENTS) as load:
+            storm.run(given.seconds)
+        serving = coordinator.records("cluster: serving")
+    print(f"faults {sum(storm.counts.values())}, plans {len(serving)}: {dict(storm.counts)}")
+    for title, measured in (("undisturbed", calm), ("storm", load)):
+        for row, value in measured.rows():
+            print(f"{title:12} {row:32} {value}")
+    print(f"throughput of the undisturbed: {load.pieces_per_second / calm.pieces_per_second:.2f}")
+    for line in (calm.wrong + load.wrong)[:5]:
+        print("  wrong:", line[:300])
+
+
+if __name__ == "__main__":
+    main()

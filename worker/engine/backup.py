@@ -1,0 +1,222 @@
+"""The backup of a sequence on one stage: the state of its layers as bytes, and these bytes as caches again.
+
+All code of this module runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import msgpack
+import numpy as np
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mtp.head.attention import KV, state_of
+from mtp.head.drafter import HeadState
+from proto.backup import LayerState
+from proto.dtype import DTYPE_BYTES
+from proto.errors import ProtocolError
+from proto.operation import BackUp, RestoreBackup
+from proto.span import Span
+from worker.cache.gdn_cache import GDNCache
+from worker.cache.last_stage_state import LastStageState
+from worker.cache.sequence_cache import LayerCache, SequenceCache
+from worker.cache.snapshot_gdn_cache import Point, SnapshotGDNCache, Snapshots
+
+_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The types of states. Quantized K/V is packed into uint32."""
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """The arrays of layer number `layer`. With `appends` they continue those of an earlier backup."""
+
+    layer: int
+    appends: bool
+    arrays: list[mx.array]
+
+
+@dataclass(frozen=True)
+class SequenceBackup:
+    """The state of a sequence after `length` tokens. `head` is that of the MTP head, on the last stage."""
+
+    seq_id: int
+    length: int
+    layers: tuple[LayerArrays, ...]
+    head: HeadState | None
+
+
+@dataclass(frozen=True)
+class ReceivedBackup:
+    """The state of a sequence after `tokens`, by layer number. It becomes caches when the sequence is admitted."""
+
+    tokens: tuple[int, ...]
+    layers: dict[int, list[bytes]]
+
+
+class StageBackups:
+    """The backups on the stage of `span`: the newest one that it made, and those that the coordinator has written."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.newest: SequenceBackup | None = None
+        self.received: dict[int, ReceivedBackup] = {}
+        """By sequence, until the sequence is admitted."""
+
+    def make_backup(self, op: BackUp, sequence: SequenceCache, last: LastStageState | None) -> None:
+        """Back up a sequence. Raises ProtocolError while one of its windows is open."""
+        stack = sequence.stack
+        if stack.windows or op.start > stack.length:
+            raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
+        layers = tuple(
+            LayerArrays(layer, False, cache.copy().arrays())
+            if isinstance(cache, GDNCache | SnapshotGDNCache)
+            else LayerArrays(layer, True, _kv_since(cache, op.start))
+            for layer, cache in zip(self.span, sequence.layers, strict=True)
+        )
+        mx.async_eval([layer.arrays for layer in layers])  # lazy copies keep the caches in memory
+        head = None if last is None or last.head is None else last.head.copy()
+        if head is not None:
+            mx.async_eval(head.arrays())
+        self.newest = SequenceBackup(op.seq_id, stack.length, layers, head)
+
+    def receive_backup(
+        self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int
+    ) -> None:
+        """Keep a backup. Raises ProtocolError when the backups exceed `sequences`, or `kv_tokens` in total."""
+        tokens = len(backup.tokens) + sum(len(b.tokens) for b in self.received.values())
+        if len(self.received) >= sequences or tokens > kv_tokens:
+            raise ProtocolError(f"backups of {tokens} tokens exceed the budget of this stage")
+        self.received[seq_id] = backup
+
+    def restore_backup(
+        self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
+    ) -> None:
+        """Fill the empty caches of a sequence. Raises ProtocolError for a missing backup, or one that does not fit."""
+        backup = self.received.pop(op.seq_id, None)
+        if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
+            raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
+        sequence.layers = [
+            _restored(empty, [_arrays(data) for data in backup.layers.get(layer, [])], op.length)
+            for layer, empty in zip(self.span, sequence.layers, strict=True)
+        ]
+        sequence.stack.length = op.length
+        if last is not None:
+            if last.head is not None and (data := backup.layers.get(self.span.end)):
+                last.head = _head_from_bytes(data[-1], last.head)
+            last.append_tokens(backup.tokens)
+
+
+def layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
+    """Return the bytes of the `index`-th layer of a backup, then those of the MTP head, then None."""
+    if index < len(backup.layers):
+        found = backup.layers[index]
+        data = msgpack.packb([_to_wire(array) for array in found.arrays])
+        return LayerState(found.layer, found.appends, data)
+    if index > len(backup.layers) or backup.head is None:
+        return None
+    return LayerState(backup.layers[-1].layer + 1, False, _head_to_bytes(backup.head))
+
+
+def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> LayerCache:
+    """Return the cache `empty` filled with the arrays of its layer in `states`, the oldest first."""
+    if not states:
+        raise ProtocolError("the backup lacks a layer of this stage")
+    if isinstance(empty, GDNCache | SnapshotGDNCache):
+        held = empty.arrays()
+        found = states[-1]
+        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in held]:
+            raise ProtocolError("the backup of a GDN layer has another shape or type")
+        conv, state = found
+        if isinstance(empty, GDNCache):
+            return replace(empty, conv=conv, state=state, tapes=[])
+        return SnapshotGDNCache(empty.shape, empty.constants, Point(Snapshots(conv, state), 0))
+    arrays = [
+        parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
+        for parts in zip(*states, strict=True)
+    ]
+    return _kv_cache(empty, arrays, length)
+
+
+def _kv_since(cache: KV, start: int) -> list[mx.array]:
+    """Return copies of the keys and values of the tokens from `start` on."""
+    keys, values = cache.keys_and_values()
+    parts = [*keys, *values] if isinstance(cache, QuantizedKVCache) else [keys, values]
+    return [mx.contiguous(part[:, :, start:]) for part in parts]
+
+
+def _kv_cache(empty: KV, arrays: list[mx.array], length: int) -> KV:
+    """Return `empty` filled with the keys and values `arrays` of `length` tokens."""
+    quantized = isinstance(empty, QuantizedKVCache)
+    fits = len(arrays) == (6 if quantized else 2)
+    if not fits or any(a.ndim != 4 or a.shape[0] != 1 or a.shape[2] != length for a in arrays):
+        raise ProtocolError(f"the backup of keys and values does not have {length} tokens")
+    if isinstance(empty, QuantizedKVCache):
+        filled: KV = QuantizedKVCache(group_size=empty.group_size, bits=empty.bits)
+        filled.keys, filled.values = tuple(arrays[:3]), tuple(arrays[3:])
+    else:
+        filled = KVCache()
+        filled.keys, filled.values = arrays
+    filled.offset = length
+    return filled
+
+
+# ---- the state of the MTP head
+
+
+def _head_to_bytes(head: HeadState) -> bytes:
+    data: bytes = msgpack.packb(
+        [
+            head.cache.offset,
+            [_to_wire(array) for array in state_of(head.cache)],
+            [_to_wire(array) for array in head.waiting_hidden],
+            head.waiting_tokens,
+            None if head.newest is None else _to_wire(head.newest),
+            head.successor,
+        ]
+    )
+    return data
+
+
+def _head_from_bytes(data: bytes, empty: HeadState) -> HeadState:
+    """Return the state of the head in `data`. Raises ProtocolError for malformed bytes."""
+    try:
+        offset, kv, hidden, tokens, newest, successor = _unpack(data)
+        arrays = [_from_wire(wire) for wire in kv]
+        cache = _kv_cache(empty.cache, arrays, offset) if arrays else empty.cache
+        waiting = [_from_wire(wire) for wire in hidden]
+        found = None if newest is None else _from_wire(newest)
+        return HeadState(cache, found, successor, waiting, [int(token) for token in tokens])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ProtocolError(f"malformed backup of the MTP head: {error}") from error
+
+
+# ---- arrays
+
+
+def _to_wire(array: mx.array) -> tuple[str, tuple[int, ...], bytes]:
+    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return _NAMES[array.dtype], tuple(array.shape), np.array(plain, copy=False).tobytes()
+
+
+def _from_wire(wire: Any) -> mx.array:
+    name, shape, data = wire
+    dtype = _DTYPES[name]
+    plain = "uint16" if dtype == mx.bfloat16 else name
+    array = mx.array(np.frombuffer(data, dtype=plain).reshape(shape))
+    return array.view(dtype) if dtype == mx.bfloat16 else array
+
+
+def _arrays(data: bytes) -> list[mx.array]:
+    try:
+        return [_from_wire(wire) for wire in _unpack(data)]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ProtocolError(f"malformed backup of a layer: {error}") from error
+
+
+def _unpack(data: bytes) -> Any:
+    # Every element of an array takes at least one byte, so the length of the data bounds the memory.
+    return msgpack.unpackb(data, max_bin_len=len(data), max_array_len=len(data))
