@@ -28,14 +28,19 @@ class BackupTransfer:
         self._background.spawn(self._read(pipeline, made))
 
     async def _read(self, pipeline: Pipeline, made: BackupInFlight) -> None:
-        backups = self._scheduler.backups
+        backups, started = self._scheduler.backups, self._clock()
         try:
             tokens, states = await pipeline.read_backup(made.seq_id, backups.limit)
         except ClusterError as error:
             log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
-            backups.end_backup(made, self._clock())
         else:
-            backups.complete_backup(made, tokens, states, self._clock())
+            backups.complete_backup(made, tokens, states)
+            log.debug(
+                "backup read",
+                extra={"seq_id": made.seq_id, "tokens": tokens, "bytes": backups.nbytes},
+            )
+        now = self._clock()
+        backups.end_backup(made, now - started, now)
 
     async def restore(self, pipeline: Pipeline) -> dict[int, int]:
         """Give the stages the backups of the running sequences, the oldest first, until the pipeline fails.

@@ -66,7 +66,6 @@ class BackupInFlight:
     seq_id: int
     tokens: int
     frame: int
-    sent_at: float
 
 
 class Backups:
@@ -109,9 +108,9 @@ class Backups:
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
 
-    def begin_backup(self, seq_id: int, tokens: int, frame: int, now: float) -> BackUp:
+    def begin_backup(self, seq_id: int, tokens: int, frame: int) -> BackUp:
         """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`."""
-        self.due, self.in_flight = None, BackupInFlight(seq_id, tokens, frame, now)
+        self.due, self.in_flight = None, BackupInFlight(seq_id, tokens, frame)
         return BackUp(seq_id, self.tokens_of(seq_id))
 
     def returned(self, frame: int) -> BackupInFlight | None:
@@ -120,23 +119,22 @@ class Backups:
         return found if found is not None and found.frame == frame else None
 
     def complete_backup(
-        self, made: BackupInFlight, tokens: int, states: Sequence[LayerState], now: float
+        self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
         """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since."""
         if made is not self.in_flight:
             return
-        self.end_backup(made, now)
         if tokens == made.tokens:
             self.kept.setdefault(made.seq_id, Backup()).add_states(tokens, states)
         if self.nbytes > self.limit:
             del self.kept[max(self.kept)]  # the youngest sequence is the cheapest to compute again
 
-    def end_backup(self, made: BackupInFlight, now: float) -> None:
-        """Wait in proportion to the time of `made` before the next backup, whether it succeeded or not."""
+    def end_backup(self, made: BackupInFlight, seconds: float, now: float) -> None:
+        """Wait in proportion to the `seconds` of the transfer before the next backup, even if it has failed."""
         if made is self.in_flight:
             self.in_flight = None
             pause = STORM_PAUSE if now < self._storm_until else CALM_PAUSE
-            self._next_at = now + pause * (now - made.sent_at)
+            self._next_at = now + pause * seconds
 
     def drop_backup(self, seq_id: int) -> None:
         """Drop the backup of a sequence that has ended."""

@@ -178,7 +178,7 @@ class Scheduler:
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
         segments = self._next_micro_batch(record)
         if not segments:
-            segments = self._next_chunks(now)
+            segments = self._next_chunks()
         if not segments and not self.ops:
             return None
         frame = Frame(self.epoch, self.next_number, tuple(self.ops), tuple(segments))
@@ -276,7 +276,7 @@ class Scheduler:
         self._queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
         if not sequence.windows_in_flight:
-            self._queue_backup(sequence, position, record.sent_at)
+            self._queue_backup(sequence, position)
         window = sequence.next_window(shape, record)
         # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
@@ -291,7 +291,7 @@ class Scheduler:
             continues=window.continues,
         )
 
-    def _next_chunks(self, now: float) -> list[Segment]:
+    def _next_chunks(self) -> list[Segment]:
         """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step.
 
         Answers that a change of plan interrupted are computed one after the other. The first one continues while the
@@ -309,15 +309,15 @@ class Scheduler:
             length = min(chunk, budget, sequence.prefill_tokens - sequence.scheduled_tokens)
             if length <= 0:
                 continue
-            segments.append(self._chunk_segment(sequence, length, now))
+            segments.append(self._chunk_segment(sequence, length))
             budget -= segments[-1].width
         return segments
 
-    def _chunk_segment(self, sequence: Sequence, max_length: int, now: float) -> Segment:
+    def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
         if not sequence.admitted:
             self._admit(sequence)
         start = sequence.scheduled_tokens
-        self._queue_backup(sequence, start, now)
+        self._queue_backup(sequence, start)
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
             self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
@@ -370,10 +370,10 @@ class Scheduler:
             self.ops.append(SavePrefix(sequence.seq_id, entry.number))
             sequence.saved_prefix = len(tokens)
 
-    def _queue_backup(self, sequence: Sequence, held: int, now: float) -> None:
+    def _queue_backup(self, sequence: Sequence, held: int) -> None:
         """Let the next frame back up `sequence`, of which the stages then hold `held` tokens, if its backup is due."""
         if sequence.seq_id == self.backups.due and held > self.backups.tokens_of(sequence.seq_id):
-            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, self.next_number, now))
+            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, self.next_number))
 
     def _queue_commit(self, sequence: Sequence) -> None:
         if sequence.commit is not None:
