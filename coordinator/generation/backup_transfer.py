@@ -48,7 +48,7 @@ class BackupTransfer:
         Return the tokens of each backup that all stages have, by sequence.
         """
         restored: dict[int, int] = {}
-        if not any(self._scheduler.backups.tokens_of(seq) for seq in self._scheduler.running):
+        if not self._scheduler.sequences_to_restore():
             return restored
         writing = asyncio.create_task(self._write_all(pipeline, restored))
         failing = asyncio.create_task(pipeline.receive_frame())  # no frame is in flight yet
@@ -62,10 +62,10 @@ class BackupTransfer:
 
     async def _write_all(self, pipeline: Pipeline, restored: dict[int, int]) -> None:
         scheduler, started = self._scheduler, self._clock()
-        for sequence in scheduler.sequences_to_rebuild()[: pipeline.capacity.sequences]:
+        for sequence in scheduler.sequences_to_restore()[: pipeline.capacity.sequences]:
             backup = scheduler.backups.kept.get(sequence.seq_id)
             if backup is None:
-                continue
+                continue  # its client has left meanwhile
             tokens = backup.tokens
             try:
                 await pipeline.write_backup(

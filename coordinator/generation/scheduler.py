@@ -105,13 +105,15 @@ class Scheduler:
         self.controller.forget_costs()
         self._step_costs = StepCostMeter(stages)
         self.backups.in_flight = None
-        running = self.sequences_to_rebuild()
+        running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()
         for sequence in running:
             sequence.reset_for_plan()
-            sequence.restorable_tokens = restored.get(sequence.seq_id, 0)
-        self.ops += [Evict(seq_id) for seq_id in restored.keys() - {s.seq_id for s in running}]
         self.waiting.extendleft(reversed(running))
+        for sequence in self.waiting:
+            sequence.restorable_tokens = restored.get(sequence.seq_id, 0)
+        left = restored.keys() - {sequence.seq_id for sequence in self.waiting}
+        self.ops += [Evict(seq_id) for seq_id in left]
         outcome = FrameOutcome()
         for sequence in [s for s in self.waiting if s.capacity > capacity.kv_tokens]:
             self.waiting.remove(sequence)
@@ -120,9 +122,11 @@ class Scheduler:
             outcome.events.append((sequence.seq_id, ended))
         return outcome
 
-    def sequences_to_rebuild(self) -> list[Sequence]:
-        """Return the admitted sequences in the order in which the next plan continues them: the oldest first."""
-        return sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
+    def sequences_to_restore(self) -> list[Sequence]:
+        """Return the sequences with a backup in the order in which the next plan continues them: the oldest first."""
+        open_ones = (*self.running.values(), *self.waiting)
+        found = [one for one in open_ones if self.backups.tokens_of(one.seq_id)]
+        return sorted(found, key=lambda sequence: sequence.seq_id)
 
     # ---- requests
 

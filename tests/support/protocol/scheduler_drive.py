@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from coordinator.generation.backups import BackupInFlight
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.limits import Limits
 from coordinator.generation.request import (
@@ -41,14 +42,21 @@ class Drive:
         mode = MtpMode(depth) if mtp is None else MtpMode.parse(mtp)
         self.scheduler = Scheduler(limits, Controller(mode))
         self.now = 0.0
+        self.backup_seconds = 0.0
+        """Seconds that the transfer of a backup takes."""
         self.events: dict[int, list[GenerationEvent]] = defaultdict(list)
         self.rollbacks: list[Rollback] = []
         self.new_plan(stage or FakeLastStage(), stages, room)
 
     def new_plan(self, stage: FakeLastStage, stages: int = 1, room: Capacity = ROOM) -> None:
-        """Start a new plan. The frames in flight are lost."""
+        """Start a new plan, whose stage has the backups. The frames in flight are lost."""
         self.stage = stage
-        self.record_outcome(self.scheduler.reset(stages, stage.epoch, room, self.now))
+        restored = {}
+        for sequence in self.scheduler.sequences_to_restore()[: room.sequences]:
+            backup = self.scheduler.backups.kept[sequence.seq_id]
+            stage.receive_backup(sequence.seq_id, backup.states)
+            restored[sequence.seq_id] = backup.tokens
+        self.record_outcome(self.scheduler.reset(stages, stage.epoch, room, self.now, restored))
         self.scheduler.check()
 
     def record_outcome(self, outcome: FrameOutcome) -> None:
@@ -89,9 +97,21 @@ class Drive:
         """Return the oldest frame to the scheduler, a second later."""
         self.now += 1.0
         frame = self.stage.come_back()
-        self.record_outcome(self.scheduler.apply_outcomes(frame, self.now))
+        outcome = self.scheduler.apply_outcomes(frame, self.now)
+        if outcome.backup is not None:
+            self._read_backup(outcome.backup)
+        self.record_outcome(outcome)
         self.scheduler.check()
         return frame
+
+    def _read_backup(self, made: BackupInFlight) -> None:
+        """Read the backup that a returned frame has made, in `backup_seconds`."""
+        assert self.stage.backup is not None
+        seq_id, tokens, state = self.stage.backup
+        assert seq_id == made.seq_id
+        backups = self.scheduler.backups
+        backups.complete_backup(made, tokens, [state])
+        backups.end_backup(made, self.backup_seconds, self.now)
 
     def run(self) -> None:
         """Run until no frame is left to send or to return."""

@@ -6,11 +6,13 @@ at once.
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from proto.backup import LayerState
 from proto.frame import (
     Admit,
     Commit,
@@ -24,6 +26,7 @@ from proto.frame import (
     Segment,
     TokenLogprob,
 )
+from proto.operation import BackUp, RestoreBackup
 from worker.cache.window_stack import WindowStack
 
 VOCAB = 97
@@ -69,8 +72,16 @@ class FakeLastStage:
         self.stage_us = stage_us
         self.sequences: dict[int, FakeSequence] = {}
         self.prefixes: dict[int, tuple[int, ...]] = {}
+        self.backup: tuple[int, int, LayerState] | None = None
+        """The newest backup: its sequence, its tokens, and its state."""
+        self.received: dict[int, list[int]] = {}
+        """Backups to restore, by sequence."""
         self.seen: list[Frame] = []
         self.under_way: deque[Frame] = deque()
+
+    def receive_backup(self, seq_id: int, states: Sequence[LayerState]) -> None:
+        """Keep the tokens of a backup until the sequence is admitted."""
+        self.received[seq_id] = [token for state in states for token in json.loads(state.data)]
 
     def send(self, frame: Frame) -> None:
         """Process a frame at once, and keep it until `come_back`."""
@@ -109,7 +120,20 @@ class FakeLastStage:
                 assert len(held.tokens) == held.stack.length
                 assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
-                del self.sequences[op.seq_id]
+                if self.received.pop(op.seq_id, None) is None:
+                    del self.sequences[op.seq_id]
+            case BackUp():
+                held = self.sequences[op.seq_id]
+                assert not held.upstream.windows
+                assert op.start < held.upstream.length == len(held.tokens)
+                state = LayerState(0, True, json.dumps(held.tokens[op.start :]).encode())
+                self.backup = op.seq_id, len(held.tokens), state
+            case RestoreBackup():
+                held = self.sequences[op.seq_id]
+                assert not held.tokens
+                held.tokens += self.received.pop(op.seq_id)
+                assert len(held.tokens) == op.length
+                held.stack.length = held.upstream.length = len(held.tokens)
             case SavePrefix():
                 held = self.sequences[op.seq_id]
                 assert op.entry not in self.prefixes

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,7 @@ def test_tokens_are_those_of_plain_decoding(stages: int, depth: int) -> None:
     assert not drive.stage.sequences, "every sequence is evicted"
 
 
+@patch("coordinator.generation.backups.MIN_NEW_TOKENS", 3)
 @settings(max_examples=150, deadline=None)
 @given(
     stages=st.integers(1, 4), depth=st.integers(0, 4), right=st.integers(0, 5), seed=st.integers()
