@@ -20,11 +20,10 @@ from collections import deque
 from collections.abc import Mapping
 
 from coordinator.generation.admission import check_request
-from coordinator.generation.backups import Backups
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
-from coordinator.generation.prefix_cache import PrefixCache
+from coordinator.generation.next_header import NextHeader
 from coordinator.generation.request import (
     Finished,
     GenerationRequest,
@@ -38,17 +37,7 @@ from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import MAX_DEPTH, Controller
 from mtp.depth.shape import Shape
 from proto.errors import CapacityError, ProtocolError, StaleEpochError
-from proto.frame import (
-    DropPrefix,
-    Evict,
-    Frame,
-    Op,
-    Outcome,
-    RestorePrefix,
-    SavePrefix,
-    Segment,
-)
-from proto.operation import RestoreBackup
+from proto.frame import Evict, Frame, Outcome, Segment
 
 
 class Scheduler:
@@ -60,9 +49,6 @@ class Scheduler:
     def __init__(self, limits: Limits, controller: Controller, vocabulary: bytes = b"") -> None:
         self.limits = limits
         self.controller = controller
-        self.vocabulary = vocabulary
-        """The tokenizer's packed vocabulary, for sequences with a grammar."""
-        self._vocabulary_sent = False  # in this epoch
         self.stages = 1
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
@@ -70,10 +56,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """Admitted sequences, in the order in which they may send."""
-        self.prefixes = PrefixCache()
-        self.backups = Backups()
-        self.ops: list[Op] = []
-        """Operations for the next frame's header, in the order of the decisions."""
+        self.header = NextHeader(vocabulary)
+        self.ops, self.prefixes = self.header.ops, self.header.prefixes
+        self.backups = self.header.backups
         self.in_flight: deque[FrameInFlight] = deque()
         self.next_number = 0
         self._next_seq = 0
@@ -97,14 +82,11 @@ class Scheduler:
         """
         restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
-        self._vocabulary_sent = False
         self.next_number = 0
         self.in_flight.clear()
-        self.ops.clear()
-        self.prefixes.reset(capacity)
+        self.header.reset(capacity)
         self.controller.forget_costs()
         self._step_costs = StepCostMeter(stages)
-        self.backups.in_flight = None
         running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()
         for sequence in running:
@@ -236,6 +218,8 @@ class Scheduler:
         """
         if self.stages > 1 or len(decoding) < len(self.running):
             return []
+        if self.backups.due is not None:
+            return []  # a backup needs a moment without open windows
         going = sequences_to_run_ahead(decoding)
         if not going or self._open_windows(len(decoding)) < 2 or self._next_shape(len(going)).depth:
             return []
@@ -277,10 +261,10 @@ class Scheduler:
 
     def _window_segment(self, sequence: Sequence, shape: Shape, record: FrameInFlight) -> Segment:
         """Return the next window of `sequence`. It never exceeds the request's limit."""
-        self._queue_commit(sequence)
+        self.header.queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
         if not sequence.windows_in_flight:
-            self._queue_backup(sequence, position)
+            self.header.queue_backup(sequence, position, self.next_number)
         window = sequence.next_window(shape, record)
         # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
@@ -303,9 +287,8 @@ class Scheduler:
         """
         if len(self.in_flight) > self.stages:
             return []
-        rebuilding = any(s.emitted and not s.decoding for s in self.running.values())
         budget = self.limits.step_tokens
-        if rebuilding:
+        if any(s.emitted and not s.decoding for s in self.running.values()):
             budget = min(budget, self.limits.prefill_chunk)
         segments: list[Segment] = []
         for sequence in self.running.values():
@@ -319,12 +302,12 @@ class Scheduler:
 
     def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
         if not sequence.admitted:
-            self._admit(sequence)
+            self.header.admit_sequence(sequence)
         start = sequence.scheduled_tokens
-        self._queue_backup(sequence, start)
+        self.header.queue_backup(sequence, start, self.next_number)
         boundaries = sequence.prefix_boundaries
         if boundaries and start == boundaries[0]:
-            self._save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
+            self.header.save_prefix(sequence, tuple(sequence.tokens[: boundaries.pop(0)]))
         end = boundaries[0] if boundaries else sequence.prefill_tokens
         sequence.scheduled_tokens = min(end, start + max_length)
         last = not sequence.prefilling
@@ -342,47 +325,6 @@ class Scheduler:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
         return self.controller.choose_shape(1, self._fill(sequence, decoding)).depth
-
-    def _admit(self, sequence: Sequence) -> None:
-        """Create a sequence on the stages, from the longest prefix entry that they hold."""
-        vocabulary = b""
-        if sequence.request.params.grammar and not self._vocabulary_sent:
-            vocabulary, self._vocabulary_sent = self.vocabulary, True
-        self.ops.append(sequence.admit_op(vocabulary))
-        sequence.admitted = True
-        prompt = tuple(sequence.tokens)
-        entry = None
-        if sequence.restorable_tokens:
-            self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
-            sequence.scheduled_tokens = sequence.computed_tokens = sequence.restorable_tokens
-            sequence.cached_tokens, sequence.restorable_tokens = sequence.restorable_tokens, 0
-        else:
-            entry = self.prefixes.find_entry(prompt)
-        if entry is not None:
-            self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
-            cached = len(entry.tokens)
-            sequence.scheduled_tokens = sequence.computed_tokens = sequence.cached_tokens = cached
-        sequence.prefix_boundaries = self.prefixes.boundaries(
-            prompt, sequence.scheduled_tokens, sequence.request.turn
-        )
-
-    def _save_prefix(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        """Save the stages' state of `sequence`, which is the state after `tokens`, as a prefix entry."""
-        entry, dropped = self.prefixes.add_entry(tokens)
-        self.ops.extend(DropPrefix(number) for number in dropped)
-        if entry is not None:
-            self.ops.append(SavePrefix(sequence.seq_id, entry.number))
-            sequence.saved_prefix = len(tokens)
-
-    def _queue_backup(self, sequence: Sequence, held: int) -> None:
-        """Let the next frame back up `sequence`, of which the stages then hold `held` tokens, if its backup is due."""
-        if sequence.seq_id == self.backups.due and held > self.backups.tokens_of(sequence.seq_id):
-            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, self.next_number))
-
-    def _queue_commit(self, sequence: Sequence) -> None:
-        if sequence.commit is not None:
-            self.ops.append(sequence.commit)
-            sequence.commit = None
 
     # ---- frames back
 
@@ -485,9 +427,9 @@ class Scheduler:
             held = tuple(sequence.tokens[: segment.position + 1])
         finished = Finished(sequence.finished, sequence.stats(now))
         result.events.append((sequence.seq_id, finished))
-        self._queue_commit(sequence)
+        self.header.queue_commit(sequence)
         if sequence.request.continued:
-            self._save_prefix(sequence, held)
+            self.header.save_prefix(sequence, held)
         self._remove_sequence(sequence)
 
     def _remove_sequence(self, sequence: Sequence) -> None:

@@ -192,6 +192,11 @@ class Sequence:
         params = self.request.params
         return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
 
+    def start_after(self, tokens: int) -> None:
+        """Continue after the first `tokens` tokens, which the stages restore."""
+        self.scheduled_tokens = self.computed_tokens = self.cached_tokens = tokens
+        self.restorable_tokens = 0
+
     def next_window_number(self) -> int:
         """Return the number of the next segment. Numbers count from 0 and are never reused."""
         self.window_count += 1
