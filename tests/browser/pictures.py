@@ -78,6 +78,11 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
         page.click(".parameters summary")
         for question in reversed(QUESTIONS):
             watched.ask(question)
+        if phone:
+            page.check("input[name=tint]")
+    if view == "models":
+        watched.show("models")
+        page.click(".model-row button:has-text('Fit')")
     watched.show(view)
     page.wait_for_timeout(4000)
     path = FOLDER / f"page-{name}.png"
@@ -102,6 +107,7 @@ def main() -> None:
             take(browser, cluster.url, "timeline", "timeline", "dark", 1180)
             take(browser, cluster.url, "speed", "speed", "dark", 1180)
             take(browser, cluster.url, "phone", "cluster", "light", 390)
+        take(browser, cluster.url, "models", "models", "light", 1180)
         take(browser, cluster.url, "chat", "chat", "light", 1180)
         take(browser, cluster.url, "phone-chat", "chat", "dark", 390)
 

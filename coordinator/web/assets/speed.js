@@ -79,7 +79,7 @@ function modeLine(mode) {
 function choice(one) {
   const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} windows in flight` : ""}`;
   const speed = (shape) => (one.plain_speed ? `${shape.measured ? "" : "≤ "}${rate(shape.speed * one.plain_speed)}` : "–");
-  return h("div", { class: "choice" },
+  return h("div", { class: "choice", tabindex: "0", role: "group", "aria-label": title },
     h("h4", {}, title),
     measured(one),
     h("table", { class: "plain" }, h("caption", { class: "hidden" }, title),
