@@ -1,4 +1,4 @@
-"""What an administrator may ask about models: the catalog, the hub, the fit, and jobs. All waits have a deadline."""
+"""The administration of models: the catalog, the hub, the fit, and jobs. All waits have a deadline."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def passes(*pattern: float, step: float | None = None, count: int = 2 * FEWEST_F
 def test_the_advice_names_what_costs_most(
     pattern: tuple[float, ...], step: float | None, advice: str
 ) -> None:
-    """A slow link, an uneven cut, busy machines, and machines that wait for each other are told apart."""
+    """The sentence differs for a slow link, an uneven cut, busy machines, and machines that wait for each other."""
     assert advice in passes(*pattern, step=step).explain(NAMES)
 
 

@@ -77,7 +77,7 @@ async def test_frames_get_the_times_that_their_stages_measured() -> None:
 
 
 async def test_a_lost_worker_leaves_the_estimates() -> None:
-    """A page shows frames whose times nobody reports, marked, after a short wait."""
+    """After a short wait a page gets the frames without reported times, marked as estimates."""
     pipeline = Pipeline()
     pipeline.lost = True
     feed = LiveFeed(pipeline, LatencyLog(), frames=pipeline.history)
