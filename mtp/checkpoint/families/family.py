@@ -56,6 +56,10 @@ class Family(ABC):
             "shared_expert_intermediate_size",
         )
 
+    def find_problem(self, text: Text) -> str | None:
+        """Return the fault of a field that only this family has, None when all are valid."""
+        return None
+
     def announced_head_layers(self, text: Text) -> Any:
         """Return the number of layers of the MTP head that config.json announces."""
         return text.get("mtp_num_hidden_layers", text.get("num_nextn_predict_layers"))

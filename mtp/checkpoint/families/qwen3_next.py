@@ -55,6 +55,18 @@ class Qwen3Next(Family):
             layer.linear_attn = _separate(layer.linear_attn, self.text_args(text))
         return layer
 
+    def find_problem(self, text: Text) -> str | None:
+        """Return the fault of a field that decides which layers are dense, or how experts are weighted."""
+        text = {**_DEFAULTS, **text}
+        dense, step = text["mlp_only_layers"], text["decoder_sparse_step"]
+        if not isinstance(dense, list | tuple) or not all(type(layer) is int for layer in dense):
+            return f"mlp_only_layers is {dense!r:.60}. It must be a list of layers."
+        if type(step) is not int or step < 1:
+            return f"decoder_sparse_step is {step!r:.60}. It must be a positive integer."
+        if not isinstance(text["norm_topk_prob"], bool):
+            return f"norm_topk_prob is {text['norm_topk_prob']!r:.60}. It must be true or false."
+        return None
+
     def mlp_fields(self, text: Text) -> tuple[str, ...]:
         """Return the fields of experts, and those of dense MLPs where a layer has one."""
         text = {**_DEFAULTS, **text}

@@ -145,6 +145,8 @@ class _Reader:
         experts = self._count("num_experts")
         heads = self._positive("num_attention_heads")
         hidden = self._positive("hidden_size")
+        if problem := family.find_problem(self.text):
+            raise self._error(problem)
         for name in family.mlp_fields(self.text):
             self._positive(name)
         config = ModelConfig(
@@ -209,7 +211,7 @@ class _Reader:
     def _check_rope(self) -> None:
         """Raise unless the config has a RoPE base: mlx-lm would use a default base, and the output would be wrong."""
         rope = self.text.get("rope_parameters")
-        if not isinstance(rope, dict) or "rope_theta" not in rope:
+        if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
             raise self._error("rope_parameters has no rope_theta. Download config.json again.")
 
     def _layer_kinds(self, layers: int) -> tuple[LayerKind, ...]:
