@@ -218,7 +218,9 @@ class Scheduler:
         """
         if self.stages > 1 or len(decoding) < len(self.running):
             return []
-        going = sequences_to_run_ahead(decoding, self.backups.due)
+        if self.backups.due is not None:
+            return []  # a backup needs a moment without open windows
+        going = sequences_to_run_ahead(decoding)
         if not going or self._open_windows(len(decoding)) < 2 or self._next_shape(len(going)).depth:
             return []
         self._shape = None
