@@ -59,11 +59,18 @@ class Answer:
         return self.stats.decode_seconds / max(self.stats.windows, 1)
 
 
-async def measure_answer(checkpoint: Checkpoint, depth: int, tokens: int, *, pause: bool) -> Answer:
-    """Generate `tokens` tokens with `depth` drafts a window. With `pause`, measure a second answer after a pause."""
+async def measure_answer(
+    checkpoint: Checkpoint, depth: int, tokens: int, *, pause: bool = False, exact: bool = False
+) -> Answer:
+    """Generate `tokens` tokens with `depth` drafts a window. With `pause`, measure a second answer after a pause.
+
+    With `exact` the stage computes as with --exact.
+    """
     tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
     prompt = tokenizer.encode(PROMPT)
-    async with local_generator(checkpoint, mtp=MtpMode(depth), prefix_cache=False) as loop:
+    async with local_generator(
+        checkpoint, mtp=MtpMode(depth), prefix_cache=False, exact=exact
+    ) as loop:
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
         answer = Answer(depth, found, stats, host_seconds=await _host_seconds(loop))
@@ -113,6 +120,17 @@ def judge_identity(plain: Answer, drafted: Answer) -> Finding:
         "give the same answer."
     )
     return Finding(name, Verdict.WARN, f"differs from token {place}", advice, values)
+
+
+def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding:
+    """Report the price of --exact, and whether its answers with drafts equal those without."""
+    cost = exact.step_seconds / max(plain.step_seconds, 1e-9) - 1
+    values = {"cost": cost, "equal": drafted is None or drafted.tokens == exact.tokens}
+    figure = f"--exact costs {max(0.0, cost):.0%} of plain decoding"
+    if not values["equal"]:
+        advice = "Answers with drafts still differ with --exact. Please report it with --json."
+        return Finding("exact mode", Verdict.FAIL, figure, advice, values)
+    return Finding("exact mode", Verdict.OK, figure, "", values)
 
 
 def judge_host(plain: Answer, layers: int, *, cpu: bool) -> Finding:

@@ -40,7 +40,6 @@ from coordinator.workers.discovery import Candidate, Discovery, collect
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
-from worker.engine import sensors
 
 CHECK_SECONDS = 60.0
 """Seconds. Longest single check."""
@@ -76,6 +75,8 @@ class Diagnosis:
         self._report = report
         self._rows: Mapping[int, float] | None = None
         """Costs of windows by their rows."""
+        self._inexact = False
+        """True if windows round differently from single rows here."""
         self._seconds = FULL_CHECK_SECONDS if options.full else CHECK_SECONDS
 
     async def run(self) -> list[Finding]:
@@ -118,7 +119,7 @@ class Diagnosis:
             )
         if reached:
             own, model = (
-                sensors.own_version(),
+                this_machine.own_version(),
                 await asyncio.to_thread(self.options.checkpoint.fingerprint),
             )
             await self._run(
@@ -169,6 +170,7 @@ class Diagnosis:
         )
         await self._run("memory", lambda: memory.check_memory(machine.limits))
         await self._run("exactness", lambda: kernels.check_exactness(config, dtype, full=full))
+        self._inexact = self.findings[-1].verdict is not Verdict.OK
         await self._run("window cost", lambda: kernels.check_window_cost(config, dtype))
         self._rows = self.findings[-1].values.get("ratios")
         await self._run("GDN", lambda: gdn.check_gdn(config, dtype))
@@ -202,6 +204,20 @@ class Diagnosis:
                 return answer.judge_identity(answers[0], answers[depth])
 
             await self._run_async(f"answer with {depth} drafts", drafted)
+        if 0 in answers and (full or self._inexact):
+            depth = 2 if 2 in answers else 0
+
+            async def exact() -> Finding:
+                """Measure --exact."""
+                alone = await answer.measure_answer(checkpoint, 0, tokens, exact=True)
+                windows = (
+                    await answer.measure_answer(checkpoint, depth, tokens, exact=True)
+                    if depth
+                    else None
+                )
+                return answer.judge_exact(answers[0], alone, windows)
+
+            await self._run_async("exact mode", exact)
         if 2 in answers and 0 in answers:
             await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2], self._rows))
 

@@ -131,8 +131,8 @@ def check_exactness(config: ModelConfig, dtype: mx.Dtype, *, full: bool = False)
     figure = f"exact to windows of {exact}" if exact > 1 else "not exact in any window"
     advice = (
         f"Rows of wider windows round differently in: {inexact}. With drafts, and with concurrent requests, an "
-        f"answer may differ where two tokens are nearly equally likely. Use --mtp {exact - 1 or 'off'} to avoid "
-        "that for one request at a time."
+        f"answer may differ where two tokens are nearly equally likely. Use --exact for equal answers, or --mtp "
+        f"{exact - 1 or 'off'} for one request at a time."
     )
     return Finding("exactness", Verdict.WARN, figure, advice, values)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from coordinator.doctor.memory import MemoryLimits
-from worker.engine import hardware
+from worker.engine import hardware, sensors
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,11 @@ class MachineFacts:
     backend: str
     bytes_per_second: float
     limits: MemoryLimits
+
+
+def own_version() -> str:
+    """Return the versions of the programs here, as workers report theirs."""
+    return sensors.own_version()
 
 
 def measure_machine() -> MachineFacts:

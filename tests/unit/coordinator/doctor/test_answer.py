@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.doctor.answer import (
     Answer,
     break_even,
+    judge_exact,
     judge_host,
     judge_identity,
     judge_restart,
@@ -66,6 +69,19 @@ def test_the_break_even_acceptance(cost: float, drafts: int, acceptance: float |
     """Windows pay from the acceptance at which they give as many tokens as they cost steps."""
     found = break_even(cost, drafts)
     assert found == (None if acceptance is None else pytest.approx(acceptance, abs=1e-6))
+
+
+def test_the_price_of_exact_mode_is_named() -> None:
+    """The report has the cost of --exact, and answers that still differ with it are a failure."""
+    slower = Answer(0, PLAIN.tokens, replace(PLAIN.stats, decode_seconds=12.0))
+    finding = judge_exact(PLAIN, slower, drafted(5.0, 50))
+    assert (finding.verdict, "costs 20 %" in finding.figure.replace("20%", "20 %")) == (
+        Verdict.OK,
+        True,
+    )
+    other = drafted(5.0, 50, (*PLAIN.tokens[:40], 7, *PLAIN.tokens[41:]))
+    assert judge_exact(PLAIN, slower, other).verdict is Verdict.FAIL
+    assert judge_exact(PLAIN, slower, None).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(
