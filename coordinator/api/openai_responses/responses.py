@@ -160,7 +160,7 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
 
 def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:
     thinking, budget = reasoning_of(body.reasoning.effort if body.reasoning else None)
-    tools = [tool.for_template() for tool in body.tools or ()]
+    tools = [tool.for_template() for tool in body.functions]
     return ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
         settings=body.settings(),

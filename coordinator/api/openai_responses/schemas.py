@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from coordinator.api.openai_responses.items import Item, MessageItem
 from coordinator.api.request.body import Body
@@ -16,8 +16,16 @@ from coordinator.text.model_info import Json
 from coordinator.text.output_format import ANY_OBJECT, OutputFormat
 
 
+class WebSearchTool(Body):
+    """OpenAI's web search, a hint: agents offer it by default, and this server has no search to offer to the model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["web_search", "web_search_preview"]
+
+
 class Tool(Body):
-    """A function that the model may call. OpenAI's hosted tools are rejected."""
+    """A function that the model may call. OpenAI's other hosted tools are rejected."""
 
     type: Literal["function"]
     name: str
@@ -84,7 +92,7 @@ class ResponsesBody(Body):
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
+    tools: list[Annotated[Tool | WebSearchTool, Field(discriminator="type")]] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -109,7 +117,7 @@ class ResponsesBody(Body):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponsesBody:
-        if self.forced_tool is not None and not self.tools:
+        if self.forced_tool is not None and not self.functions:
             raise field_error("tool_choice", "requires tools")
         if self.background and self.store is False:
             raise field_error("background", "requires a stored response. Omit store.")
@@ -118,6 +126,11 @@ class ResponsesBody(Body):
         if self.user is not None and not self.user.isprintable():
             raise field_error("user", "control characters are invalid, because the label is logged")
         return self
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The functions among the tools."""
+        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
 
     @property
     def items(self) -> list[Item]:
@@ -170,5 +183,7 @@ class ResponsesBody(Body):
             yield "include"
         if self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary):
             yield "reasoning.summary"
-        if any(tool.strict for tool in self.tools or ()):
+        if any(tool.strict for tool in self.functions):
             yield "tools[].strict"
+        if len(self.functions) < len(self.tools or ()):
+            yield "tools[].web_search"

@@ -36,6 +36,7 @@ HINTS = (
     "thinking_blocks",
     "tools[].eager_input_streaming",
     "tools[].strict",
+    "tools[].web_search",
     "verbosity",
 )
 """The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""

@@ -1,0 +1,117 @@
+"""Sessions of coding agents, replayed over two workers in the request shapes of Claude Code and Codex."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mtp.builtin import checkpoint_dir
+from tests.cluster.conftest import Pool
+from tests.support.api.agent_transcripts import claude_code, codex
+from tests.support.processes.processes import Coordinator, serving
+
+HEADERS = {
+    "x-api-key": "none",
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+}
+LONG_CONTEXT = 65_536
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the built-in model with a context that holds an agent's conversation."""
+    folder = tmp_path_factory.mktemp("agent") / "model"
+    shutil.copytree(checkpoint_dir(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        if "max_position_embeddings" in part:
+            part["max_position_embeddings"] = LONG_CONTEXT
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coordinator(
+    model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Coordinator]:
+    """Serve the model from two workers, with three drafts per window."""
+    flags = ("--mtp", "3", "--served-model-name", "claude-x", "--clamp-max-tokens")
+    with serving(tmp_path_factory.mktemp("serve"), model, pool(2), *flags) as found:
+        yield found
+
+
+def events_of(url: str, path: str, body: Any) -> list[Any]:
+    """Send a streamed request and return its events."""
+    found = []
+    with httpx.stream("POST", url + path, json=body, headers=HEADERS, timeout=800) as reply:
+        assert reply.status_code == 200, reply.read().decode()
+        for line in reply.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+    return found
+
+
+def replay_claude_code(url: str, words: int, steps: int, tools: int) -> list[Any]:
+    """Replay a session. Return the usage of each answer, after checks of the order of its events."""
+    assert httpx.head(url, timeout=60).status_code == 200
+    usages = []
+    for body in claude_code(words, steps, tools):
+        events = events_of(url, "/v1/messages?beta=true", {"model": "claude-x", **body})
+        types = [event["type"] for event in events]
+        assert (types[0], types[-2:]) == ("message_start", ["message_delta", "message_stop"])
+        assert types.count("content_block_start") == types.count("content_block_stop")
+        assert events[-2]["delta"]["stop_reason"] in ("max_tokens", "end_turn", "tool_use")
+        usages.append(events[-2]["usage"])
+    return usages
+
+
+def check_cache(usages: list[Any], shared: int) -> None:
+    """Assert that every prompt but the first was found in the cache up to its last turn, `shared` tokens at least."""
+    totals = [each["cache_read_input_tokens"] + each["input_tokens"] for each in usages]
+    assert totals == sorted(totals)
+    for before, each in zip(totals, usages[1:], strict=False):
+        assert each["cache_read_input_tokens"] >= shared
+        assert each["input_tokens"] < before / 2
+
+
+def test_a_session_of_claude_code(coordinator: Coordinator) -> None:
+    """Three system blocks, tools and a loop of calls and results work, and each prompt continues the cached one."""
+    check_cache(replay_claude_code(coordinator.url, words=100, steps=3, tools=4), shared=1000)
+    body = {"model": "claude-x", **next(claude_code(100, tools=4))}
+    count = {k: v for k, v in body.items() if k not in ("max_tokens", "stream", "metadata")}
+    url = f"{coordinator.url}/v1/messages/count_tokens"
+    counted = httpx.post(url, json=count, headers=HEADERS, timeout=60).json()["input_tokens"]
+    whole = {**body, "stream": False}
+    reply = httpx.post(f"{coordinator.url}/v1/messages", json=whole, headers=HEADERS, timeout=120)
+    usage = reply.json()["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_a_session_of_codex(coordinator: Coordinator) -> None:
+    """Instructions, tools, reasoning items, a call with broken arguments and its result reach the model."""
+    cached = []
+    for body in codex(100, steps=2, tools=1):
+        events = events_of(coordinator.url, "/v1/responses", {"model": "claude-x", **body})
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[0]["type"] == "response.created"
+        final = events[-1]["response"]
+        assert events[-1]["type"] == f"response.{final['status']}"
+        assert final["status"] in ("completed", "incomplete")
+        cached.append(final["usage"]["input_tokens_details"]["cached_tokens"])
+    assert all(tokens > 500 for tokens in cached[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_session_with_a_system_prompt_of_20000_tokens(coordinator: Coordinator) -> None:
+    """With 30 tools, the first prompt is computed once; each further request finds it in the cache."""
+    usages = replay_claude_code(coordinator.url, words=11_000, steps=5, tools=30)
+    assert usages[0]["input_tokens"] > 20_000
+    check_cache(usages, shared=20_000)
