@@ -122,7 +122,7 @@ def _with_groups(codes: Codes, groups: mx.array) -> Codes:
     adjacent = mx.arange(codes.inputs, dtype=mx.int32) // codes.group_size
     if mx.array_equal(groups, mx.broadcast_to(adjacent, groups.shape)).item():
         return codes
-    if groups.shape[-1] != codes.inputs or mx.max(groups).item() >= codes.scales.shape[-1]:
+    if groups.shape[-1] != codes.inputs or mx.any(groups >= codes.scales.shape[-1]).item():
         raise ValueError("the groups of the inputs (g_idx) do not fit the scales")
     return replace(codes, groups=groups)
 

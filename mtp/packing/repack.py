@@ -75,10 +75,12 @@ def repacked_values(parameters: Members, settings: Mapping[str, Any]) -> mx.arra
 
     `settings` has its `bits`, `group_size` and `mode`. The inputs are in their natural order.
     """
-    weight, scales, biases = (parameters.get(name) for name in ("weight", "scales", "biases"))
+    scales, biases = parameters["scales"], parameters.get("biases")
     if biases is not None:
-        scales, biases = (part.astype(mx.float32) for part in (scales, biases))
-    values: mx.array = mx.dequantize(weight, scales, biases, dtype=mx.float32, **settings)
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    values: mx.array = mx.dequantize(
+        parameters["weight"], scales, biases, dtype=mx.float32, **settings
+    )
     if "output_scale" in parameters:
         scale = parameters["output_scale"]
         values = values * (scale if scale.ndim == values.ndim else scale[..., None])

@@ -39,8 +39,9 @@ class RepackedLinear(nn.QuantizedLinear):
         if "input_order" in self:
             x = mx.take(x, self.input_order, axis=-1)
         if "output_scale" not in self:
-            return super().__call__(x)
-        y = super().__call__(_wide(x))
+            plain: mx.array = super().__call__(x)
+            return plain
+        y: mx.array = super().__call__(_wide(x))
         return (y.astype(mx.float32) * self.output_scale.reshape(-1)).astype(x.dtype)
 
 
@@ -66,7 +67,7 @@ class RepackedSwitchLinear(QuantizedSwitchLinear):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return `x` times the weights of the experts `indices`, as mlx-lm's layer does."""
-        y = super().__call__(_wide(x), indices, sorted_indices)
+        y: mx.array = super().__call__(_wide(x), indices, sorted_indices)
         scale = self.output_scale.reshape(self.num_experts, 1, -1)[indices]
         return (y.astype(mx.float32) * scale).astype(x.dtype)
 

@@ -189,7 +189,8 @@ class ForeignQuantization:
                 return int(special["bits"])
         special = (fields.get("extra_config") or {}).get(module) or {}
         weights = self._group(module).get("weights") or {}
-        return int(special.get("bits", weights.get("num_bits", fields.get("bits", 4))))
+        found = special.get("bits") or weights.get("num_bits") or fields.get("bits") or 4
+        return int(found)
 
     def _group(self, module: str) -> Fields:
         """Return the group of compressed-tensors that `module` belongs to; empty when there is none."""

@@ -41,7 +41,7 @@ def read_part(
         raise checkpoint.missing_tensors_error(missing)
     check_types(checkpoint, part)
     files: _Files = {}
-    weights = {}
+    weights: dict[str, mx.array] = {}
     for name, source in checkpoint.plans[part].items():
         if source.packing is not None:
             members = read_members(source, lambda stored: _load(checkpoint, stored, files))

@@ -92,7 +92,7 @@ def nvfp4_divided(weight: mx.array) -> Members:
 
 def mxfp4(weight: mx.array) -> Members:
     """Pack as compressed-tensors' MXFP4."""
-    codes, scales = mx.quantize(weight, mode="mxfp4")
+    codes, scales, *_ = mx.quantize(weight, mode="mxfp4")
     return {"weight_packed": ("U8", codes.view(mx.uint8)), "weight_scale": ("U8", scales)}
 
 
@@ -163,7 +163,7 @@ def _padded(values: mx.array, bits: int) -> mx.array:
 
 def _nvfp4(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     double = mx.abs(weight).max() / (6 * 448)
-    codes, scale = mx.quantize(weight / double, mode="nvfp4")
+    codes, scale, *_ = mx.quantize(weight / double, mode="nvfp4")
     return codes.view(mx.uint8), scale, double
 
 
@@ -236,7 +236,8 @@ def write_foreign(path: Path, form: str, **options: Any) -> Path:
     Experts are stored one by one. `options` are those of `write_checkpoint`.
     """
     pack, quantization = FORMATS[form]
-    options = {"fused_experts": False, "dtype": mx.float16, "layers": 4} | options
+    defaults: dict[str, Any] = {"fused_experts": False, "dtype": mx.float16, "layers": 4}
+    options = defaults | options
     write_checkpoint(path, **options)
     stored: Members = {}
     for name, weight in read_tensors(path).items():

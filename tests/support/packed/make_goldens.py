@@ -113,9 +113,10 @@ def _ranges(raw: Any, strategy: str, group: int | None, block: Any) -> tuple[Any
         return raw.min()[None], raw.max()[None]
     if "channel" in strategy:
         return raw.amin(1, keepdim=True), raw.amax(1, keepdim=True)
-    if "block" in strategy:
+    if block is not None:
         parts = raw.reshape(OUTPUTS // block[0], block[0], INPUTS // block[1], block[1])
         return parts.amin((1, 3)), parts.amax((1, 3))
+    assert group is not None, "a group strategy has a size"
     parts = raw.reshape(OUTPUTS, INPUTS // group, group)
     return parts.amin(2), parts.amax(2)
 
