@@ -9,8 +9,9 @@ from playwright.sync_api import Browser, expect
 
 from coordinator.api.request.context import ApiOptions
 from coordinator.trust.invitation import Invitation
-from tests.support.api.api_client import ApiClient
+from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
+from tests.support.api.fake_generator import FakeGenerator
 from tests.support.browser.chromium import WatchedPage
 
 KEY = "secret-key"
@@ -22,7 +23,8 @@ MOST_GROWTH = 6_000_000
 
 def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
     """A wrong key is refused. A right one stays in this tab, or in this browser on request."""
-    client = ApiClient(options=ApiOptions(api_keys=(KEY,)))
+    generator = FakeGenerator(tiny_tokenizer(), "hm, a greeting</think>Hello", accepted=1)
+    client = ApiClient(generator, options=ApiOptions(api_keys=(KEY,)))
     invitation = Invitation("mtp-worker --join mtp1.abc", 7)
     object.__setattr__(client.app.state.api, "invite", lambda: invitation)
     with serving(client.app) as url:
@@ -40,6 +42,10 @@ def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
         page.click("text=Create a line")
         page.wait_for_selector(".qr path")
         assert page.locator(".invitation code").inner_text() == invitation.command
+        watched.ask("Hi")
+        reasoning = page.locator(".message.assistant .reasoning:not([open])")
+        assert "a greeting" in (reasoning.text_content() or "")
+        assert page.locator(".message.assistant > .markdown").inner_text() == "Hello"
         watched.show("cluster")
         page.reload()
         page.wait_for_selector(".machine")
