@@ -113,7 +113,7 @@ async def measure(options: argparse.Namespace, path: Path, prompt: tuple[int, ..
                 elif name == "ahead":
                     seconds = await token_seconds(loop, prompt, options.tokens)
                 else:
-                    with patch.object(scheduler, "sequences_to_run_ahead", lambda _: []):
+                    with patch.object(scheduler, "sequences_to_run_ahead", lambda *_: []):
                         seconds = await token_seconds(loop, prompt, options.tokens)
                 peaks[name] = mx.get_peak_memory() - weights
                 if number:  # the first round warms up

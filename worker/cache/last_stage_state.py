@@ -52,8 +52,6 @@ class LastStageState:
     chosen: ChosenToken | None = None
     unconfirmed: list[UnconfirmedToken] = field(default_factory=list)
     """Tokens of windows that continue and whose commit has not arrived."""
-    committed: int = -1
-    """Highest window number that a commit named. An unconfirmed token of it or of an earlier window has no effect."""
     draft_scores: mx.array | None = None
     grammar: GrammarState | None = None
 
@@ -77,11 +75,6 @@ class LastStageState:
             self.history.extend(tokens)
         self.tokens.extend(tokens)
 
-    def append_unconfirmed(self, token: UnconfirmedToken) -> None:
-        """Hold the token of a window that continues until its commit arrives."""
-        if token.window > self.committed:
-            self.unconfirmed.append(token)
-
     def commit(self, window: int, accepted_length: int) -> None:
         """Append the unconfirmed tokens before `window`, and its own if it is accepted. Drop the others."""
         end = window + 1 if accepted_length else window
@@ -94,4 +87,3 @@ class LastStageState:
         if self.unconfirmed and not accepted_length:
             self.unconfirmed.clear()
             self.chosen = self.expected = None
-        self.committed = max(self.committed, window)

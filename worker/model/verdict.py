@@ -136,7 +136,7 @@ class Verdict:
             if segment.continues:
                 assert state.expected is not None and outcome.token is not None
                 token = UnconfirmedToken(segment.window, state.expected, rows, outcome.token)
-                state.append_unconfirmed(token)
+                state.unconfirmed.append(token)
             else:
                 tokens = segment.tokens[: outcome.accepted_length]
                 state.append_tokens(tokens)
