@@ -214,13 +214,12 @@ class Scheduler:
     def _next_to_run_ahead(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of a frame that continues the one in flight on a single stage, or none.
 
-        There is none while a prompt is computed, where drafts pay, or without memory for two open windows a sequence.
+        There is none while a prompt is computed, where drafts pay, before a backup, which needs a moment without open
+        windows, or without memory for two open windows a sequence.
         """
         if self.stages > 1 or len(decoding) < len(self.running):
             return []
-        if self.backups.due is not None:
-            return []  # a backup needs a moment without open windows
-        going = sequences_to_run_ahead(decoding)
+        going = [] if self.backups.due is not None else sequences_to_run_ahead(decoding)
         if not going or self._open_windows(len(decoding)) < 2 or self._next_shape(len(going)).depth:
             return []
         self._shape = None

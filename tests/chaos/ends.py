@@ -98,7 +98,9 @@ def end_at_random(folder: Path, chance: random.Random, states: Counter[str]) -> 
                     worker.popen.send_signal(signal.SIGTERM)
             for worker in workers:
                 worker.wait()
-        crashes = [c for p in (*workers, coordinator) if (c := crash_of(p, started=True))]
+        crashes = [c for worker in workers if (c := crash_of(worker, started=True))]
+        if crash := crash_of(coordinator, started=bool(coordinator.records("serving"))):
+            crashes.append(crash)
     finally:
         for process in launched:
             process.kill()

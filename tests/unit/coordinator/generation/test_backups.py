@@ -106,7 +106,7 @@ def test_a_client_that_leaves_takes_its_backup() -> None:
 
 
 def test_backups_stay_within_their_limit() -> None:
-    """When the memory for backups is full, that of the youngest sequence is dropped."""
+    """The backup of the youngest sequence is dropped when the memory for backups is full."""
     drive = Drive()
     drive.scheduler.backups.limit = 600
     ids = [drive.submit(range(50), 100) for _ in range(3)]
