@@ -23,6 +23,7 @@ from coordinator.api.stored.stored_answers import Restore, StoredAnswers
 from coordinator.generation.request import Generator
 from coordinator.journal.journal import Journal
 from coordinator.models.admin import ModelAdmin
+from coordinator.models.loader import ModelLoader
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_history import FrameHistory
 from coordinator.status.metrics import Metrics
@@ -57,6 +58,7 @@ def create_app(
     frames: FrameHistory | None = None,
     collect_trace: CollectTrace | None = None,
     model_admin: ModelAdmin | None = None,
+    model_loader: ModelLoader | None = None,
     invite: Callable[[], Invitation] | None = None,
     journal: Journal | None = None,
 ) -> FastAPI:
@@ -79,6 +81,7 @@ def create_app(
         replan,
         collect_trace,
         model_admin,
+        model_loader,
         invite,
     )
     app.state.stored_answers = StoredAnswers(api, journal or Journal(), RESTORE)
@@ -89,6 +92,7 @@ def create_app(
         chat.router,
         completions.router,
         stored_chats.router,
+        models.load_router,
         models.router,
         responses.router,
         messages.router,

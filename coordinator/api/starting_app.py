@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.api import health
+from coordinator.api.openai_chat import models
 from coordinator.api.request.body import require_key
 from coordinator.api.request.context import Api, ApiOptions
 from coordinator.api.request.errors import install_error_handlers
+from coordinator.models.loader import ModelLoader
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.web import event_stream
@@ -31,14 +33,22 @@ class SwitchedApp:
         await self.app(scope, receive, send)
 
 
-def starting_app(status: StatusSource, options: ApiOptions) -> FastAPI:
-    """Return an app with the page and the operators' endpoints. It answers every other request with status 503."""
+def starting_app(
+    status: StatusSource,
+    options: ApiOptions,
+    reason: str = "",
+    loader: ModelLoader | None = None,
+) -> FastAPI:
+    """Return an app with the page and the operators' endpoints. It answers every other request with status 503.
+
+    `reason` is the message of that answer; without it, the state of the download. `loader` changes the model.
+    """
     app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
     absent = cast(Any, None)  # these endpoints use neither generator, tokenizer nor model
     metrics = Metrics(status)
-    app.state.api = Api(absent, absent, absent, status, options, metrics)
+    app.state.api = Api(absent, absent, absent, status, options, metrics, model_loader=loader)
     app.state.live_feed = LiveFeed(status, metrics.latency, metrics.clock)
-    for router in (health.router, event_stream.router):
+    for router in (health.router, event_stream.router, models.load_router):
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(health.open_router)
     app.router.routes += page_routes
@@ -46,7 +56,8 @@ def starting_app(status: StatusSource, options: ApiOptions) -> FastAPI:
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse(request: Request) -> None:
         """Answer 503 with the state of the download."""
-        raise NotReadyError(f"The server is starting: {status.status().detail}. Try again later.")
+        detail = reason or f"The server is starting: {status.status().detail}."
+        raise NotReadyError(f"{detail} Try again later.")
 
     install_error_handlers(app)
     return app

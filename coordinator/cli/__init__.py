@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "status": "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     "chat": "Talk to a running cluster.",
     "top": "Watch a running cluster: stages and the slow one, time computed, acceptance, requests, events.",
+    "load": "Serve another model without a restart.",
     "replan": "Look for a better plan over all workers, including those that joined since, and show the result.",
     "trace": "Write the path of every frame of the last seconds through coordinator and workers to a file.",
     "plan": "Show who would hold what, and how fast, without loading.",

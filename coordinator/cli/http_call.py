@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import ssl
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -72,11 +73,12 @@ def call(
     *,
     deadline: float = REPLY_SECONDS,
     max_bytes: int = MAX_REPLY_BYTES,
+    content: object = None,
 ) -> bytes:
     """Send `method path` to the server at `url` and return the body of the answer.
 
-    `url` is a result of `server_url`. Raises NotReadyError without an answer, AccessError if the key is refused, and
-    ProtocolError for an answer that is not a coordinator's.
+    `url` is a result of `server_url`. `content` is sent as JSON. Raises NotReadyError without an answer, AccessError if
+    the key is refused, UsageError if the request is, and ProtocolError for an answer that is not a coordinator's.
     """
     parts = urlsplit(server_url(url, None))
     headers = {"Content-Type": "application/json", **authorization(api_key)}
@@ -91,7 +93,8 @@ def call(
     else:
         connection = http.client.HTTPConnection(host, parts.port, timeout=deadline)
     try:
-        connection.request(method, f"{parts.path}{path}", headers=sent)
+        sent_body = None if content is None else json.dumps(content).encode()
+        connection.request(method, f"{parts.path}{path}", sent_body, headers=sent)
         response = connection.getresponse()
         body = response.read(max_bytes)
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -102,11 +105,21 @@ def call(
         connection.close()
     if response.status == 401:
         raise AccessError(f"{url} requires an API key. Give one with --api-key or {API_KEY}")
+    if response.status in (400, 403, 404, 409, 503) and (message := _message(body)):
+        raise UsageError(f"the server refused the request: {message}")
     if response.status != expected:
         raise ProtocolError(
             f"{url} answered with status {response.status}. Give the --url of an mtp-coord serve of this release"
         )
     return body
+
+
+def _message(body: bytes) -> str:
+    """Return the message of a coordinator's error, or an empty string for another answer."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def trusted_context() -> ssl.SSLContext:

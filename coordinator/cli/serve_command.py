@@ -195,6 +195,12 @@ def serve(
         ),
     ] = None,
     state_dir: StateOption = None,
+    auto_load: Annotated[
+        bool,
+        typer.Option(
+            "--auto-load", help="Change to another model on this machine when a request names it."
+        ),
+    ] = False,
     no_journal: Annotated[
         bool,
         typer.Option(
@@ -286,6 +292,7 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
+        auto_load=auto_load,
         journal=not no_journal,
         retention=Retention(journal_days * DAY_SECONDS, parse_size(journal_size)),
         name=socket.gethostname().partition(".")[0],

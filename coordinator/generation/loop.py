@@ -24,6 +24,7 @@ from coordinator.generation.scheduler import Scheduler
 from coordinator.generation.sequence import Sequence
 from coordinator.generation.snapshot import LoopSnapshot, RequestSnapshot
 from coordinator.pipeline.base import Pipeline, PipelineSource
+from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_history import FrameHistory
 from proto.errors import ClusterError, NotReadyError, StaleEpochError
 from proto.frame import Frame
@@ -75,14 +76,19 @@ class GenerationLoop:
         await self._adopt_pipeline(await self.source.acquire())
         self._task = asyncio.create_task(self._serve(), name="generation loop")
 
-    async def close(self) -> None:
-        """End every open request with an error and stop."""
+    def use_capacity(self, capacity: Capacity) -> None:
+        """Use a larger capacity of the pipeline in force, after memory on its machine was freed."""
+        self.scheduler.capacity = self.scheduler.prefixes.capacity = capacity
+        self._send_frames()
+
+    async def close(self, reason: str = "the server is shutting down") -> None:
+        """End every open request with the error `reason` and stop."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         await self._backups.close()
-        self._fail_requests("the server is shutting down")
+        self._fail_requests(reason)
         if self.pipeline is not None:
             await self.pipeline.close()
             self.pipeline = None

@@ -306,6 +306,13 @@ class LocalPipeline:
         self.thread.submit(self._drop_engines)
         await self.thread.close()
 
+    def grow(self, reserved: int) -> Capacity:
+        """Use all memory of this machine but `reserved` bytes, and return the new capacity."""
+        self.capacity = self._model.capacity(reserved)
+        self._memory_limit = default_memory_limit() - reserved
+        self.thread.submit(partial(set_limits, self._memory_limit))
+        return self.capacity
+
     def _drop_engines(self) -> None:
         """Free the engines on the engine thread."""
         self._engines = []
@@ -355,6 +362,11 @@ class LocalPipelines:
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
+
+    def use_all_memory(self) -> Capacity:
+        """Let the present pipeline use memory that was reserved when it was made. Return its capacity."""
+        assert self._last is not None
+        return self._last.grow(self.reserved_bytes())
 
     async def _wait_for_end(self, thread: EngineThread) -> None:
         """Wait until a thread has finished its work. Raises NotReadyError if it is stuck."""

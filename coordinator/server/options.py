@@ -59,6 +59,8 @@ class ServeOptions:
     tls_key: Path | None = None
     """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
     allowed_hosts: tuple[str, ...] = ()
+    auto_load: bool = False
+    """Change to another model on this machine when a request names it."""
     journal: bool = True
     """Keep stored answers in the state directory, within the limits of `retention`."""
     retention: Retention = field(default_factory=Retention)

@@ -13,42 +13,30 @@ import socket
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-from coordinator.api.app import create_app
+from coordinator.api.auto_load import AutoLoad
 from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
 from coordinator.api.request.host_check import HostCheck
 from coordinator.api.starting_app import SwitchedApp, starting_app
-from coordinator.api.stored.stored_answers import StoredAnswers
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Phase
-from coordinator.generation.limits import Limits
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.scheduler import Scheduler
 from coordinator.journal.journal import Journal
-from coordinator.local_engine.generator import effective_mtp_mode
-from coordinator.pipeline.local import LocalPipelines, LocalSource
+from coordinator.pipeline.base import PipelineSource
+from coordinator.pipeline.local import LocalSource
 from coordinator.server.download import ModelDownload
 from coordinator.server.http_tls import TlsFiles, http_tls
-from coordinator.server.live_status import LiveStatus
 from coordinator.server.model_admin import model_admin
-from coordinator.server.model_parts import local_model, make_manager, served_name, why_not_alone
-from coordinator.server.model_status import model_status
+from coordinator.server.model_parts import make_manager, served_name
+from coordinator.server.model_switch import ModelSwitch
 from coordinator.server.options import ServeOptions
-from coordinator.server.trace_report import trace_report
-from coordinator.text.model_info import ModelInfo, generation_defaults
-from coordinator.text.output_format import GrammarCompiler
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.server.served_parts import LastingParts, OpenedModel, ServedParts
 from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.invitation import make_invitation
 from coordinator.trust.key_ring import KeyRing
 from coordinator.web.live_trace import LiveTrace
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import Controller
 from proto import cluster_pb2 as pb
 from proto.address import join_address
 from proto.errors import MemoryLimitError
@@ -107,11 +95,18 @@ class _Server:
         self.journal = Journal(
             options.state / "journal" / "answers.db" if options.journal else None, options.retention
         )
-        self.stored_answers: StoredAnswers | None = None
         self.app = SwitchedApp(starting_app(self.download, self.api_options))
-        self.loop: GenerationLoop | None = None
+        self.manager: ClusterManager | None = None
+        self.parts: ServedParts | None = None
+        self._lasting: LastingParts | None = None
+        auto_load = AutoLoad(self.app, self.api_options) if options.auto_load else None
+        self._auto_load = auto_load
         self.http = HttpServer(
-            HostCheck(self.app, socket.gethostname(), (options.host, *options.allowed_hosts)),
+            HostCheck(
+                auto_load or self.app,
+                socket.gethostname(),
+                (options.host, *options.allowed_hosts),
+            ),
             self._end_answers,
             self._end_pages,
             self._count_answers,
@@ -123,10 +118,8 @@ class _Server:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
 
     async def _end_answers(self) -> None:
-        if self.stored_answers is not None:
-            await self.stored_answers.suspend()
-        if self.loop is not None:
-            await self.loop.close()
+        if self.parts is not None:
+            await self.parts.close()
 
     def _end_pages(self) -> None:
         feed = getattr(getattr(self.app.app, "state", None), "live_feed", None)
@@ -134,10 +127,7 @@ class _Server:
             feed.close()
 
     def _count_answers(self) -> int:
-        if self.loop is None:
-            return 0
-        snapshot = self.loop.snapshot()
-        return len(snapshot.requests) + snapshot.waiting
+        return 0 if self.parts is None else self.parts.count_answers()
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Download the model if needed, make all parts, and wait for the first plan.
@@ -150,93 +140,90 @@ class _Server:
         finally:
             self.download.stop.set()
         stack.push_async_callback(self.journal.close)
-        self.loop, manager = self._make_parts(path, stack)
-        reporting = manager and asyncio.create_task(_report_wait(manager, self.url))
+        model = OpenedModel(self.options, path)
+        source = self._make_source(model, stack)
+        stack.push_async_callback(self._end_answers)
+        parts = self._make_first_parts(model, source, stack)
+        self.publish(parts)
+        reporting = self.manager and asyncio.create_task(_report_wait(self.manager, self.url))
         try:
-            await self.loop.start()
-            assert self.stored_answers is not None
-            await self.stored_answers.resume()
+            await parts.start()
+            await parts.stored_answers.resume()
         finally:
             if reporting:
                 reporting.cancel()
 
-    def _make_parts(
-        self, path: Path, stack: AsyncExitStack
-    ) -> tuple[GenerationLoop, ClusterManager | None]:
-        options = self.options
-        checkpoint = Checkpoint.open(path)
-        mode = effective_mtp_mode(checkpoint, options.mtp)
-        tokenizer = Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
-        tokenizer.limit_tokens(checkpoint.config.max_positions)
-        limits = Limits(
-            checkpoint.config.max_positions,
-            checkpoint.config.vocab_size,
-            prefill_chunk=options.prefill_chunk or LocalPipelines.default_prefill_chunk(),
-            step_tokens=options.step_tokens,
-        )
-        local = LocalPipelines(local_model(checkpoint, options, mode))
-        reading = asyncio.create_task(local.sensors.refresh(), name="sensors")
-        stack.callback(reading.cancel)
-        manager = None
-        if options.single_node:
-            if problem := why_not_alone(local.model):
-                raise MemoryLimitError(problem)
-            source: ClusterManager | LocalSource = LocalSource(local.make)
-        else:
-            me = pb.Coordinator(id=secrets.token_hex(8), name=f"{options.name}:{self.port}")
-            source = manager = make_manager(
-                checkpoint, options, mode, me, local, self.trust.trust if self.trust else None
-            )
-            local.reserved_bytes = manager.local_worker_bytes
-            manager.count_open_requests = self._count_answers
-            stack.push_async_callback(manager.close)
-            manager.start()
-            if self.trust is not None:
-                watching = asyncio.create_task(
-                    self.trust.watch(manager.clients.values, manager.drop_removed_nodes)
-                )
-                stack.callback(watching.cancel)
-        vocabulary = GrammarCompiler(tokenizer).vocabulary
-        loop = GenerationLoop(source, Scheduler(limits, Controller(mode), vocabulary))
-        stack.push_async_callback(loop.close)
-        model = ModelInfo(
-            served_name(options.model),
-            checkpoint.config.max_positions,
-            replace(generation_defaults(checkpoint.path), acceptance=options.acceptance),
-            options.served_names,
-            fingerprint=checkpoint.fingerprint(),
-        )
-        admin = model_admin(options, model.id, manager, local)
-        stack.push_async_callback(admin.jobs.close)
+    def _make_source(self, model: OpenedModel, stack: AsyncExitStack) -> PipelineSource:
+        """Return the source of pipelines: this process, or the manager of the workers, which is started."""
+        if self.options.single_node:
+            if model.why_not_alone:
+                raise MemoryLimitError(model.why_not_alone)
+            return LocalSource(model.local.make)
+        me = pb.Coordinator(id=secrets.token_hex(8), name=f"{self.options.name}:{self.port}")
         trust = self.trust
-        app = create_app(
-            loop,
-            tokenizer,
-            model,
-            LiveStatus(
-                loop,
-                manager,
-                model.id,
-                local.status,
-                model_status(checkpoint),
-                lambda: local.sensors.latest,
-                lambda: tuple(admin.jobs.jobs),
-            ),
-            self.api_options,
-            replan=manager.replan if manager else None,
-            frames=loop.frames,
-            collect_trace=partial(trace_report, loop),
-            journal=self.journal,
-            model_admin=admin,
-            invite=partial(make_invitation, trust) if trust and options.join_address else None,
+        self.manager = manager = make_manager(
+            model.checkpoint,
+            self.options,
+            model.mode,
+            me,
+            model.local,
+            trust.trust if trust else None,
         )
-        self.stored_answers = app.state.stored_answers
-        stack.push_async_callback(app.state.stored_answers.suspend)
+        model.local.reserved_bytes = manager.local_worker_bytes
+        manager.count_open_requests = self._count_answers
+        stack.push_async_callback(manager.close)
+        manager.start()
+        if trust is not None:
+            watching = asyncio.create_task(
+                trust.watch(manager.clients.values, manager.drop_removed_nodes)
+            )
+            stack.callback(watching.cancel)
+        return manager
+
+    def _make_first_parts(
+        self, model: OpenedModel, source: PipelineSource, stack: AsyncExitStack
+    ) -> ServedParts:
+        trust, join_address = self.trust, self.options.join_address
+        admin = model_admin(self.options, model.name, self.manager, model.local)
+        stack.push_async_callback(admin.jobs.close)
+        switch = ModelSwitch(self, admin, model)
+        stack.push_async_callback(switch.close)
+        self._lasting = LastingParts(
+            self.api_options,
+            self.journal,
+            self.manager,
+            admin,
+            switch,
+            partial(make_invitation, trust) if trust and join_address else None,
+        )
+        if self._auto_load is not None:
+            self._auto_load.switch = switch
+        return self.make_parts(model, source)
+
+    # ---- Host of the ModelSwitch
+
+    def make_parts(self, model: OpenedModel, source: PipelineSource) -> ServedParts:
+        """See Host."""
+        assert self._lasting is not None
+        return ServedParts(model, source, self._lasting)
+
+    def publish(self, parts: ServedParts) -> None:
+        """See Host."""
+        assert self._lasting is not None
         self._end_pages()  # they reconnect to the app that serves the model
-        app.state.live_feed.trace = LiveTrace(loop.frames, loop.collect_trace)
-        app.state.live_feed.start()
-        self.app.app = app
-        return loop, manager
+        self._lasting.admin.served = parts.model.name
+        self.parts = parts
+        parts.app.state.live_feed.trace = LiveTrace(parts.loop.frames, parts.loop.collect_trace)
+        parts.app.state.live_feed.start()
+        self.app.app = parts.app
+
+    def pause_requests(self, reason: str) -> None:
+        """See Host."""
+        assert self.parts is not None
+        assert self._lasting is not None
+        self._end_pages()
+        source = self.parts.app.state.api.status
+        self.app.app = starting_app(source, self.api_options, reason, self._lasting.switch)
 
 
 async def _run(

@@ -149,6 +149,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api.request",
         "coordinator.api.stored",
         "coordinator.journal",
+        "coordinator.models",
         "coordinator.text",
     }
     | WIRE,

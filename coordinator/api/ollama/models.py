@@ -36,8 +36,15 @@ async def version() -> Response:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """List the served model and its aliases."""
-    return JSONResponse({"models": _entries(api_of(request))})
+    """List the served model and its aliases, then the other models on this machine."""
+    api = api_of(request)
+    others = [] if api.model_loader is None else await api.model_loader.list_models()
+    entries = [
+        _entry(found.name, found.name, found.nbytes, api.model.created, found.quantization)
+        for found in others
+        if found.name not in api.model.listed_names
+    ]
+    return JSONResponse({"models": [*_entries(api), *entries]})
 
 
 @router.get("/api/ps")
@@ -89,22 +96,25 @@ async def embed() -> Response:
 async def manage(request: Request) -> Response:
     """Reject the management of models."""
     raise RequestError(
-        f"{request.scope['path']}: this server serves one model, chosen at its start. Restart it with --model."
+        f"{request.scope['path']}: models are managed with mtp-coord load and POST /v1/models/load."
     )
 
 
 def _entries(api: Api) -> list[Json]:
-    return [
-        {
-            "name": tagged_name(name),
-            "model": tagged_name(name),
-            "modified_at": utc_time(api.model.created),
-            "size": _size(api),
-            "digest": hashlib.sha256(api.model.id.encode()).hexdigest(),
-            "details": _details(),
-        }
-        for name in api.model.listed_names
-    ]
+    """Return the entries of the served model."""
+    created, size = api.model.created, _size(api)
+    return [_entry(name, api.model.id, size, created) for name in api.model.listed_names]
+
+
+def _entry(name: str, model: str, nbytes: int, created: int, quantization: str = "") -> Json:
+    return {
+        "name": tagged_name(name),
+        "model": tagged_name(name),
+        "modified_at": utc_time(created),
+        "size": nbytes,
+        "digest": hashlib.sha256(model.encode()).hexdigest(),
+        "details": {**_details(), "quantization_level": quantization},
+    }
 
 
 def _size(api: Api) -> int:

@@ -10,7 +10,7 @@ TAG = ":latest"
 
 
 def check_name(api: Api, name: str) -> None:
-    """Raise UnknownModelError if `name`, with or without the usual tag, is not the served model."""
+    """Raise UnknownModelError or ModelNotLoadedError if `name`, with or without the usual tag, is not served."""
     check_model(api, name if api.model.answers_to(name) else name.removesuffix(TAG))
 
 

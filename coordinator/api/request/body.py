@@ -25,7 +25,7 @@ class Body(BaseModel):
 
 B = TypeVar("B", bound=Body)
 
-ADMIN_PATHS = frozenset({"/replan", "/trace"})
+ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
 ADMIN_PREFIX = "/v1/cluster/"
 METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
 """Paths that need another scope than inference."""
@@ -50,9 +50,7 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     if not keys_are_set(options):
         yield
         return
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    content = sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
+    content = _sent_key(request)
     request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
     matches = [secrets.compare_digest(content, key.encode()) for key in keys]
     named = ring.find(content) if ring else None
@@ -67,6 +65,22 @@ async def require_key(request: Request) -> AsyncIterator[None]:
             "API key: missing or invalid. Send Authorization: Bearer KEY.",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def has_valid_key(request: Request, options: ApiOptions) -> bool:
+    """Return whether the request has a key that permits inference, or no keys are set."""
+    if not keys_are_set(options):
+        return True
+    content = _sent_key(request)
+    matches = [secrets.compare_digest(content, key.encode()) for key in options.api_keys]
+    named = options.key_ring.find(content) if options.key_ring else None
+    return any(matches) or (named is not None and Scope.INFERENCE in named.scopes)
+
+
+def _sent_key(request: Request) -> bytes:
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
 
 
 def scope_of(path: str) -> Scope:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from coordinator.api.request.hints import HintLog
 from coordinator.generation.request import Generator
 from coordinator.models.admin import ModelAdmin
+from coordinator.models.loader import ModelLoader
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.model_info import ModelInfo
@@ -63,6 +64,7 @@ class Api:
     replan: Callable[[], None] | None = None
     collect_trace: CollectTrace | None = None
     model_admin: ModelAdmin | None = None
+    model_loader: ModelLoader | None = None
     invite: Callable[[], Invitation] | None = None
     """A function that makes an invitation for a machine; None if machines cannot join."""
     hints: HintLog = field(default_factory=HintLog)

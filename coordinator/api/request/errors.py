@@ -53,6 +53,12 @@ class UnknownModelError(RequestError):
     http_status = 404
 
 
+class ModelNotLoadedError(RequestError):
+    """The request names a model that is on this machine and not loaded."""
+
+    http_status = 409
+
+
 def field_error(field: str, problem: str) -> PydanticCustomError:
     """Return the error for a validator of a whole object to raise when `field` is the cause."""
     return PydanticCustomError(FIELD, "{problem}", {"field": field, "problem": problem})
@@ -102,6 +108,8 @@ def _error_code(error: Exception, status: int) -> str | None:
         return "context_length_exceeded"
     if isinstance(error, UnknownModelError):
         return "model_not_found"
+    if isinstance(error, ModelNotLoadedError):
+        return "model_not_loaded"
     return {401: "invalid_api_key", 429: "server_full", 503: "not_ready"}.get(status)
 
 

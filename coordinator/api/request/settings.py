@@ -8,7 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.api.request.context import Api
-from coordinator.api.request.errors import ContextLengthError, UnknownModelError
+from coordinator.api.request.errors import (
+    ContextLengthError,
+    ModelNotLoadedError,
+    UnknownModelError,
+)
 from coordinator.generation.request import GenerationRequest
 from coordinator.text.model_info import Json
 from proto.errors import RequestError
@@ -52,8 +56,14 @@ class Stops:
 
 
 def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError if `name` is not the served model. None means the served model."""
+    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model."""
     if name is not None and not api.model.answers_to(name):
+        if api.model_loader is not None and api.model_loader.can_load(name):
+            raise ModelNotLoadedError(
+                f"model: {name!r} is not loaded, {api.model.id!r} is. Change the model with mtp-coord load or POST "
+                "/v1/models/load, or start the server with --auto-load.",
+                param="model",
+            )
         raise UnknownModelError(
             f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
         )

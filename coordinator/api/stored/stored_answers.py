@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from starlette.requests import Request
@@ -93,11 +94,12 @@ class StoredAnswers:
     def _add(self, prepared: PreparedAnswer) -> StoredAnswer:
         assert prepared.record is not None
         answer_id = prepared.record.id
-        answer = StoredAnswer(
-            self._api, prepared, self.journal, lambda: self._running.pop(answer_id, None)
-        )
+        answer = StoredAnswer(self._api, prepared, self.journal, partial(self._remove, answer_id))
         self._running[answer_id] = answer
         return answer
+
+    def _remove(self, answer_id: str) -> None:
+        self._running.pop(answer_id, None)
 
     # ---- answers
 
