@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mtp.exact.arithmetic import Arithmetic
+from mtp.exact.depthwise_taps import DepthwiseTaps, is_depthwise
 from mtp.exact.range_probe import choose_range, narrowed
 from mtp.exact.ranged_rows import RangedRows
 from mtp.exact.row_range import EVERY, Product, RowRange, candidates
@@ -103,6 +104,8 @@ class ExactProducts:
             return module if rows == EVERY else RangedRows(module, rows)
         if isinstance(module, PackedAttention):
             module.one_arithmetic = True
+        if self.arithmetic.backend != "cpu" and is_depthwise(module):
+            return DepthwiseTaps(module)
         if isinstance(module, nn.Module):
             self._replace_children(module)
         return module
