@@ -49,7 +49,8 @@ ARROWS: dict[str, set[str]] = {
         "worker.model",
     }
     | TERMINAL,
-    "worker.engine": {"mtp.exact", "mtp.kernels", "worker.cache", "worker.model"} | WIRE,
+    "worker.engine": {"mtp.exact", "mtp.head", "mtp.kernels", "worker.cache", "worker.model"}
+    | WIRE,
     "worker.model": {
         "mtp.checkpoint.format",
         "mtp.exact",
@@ -214,6 +215,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.status",
         "coordinator.frame_trace",
         "mtp.depth",
+        "proto.rpc",
     }
     | WIRE,
     "coordinator.cluster": {
