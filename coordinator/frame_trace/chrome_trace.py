@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.frame_trace.process_trace import COORDINATOR, FrameTimes, ProcessTrace
-from coordinator.frame_trace.step_times import PHASES, hops
+from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
+from coordinator.frame_trace.step_times import hops, phase_times
 
 Event = dict[str, Any]
 
@@ -20,8 +20,7 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
         events.append(_named("process_sort_index", pid, 0, pid))
         for tid, (track, _) in enumerate(_tracks(process)):
             events.append(_named("thread_name", pid, tid, track))
-        for frame in process.frames:
-            events += _slices(process, frame)
+        events += _slices(process)
     for hop in hops(processes):
         pid = hop.receiver + 1
         arguments = {"frame": hop.number}
@@ -38,24 +37,22 @@ def _tracks(process: ProcessTrace) -> list[tuple[str, set[str]]]:
     """Return the tracks of a process: a name, and the phases that it shows."""
     if process.stage == COORDINATOR:
         return [("event loop", {"encode", "decode", "apply", "send next", "deliver"})]
-    return [("engine", {"decode", "begin", "build", "compute", "read", "encode"})]
+    return [("engine", {"decode", "begin", "build", "read", "encode"}), ("device", {"compute"})]
 
 
-def _slices(process: ProcessTrace, frame: FrameTimes) -> list[Event]:
-    pid, events = process.stage + 1, []
-    ((_, on_thread),) = _tracks(process)
-    arguments = {"frame": frame.number, "epoch": frame.epoch, "rows": frame.rows}
-    for phase in PHASES[process.steps]:
-        start, end = frame.times[phase.start], frame.times[phase.end]
-        if not start or not end:
-            continue
-        if phase.name in on_thread:
+def _slices(process: ProcessTrace) -> list[Event]:
+    pid = process.stage + 1
+    events: list[Event] = []
+    tracks = {name: tid for tid, (_, names) in enumerate(_tracks(process)) for name in names}
+    for frame, phase, start, end in phase_times(process):
+        arguments = {"frame": frame.number, "epoch": frame.epoch, "rows": frame.rows}
+        if phase.name in tracks:
             events.append(
                 {
                     "name": phase.name,
                     "ph": "X",
                     "pid": pid,
-                    "tid": 0,
+                    "tid": tracks[phase.name],
                     "ts": start / 1000,
                     "dur": (end - start) / 1000,
                     "args": arguments,

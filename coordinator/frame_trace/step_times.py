@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median, quantiles
 
-from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
+from coordinator.frame_trace.process_trace import COORDINATOR, FrameTimes, ProcessTrace
 from proto.frame_stamps import CoordinatorStep, StageStep
 
 
@@ -76,6 +76,23 @@ def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
                 yield Hop(frame.number, receiver.stage, receiver.name, start, end)
 
 
+def phase_times(process: ProcessTrace) -> Iterator[tuple[FrameTimes, Phase, int, int]]:
+    """Yield the phases of all frames, each with its start and its end in nanoseconds.
+
+    A stage that runs ahead builds a frame while the device computes the frame before. The device computes one frame at
+    a time, so `compute` starts after the frame before it at the earliest.
+    """
+    computed = 0
+    for frame in process.frames:
+        for phase in PHASES[process.steps]:
+            start, end = frame.times[phase.start], frame.times[phase.end]
+            if not start or not end:
+                continue
+            if phase.end == StageStep.COMPUTED and process.steps is StageStep:
+                start, computed = max(start, computed), end
+            yield frame, phase, start, end
+
+
 def step_table(processes: Sequence[ProcessTrace]) -> str:
     """Return a table of the median and the 90th percentile of every phase and hop, in milliseconds."""
     rows = [f"{'process':<28} {'phase':<12} {'median ms':>10} {'p90 ms':>10} {'frames':>8}"]
@@ -83,9 +100,11 @@ def step_table(processes: Sequence[ProcessTrace]) -> str:
     for process in processes:
         times = [hop.end - hop.start for hop in found if hop.receiver == process.stage]
         rows += _row(process.name, "hop to it", times)
-        for phase in PHASES[process.steps]:
-            pairs = [(frame.times[phase.start], frame.times[phase.end]) for frame in process.frames]
-            rows += _row(process.name, phase.name, [b - a for a, b in pairs if a and b])
+        durations: dict[str, list[int]] = {phase.name: [] for phase in PHASES[process.steps]}
+        for _, phase, start, end in phase_times(process):
+            durations[phase.name].append(end - start)
+        for name, found_times in durations.items():
+            rows += _row(process.name, name, found_times)
     return "\n".join(rows)
 
 

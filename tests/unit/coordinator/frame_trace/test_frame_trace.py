@@ -71,6 +71,22 @@ def test_a_step_that_did_not_take_place_has_no_phase() -> None:
     assert numbers == [1]
 
 
+def test_the_device_computes_one_frame_at_a_time() -> None:
+    """Frames of a stage that runs ahead overlap on the host, and follow each other on the track of the device."""
+    own, _ = traces(frames=1, stages=1)
+    begun = range(1_000 * MS, 1_040 * MS, 10 * MS)
+    frames = tuple(
+        FrameTimes(1, n, 1, tuple(at + ms * MS for ms in (0, 1, 2, 3, 5, 17, 18, 19, 20, 21)))
+        for n, at in enumerate(begun)
+    )
+    ahead = [own, ProcessTrace("stage 0", 0, ClockOffset(), frames)]
+    computed = [e for e in chrome_trace(ahead)["traceEvents"] if e["name"] == "compute"]
+    assert {e["tid"] for e in computed} == {1}
+    assert [e["dur"] for e in computed] == [12_000, 10_000, 10_000, 10_000]
+    (row,) = [line.split() for line in step_table(ahead).splitlines() if "compute" in line]
+    assert row[3] == "10.000"
+
+
 def test_chrome_gets_slices_and_pairs() -> None:
     """Slices of one track never overlap, intervals that may overlap come in pairs, and all is JSON."""
     events = json.loads(json.dumps(chrome_trace(traces())))["traceEvents"]
