@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from llguidance import LLMatcher
 
+from coordinator.text.schema_path import check_schema, path_of_cause
 from coordinator.text.tokenizer import Tokenizer
 from mtp.sampling.grammar import Vocabulary, tokenizer_of
 from proto.errors import RequestError
@@ -66,19 +68,34 @@ class GrammarCompiler:
             )
         grammar = _grammar_text(output)
         if len(grammar) > MAX_GRAMMAR_BYTES:
+            param = _path_of_cause(output, lambda part: len(json.dumps(part)) > MAX_GRAMMAR_BYTES)
             raise RequestError(
-                f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
-                param=output.param,
+                f"{param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
+                param=param,
             )
+        if (reason := self._failure(grammar)) is not None:
+            param = _path_of_cause(output, self._fails)
+            raise RequestError(
+                f"{param}: the format cannot be compiled: {reason:.400}", param=param
+            )
+        return grammar.encode()
+
+    def _fails(self, schema: Any) -> bool:
+        return self._failure(_grammar_text(OutputFormat("json_schema", schema, ""))) is not None
+
+    def _failure(self, grammar: str) -> str | None:
+        """Return why a grammar cannot be compiled, or None if it can."""
         with self._lock:
             tokenizer = tokenizer_of(self.vocabulary)
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-        if failed:
-            reason = " ".join(" ".join(messages).split())
-            raise RequestError(
-                f"{output.param}: the format cannot be compiled: {reason:.400}", param=output.param
-            )
-        return grammar.encode()
+        return " ".join(" ".join(messages).split()) if failed else None
+
+
+def _path_of_cause(output: OutputFormat, fails: Callable[[Any], bool]) -> str:
+    """Return the client's field that is the cause of an error, with the path in a schema."""
+    if output.kind != "json_schema":
+        return output.param
+    return path_of_cause(output.content, output.param, fails)
 
 
 def _grammar_text(output: OutputFormat) -> str:
@@ -92,31 +109,3 @@ def _grammar_text(output: OutputFormat) -> str:
             return str(LLMatcher.grammar_from_regex(str(output.content)))
         case "lark":
             return str(LLMatcher.grammar_from_lark(str(output.content)))
-
-
-def check_schema(schema: Any, param: str) -> None:
-    """Raise RequestError with the path of the first value that is not a schema, as far as types show it."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise RequestError(f"{param}: a schema is an object, not {schema!r:.60}", param=param)
-    kinds = schema.get("type", [])
-    known = {"object", "array", "string", "number", "integer", "boolean", "null"}
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if not isinstance(kind, str) or kind not in known:
-            raise RequestError(f"{param}.type: {kind!r:.60} is not a type", param=f"{param}.type")
-    for name in ("properties", "$defs", "definitions"):
-        members = schema.get(name, {})
-        if not isinstance(members, dict):
-            raise RequestError(f"{param}.{name}: an object is required", param=f"{param}.{name}")
-        for key, member in members.items():
-            check_schema(member, f"{param}.{name}.{key}")
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        members = schema.get(name, [])
-        if not isinstance(members, list):
-            raise RequestError(f"{param}.{name}: a list is required", param=f"{param}.{name}")
-        for index, member in enumerate(members):
-            check_schema(member, f"{param}.{name}[{index}]")
-    for name in ("items", "additionalProperties", "not"):
-        if name in schema:
-            check_schema(schema[name], f"{param}.{name}")

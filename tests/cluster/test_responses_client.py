@@ -145,8 +145,10 @@ def test_effort_system_messages_and_hints(served: Served) -> None:
         text={"verbosity": "low"},
         parallel_tool_calls=True,
         truncation="disabled",
+        tools=[{"type": "web_search"}],
     )
     prompt = served.prompt()
+    assert "web_search" not in prompt
     assert prompt.index("Rule 0.") < prompt.index("Rule 1.") < prompt.index("Hi")
     assert "<system>\nRule 2.\n</system>" in prompt
     assert prompt.endswith("</think>\n\n")
@@ -166,7 +168,7 @@ def test_errors(served: Served) -> None:
         ({"max_output_tokens": 9000}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
         ({"extra_body": {"surprise": 1}}, "surprise"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),

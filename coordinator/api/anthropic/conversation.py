@@ -19,7 +19,7 @@ from coordinator.api.request.reasoning import BUDGETS
 from coordinator.api.request.settings import GenerationSettings
 from coordinator.text.model_info import Json
 
-FIELD_NAMES = {"prompt": "messages", "max_tokens": "max_tokens"}
+FIELD_NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "parameters": "input_schema"}
 
 
 def internal_request(body: PromptBody) -> ChatRequest:

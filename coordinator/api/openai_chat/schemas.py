@@ -192,7 +192,11 @@ class GenerationBody(Body):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives,
-            field_names={"prompt": self.prompt_field, "max_tokens": self.limit_field},
+            field_names={
+                "prompt": self.prompt_field,
+                "max_tokens": self.limit_field,
+                "parameters": "function.parameters",
+            },
         )
 
     @property
