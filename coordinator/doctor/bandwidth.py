@@ -45,8 +45,8 @@ def check_bandwidth(chip: str, bytes_per_second: float) -> Finding:
     measured, known = bytes_per_second / 1e9, known_bandwidth(chip)
     values = {"chip": chip, "measured": bytes_per_second, "published": known and known * 1e9}
     if known is None:
-        return Finding("bandwidth", Verdict.OK, f"{chip}: {measured:.0f} GB/s", "", values)
-    figure = f"{chip}: {measured:.0f} of {known} GB/s"
+        return Finding("bandwidth", Verdict.OK, f"{chip}: {measured:.3g} GB/s", "", values)
+    figure = f"{chip}: {measured:.3g} of {known} GB/s"
     if measured >= LEAST_SHARE * known:
         return Finding("bandwidth", Verdict.OK, figure, "", values)
     advice = (

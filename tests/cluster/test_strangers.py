@@ -1,4 +1,4 @@
-"""Attacks on a secured worker: none has an effect, whoever sends it without the coordinator's certificate."""
+"""Attacks on a secured worker. None has an effect without the coordinator's certificate."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_a_long_name_of_a_lease_is_cut() -> None:
 
 
 async def test_silent_streams_end_and_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 70 silent Provide calls a few wait for a short time, and the worker answers others meanwhile."""
+    """A few of 70 silent Provide calls wait for a short time, and the worker answers others meanwhile."""
     monkeypatch.setattr(call_bounds, "FIRST_MESSAGE_SECONDS", 1.0)
     async with open_worker() as (_, channel):
         stub = pb_grpc.WorkerStub(channel)
