@@ -79,8 +79,10 @@ class Backups:
         self.in_flight: BackupInFlight | None = None
         self.due: int | None = None
         """The sequence whose next segment is sent with a backup."""
+        self.stormy = False
+        """True for STORM_SECONDS after a failure."""
         self._next_at = 0.0
-        self._storm_until = 0.0
+        self._storm_until = -1.0
 
     def record_failure(self, now: float) -> None:
         """Make backups more often from now on, because a plan has ended."""
@@ -100,7 +102,7 @@ class Backups:
 
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
-        self.due = None
+        self.due, self.stormy = None, now < self._storm_until
         if not self.enabled or self.in_flight is not None or now < self._next_at:
             return
         missing = {s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id) for s in running}

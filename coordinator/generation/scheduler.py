@@ -281,17 +281,17 @@ class Scheduler:
     def _next_chunks(self) -> list[Segment]:
         """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step.
 
-        Answers that a change of plan interrupted are computed one after the other. The first one continues while the
-        others wait, so a further failure finds some of them advanced.
+        After a failure, a frame has one chunk's tokens. The first prompt continues while the others wait, so the next
+        failure finds some of them advanced.
         """
         if len(self.in_flight) > self.stages:
             return []
         budget = self.limits.step_tokens
-        if any(s.emitted and not s.decoding for s in self.running.values()):
-            budget = min(budget, self.limits.prefill_chunk)
         segments: list[Segment] = []
         for sequence in self.running.values():
             chunk = self.limits.chunk_length(sequence.prefill_tokens)
+            if self.backups.stormy:
+                budget = min(budget, chunk)
             length = min(chunk, budget, sequence.prefill_tokens - sequence.scheduled_tokens)
             if length <= 0:
                 continue

@@ -83,6 +83,7 @@ def test_the_oldest_answer_is_rebuilt_first() -> None:
     run(drive, 12)
     assert all(drive.tokens(seq_id) for seq_id in ids)
     before = {seq_id: len(drive.tokens(seq_id)) for seq_id in ids}
+    drive.scheduler.backups.record_failure(drive.now)
     drive.new_plan(FakeLastStage(1))
     while len(drive.tokens(ids[0])) == before[ids[0]]:
         drive.fill()
