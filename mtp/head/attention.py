@@ -20,6 +20,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mtp.head.packed_attention import PackedAttention
 from mtp.head.tiled_attention import tiled_attention
+from mtp.kernels.projections import add_mlp
 
 KV = KVCache | QuantizedKVCache
 
@@ -63,16 +64,18 @@ def add_attention(
     widths: Sequence[int],
     holes: Sequence[Hole] = (),
     queries: int | None = None,
+    mlp: tuple[nn.Module, nn.RMSNorm] | None = None,
 ) -> mx.array:
     """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
-    Appends to each cache. If there are `holes`, every cache has one, and every width is 1. A call of MLX's attention
-    takes at most `queries` rows, where given.
+    Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. If there are `holes`, every
+    cache has one, and every width is 1. A call of MLX's attention takes at most `queries` rows, where given.
     """
     if isinstance(attention, PackedAttention):
         counts = [hole.count for hole in holes]
-        return attention.add(x, norm, cast(Sequence[KVCache], caches), widths, counts)
-    return x + attend(attention, norm(x), caches, widths, holes, queries)
+        return attention.add(x, norm, cast(Sequence[KVCache], caches), widths, counts, mlp)
+    x = x + attend(attention, norm(x), caches, widths, holes, queries)
+    return x if mlp is None else add_mlp(*mlp, x)
 
 
 def attend(

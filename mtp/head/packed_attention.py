@@ -17,7 +17,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mtp.head.tiled_attention import tiled_attention
 from mtp.kernels.cuda import HALF_TYPES
 from mtp.kernels.packed_linear import FEW_ROWS, PackedLinear
-from mtp.kernels.projections import joined
+from mtp.kernels.projections import add_mlp, add_packed_mlp, joined, packed_mlp_weights
 from mtp.kernels.row_attention import (
     HEAD_DIM,
     SLOTS,
@@ -93,11 +93,13 @@ class PackedAttention(nn.Module):
         caches: Sequence[KVCache],
         widths: Sequence[int],
         moved: Sequence[mx.array] = (),
+        mlp: tuple[nn.Module, nn.RMSNorm] | None = None,
     ) -> mx.array:
         """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
-        Appends to each cache. With `moved`, each int32 `[1]` and lazy, sequence i has one row, which goes `moved[i]`
-        entries before the end of its cache and does not see the entries after it.
+        Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. With `moved`, each int32
+        `[1]` and lazy, sequence i has one row, which goes `moved[i]` entries before the end of its cache and does not
+        see the entries after it.
         """
         for cache, width in zip(caches, widths, strict=True):
             _reserve(cache, width, self.shape.kv_heads, x.dtype)
@@ -118,7 +120,11 @@ class PackedAttention(nn.Module):
         elif not many and isinstance(qkv, PackedLinear) and isinstance(out, PackedLinear):
             body = _compiled_body(self.shape, tuple(widths), norm.eps)
             weights = (norm.weight, qkv.w, qkv.factors, out.w, out.factors)
-            x, keys, values = body(x, weights, constants, places, caps, starts, keys, values)
+            mlp_weights = () if mlp is None else packed_mlp_weights(*mlp)
+            mlp = None if mlp_weights else mlp
+            x, keys, values = body(
+                x, weights, mlp_weights, constants, places, caps, starts, keys, values
+            )
         else:
             rows = qkv(norm(x))
             y, keys, values = _attend_few(
@@ -130,17 +136,20 @@ class PackedAttention(nn.Module):
         ):
             cache.keys, cache.values = longer_keys, longer_values
             cache.offset += width
-        return x
+        return x if mlp is None else add_mlp(*mlp, x)
 
 
 @lru_cache(maxsize=256)
 def _compiled_body(
     shape: AttentionShape, widths: tuple[int, ...], eps: float
 ) -> Callable[..., Any]:
-    """Return the layer for sequences of `widths`, traced once for every shape of the arguments."""
+    """Return the layer for sequences of `widths`, traced once for every shape of the arguments.
+
+    It includes the MLP if its arguments have the weights of one.
+    """
 
     def body(
-        x: mx.array, weights: Any, constants: Any, places: Any, caps: Any, starts: mx.array,
+        x: mx.array, weights: Any, mlp: Any, constants: Any, places: Any, caps: Any, starts: mx.array,
         keys: Any, values: Any,
     ) -> Any:  # fmt: skip
         norm, w, factors, out_w, out_factors = weights
@@ -148,7 +157,8 @@ def _compiled_body(
         y, keys, values = _attend_few(
             shape, widths, rows, constants, places, caps, starts, keys, values
         )
-        return PackedLinear(out_w, out_factors)(y, x), keys, values
+        x = PackedLinear(out_w, out_factors)(y, x)
+        return (add_packed_mlp(mlp, eps, x) if mlp else x), keys, values
 
     return mx.compile(body)
 

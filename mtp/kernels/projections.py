@@ -48,6 +48,21 @@ def pack_mlp(mlp: nn.Module) -> nn.Module:
     return PackedMLP(PackedLinear.from_modules([gate, up]), PackedLinear.from_modules([down]))
 
 
+def packed_mlp_weights(mlp: nn.Module, norm: nn.RMSNorm) -> tuple[mx.array, ...]:
+    """Return what `add_packed_mlp` takes of an MLP and its norm, or an empty tuple for an MLP that is not packed."""
+    if not isinstance(mlp, PackedMLP):
+        return ()
+    gate_up, down = mlp.gate_up, mlp.down
+    return norm.weight, gate_up.w, gate_up.factors, down.w, down.factors
+
+
+def add_packed_mlp(weights: Sequence[mx.array], eps: float, x: mx.array) -> mx.array:
+    """Return `add_mlp` of up to `FEW_ROWS` rows, as part of a compiled layer."""
+    norm, w, factors, down_w, down_factors = weights
+    y = PackedLinear(w, factors).swiglu(mx.fast.rms_norm(x, norm, eps))
+    return PackedLinear(down_w, down_factors)(y, x)
+
+
 def add_mlp(mlp: nn.Module, norm: nn.RMSNorm, x: mx.array) -> mx.array:
     """Return `x [rows, hidden]` plus the MLP of its norm."""
     if isinstance(mlp, PackedMLP):

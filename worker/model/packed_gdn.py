@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mtp.kernels.cuda import HALF_TYPES
 from mtp.kernels.gated_delta import HEAD_DIM, TAPS, GatedDeltaShape, gated_delta_window
 from mtp.kernels.packed_linear import FEW_ROWS, PackedLinear
-from mtp.kernels.projections import joined
+from mtp.kernels.projections import add_mlp, add_packed_mlp, joined, packed_mlp_weights
 from worker.cache.snapshot_gdn_cache import (
     SnapshotGDNCache,
     Snapshots,
@@ -66,8 +66,9 @@ class PackedGDN(nn.Module):
         caches: Sequence[SnapshotGDNCache],
         widths: Sequence[int],
         stay_open: Sequence[bool],
+        mlp: tuple[nn.Module, nn.RMSNorm],
     ) -> mx.array:
-        """Return `x [rows, hidden]` plus the layer of its norm. Sequence i owns the next `widths[i]` rows.
+        """Return `x [rows, hidden]` plus GDN and MLP, each of its norm. Sequence i owns the next `widths[i]` rows.
 
         Advances each cache. A window that stays open can be cut down later.
         """
@@ -83,9 +84,19 @@ class PackedGDN(nn.Module):
         if compiled and isinstance(projection, PackedLinear) and isinstance(out, PackedLinear):
             body = _compiled_body(self.shape, norm.eps)
             weights = (norm.weight, projection.w, projection.factors, out.w, out.factors)
+            mlp_weights = packed_mlp_weights(*mlp)
             x, rows, conv, state = body(
-                x, weights, self.constants, past, arrays.conv, arrays.state, arrays.spans
+                x,
+                weights,
+                mlp_weights,
+                self.constants,
+                past,
+                arrays.conv,
+                arrays.state,
+                arrays.spans,
             )
+            if not mlp_weights:
+                x = add_mlp(*mlp, x)
         else:
             rows = projection(norm(x))
             y, conv, state = gated_delta_window(
@@ -97,7 +108,7 @@ class PackedGDN(nn.Module):
                 arrays.spans,
                 self.constants,
             )
-            x = out(y, x)
+            x = add_mlp(*mlp, out(y, x))
         record_windows(caches, windows, rows, Snapshots(conv, state))
         return x
 
@@ -109,6 +120,7 @@ def _compiled_body(shape: GatedDeltaShape, eps: float) -> Callable[..., Any]:
     def body(
         x: mx.array,
         weights: Any,
+        mlp: Any,
         constants: Any,
         past: mx.array,
         conv: mx.array,
@@ -118,6 +130,7 @@ def _compiled_body(shape: GatedDeltaShape, eps: float) -> Callable[..., Any]:
         norm, w, factors, out_w, out_factors = weights
         rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
         y, conv, state = gated_delta_window(shape, rows, past, conv, state, spans, tuple(constants))
-        return PackedLinear(out_w, out_factors)(y, x), rows, conv, state
+        x = PackedLinear(out_w, out_factors)(y, x)
+        return (add_packed_mlp(mlp, eps, x) if mlp else x), rows, conv, state
 
     return mx.compile(body)

@@ -101,16 +101,15 @@ class Stage:
     def _layer(self, layer: DecoderLayer, index: int, x: mx.array, runs: Sequence[Run]) -> mx.array:
         caches: list[Any] = [sequence.layers[index] for sequence, _ in runs]
         widths = [segment.width for _, segment in runs]
-        norm = layer.input_layernorm
+        norm, mlp = layer.input_layernorm, (layer.mlp, layer.post_attention_layernorm)
         if not layer.is_linear:
-            x = add_attention(layer.self_attn, norm, x, caches, widths, queries=self._queries)
-        else:
-            stay_open = [segment.open for _, segment in runs]
-            if isinstance(layer.linear_attn, PackedGDN):
-                x = layer.linear_attn.add(x, norm, caches, widths, stay_open)
-            else:
-                x = x + mix(layer.linear_attn, norm(x), caches, widths, stay_open)
-        return add_mlp(layer.mlp, layer.post_attention_layernorm, x)
+            return add_attention(
+                layer.self_attn, norm, x, caches, widths, queries=self._queries, mlp=mlp
+            )
+        stay_open = [segment.open for _, segment in runs]
+        if isinstance(layer.linear_attn, PackedGDN):
+            return layer.linear_attn.add(x, norm, caches, widths, stay_open, mlp)
+        return add_mlp(*mlp, x + mix(layer.linear_attn, norm(x), caches, widths, stay_open))
 
 
 def _parts(runs: Sequence[Run]) -> list[list[int]]:
