@@ -31,8 +31,9 @@ class StageFit:
 class ModelFit:
     """The fit of one model. `context` is the largest one of a single request, in tokens; 0 if the model does not fit.
 
-    `contexts` has for each of CONTEXTS whether it fits. `tokens_per_second` is an upper bound for one answer without
-    drafts, because it counts only the reads of weights. `problem` says why the model does not fit.
+    `contexts` has for each of CONTEXTS whether it fits. `tokens_per_second` is an estimate for one answer without
+    drafts. It counts only the reads of weights, at the memory speed that each machine measured. `problem` says why the
+    model does not fit.
     """
 
     context: int = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 
+from mtp.builtin import checkpoint_dir
 from tests.support.browser.chromium import PATIENCE_MS, WatchedPage
 from tests.support.processes.processes import (
     Cluster,
@@ -31,6 +34,14 @@ FIRST_PAINT_MS = 1000
 
 PAINTS = 5
 
+SEND_IS_INSIDE = """() => {
+    const inner = document.querySelector(".composer button[type=submit]").getBoundingClientRect();
+    return inner.right <= document.querySelector(".thread").getBoundingClientRect().right;
+}"""
+
+CONVERTED = Path(os.environ["MTP_STATE_DIR"]) / "models"
+"""The folder of the coordinator's converted models."""
+
 NEWEST_KINDS = """async () => {
     const reader = (await fetch("/v1/events")).body.getReader();
     let text = "";
@@ -47,6 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("page")
     with running_cluster(folder, "builtin", 2, "--no-auto-replan") as cluster:
         yield cluster
+    shutil.rmtree(CONVERTED, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +253,9 @@ def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
 
 
-def test_models_are_listed_planned_and_tried(opened: WatchedPage) -> None:
-    """The view has the models of this machine, the planner's answer, and jobs with their end."""
+def test_models_are_listed_planned_tried_and_loaded(opened: WatchedPage) -> None:
+    """The view has the models of this machine, the planner's answer, jobs with their end, and changes the model."""
+    shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     opened.show("models")
     page = opened.page
     row = page.locator(".model-row:has-text('builtin')")
@@ -254,7 +267,13 @@ def test_models_are_listed_planned_and_tried(opened: WatchedPage) -> None:
     expect(page.locator(".jobs li[data-state=done]")).to_contain_text("head", timeout=PATIENCE_MS)
     page.click("text=Create a line")
     expect(page.locator("#view-models")).to_contain_text("mtp-coord key create")
-    opened.errors[:] = [error for error in opened.errors if "403" not in error]
+    other = page.locator(".model-row:has-text('copy')")
+    other.get_by_role("button", name="Load").click()
+    expect(other).to_contain_text("served", timeout=PATIENCE_MS)
+    expect(page.locator("#model")).to_have_text("copy")
+    page.wait_for_selector("#now:has-text('Ready')")
+    # The browser reports the refused invitation, and requests while the model changes.
+    opened.errors[:] = [e for e in opened.errors if "403" not in e and "503" not in e]
 
 
 def test_tabs_work_from_the_keyboard(opened: WatchedPage) -> None:
@@ -283,6 +302,8 @@ def test_every_view_is_accessible(opened: WatchedPage, look: str) -> None:
         found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
         assert [describe_violation(one) for one in found["violations"]] == [], view
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        if view == "chat":
+            assert page.evaluate(SEND_IS_INSIDE)
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(DESK)
 

@@ -193,7 +193,7 @@ function fitParts(model, fit) {
   if (fit.problem) return [h("p", { class: "error" }, `It does not fit this cluster: ${fit.problem}`)];
   const machines = fit.stages.map((stage) => `${stage.node}: layers ${stage.layers}, ${bytes(stage.weight_bytes)}`);
   return [
-    h("p", {}, `Fits with up to ${count(fit.context)} of ${count(model.context)} tokens of context. One answer without drafts: at most ${rate(fit.tokens_per_second)} tokens/s. ${model.head === "complete" ? "Its MTP head is complete." : "It has no complete MTP head, so nothing is drafted."}`),
+    h("p", {}, `Fits with up to ${count(fit.context)} of ${count(model.context)} tokens of context. By the measured memory speed, one answer without drafts has about ${rate(fit.tokens_per_second)} tokens/s. ${model.head === "complete" ? "Its MTP head is complete." : "It has no complete MTP head, so nothing is drafted."}`),
     h("p", { class: "hint" }, fit.contexts.map(([tokens, fits]) => `${count(tokens)} tokens: ${fits ? "fits" : "does not fit"}`).join(" · ")),
     h("p", { class: "hint" }, machines.join(" · ")),
   ];
