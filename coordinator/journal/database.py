@@ -39,7 +39,7 @@ class Retention:
     """The limits of the journal: the age of an answer in seconds, and the bytes of all ended answers."""
 
     seconds: float = 30 * 86400.0
-    nbytes: int = 2**30
+    nbytes: int = 10**9
 
 
 class Database:

@@ -13,6 +13,7 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import load_command
+from coordinator.journal.database import Retention
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
 from proto.errors import UsageError
@@ -84,6 +85,10 @@ SERVE: Rows = {
     ),
     "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
     "--state-dir": (["state"], {"state": Path("state")}),
+    "--auto-load": ([], {"auto_load": True}),
+    "--no-journal": ([], {"journal": False}),
+    "--journal-days": (["2"], {"retention": Retention(seconds=2 * 86400.0, nbytes=10**9)}),
+    "--journal-size": (["5MB"], {"retention": Retention(nbytes=5 * 10**6)}),
     "--no-wired-memory": ([], {"wired": False}),
     "--allow-sleep": ([], {"awake": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),

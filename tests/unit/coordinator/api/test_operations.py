@@ -38,6 +38,7 @@ async def test_models_lists_the_one_model() -> None:
         "object": "model",
         "created": 7,
         "owned_by": "mtp-cluster",
+        "loaded": True,
         "max_model_len": 500,
         "ignored_fields": list(HINTS),
     }

@@ -1,0 +1,205 @@
+"""Stored answers and changes of the model over real processes: kill -9, keys, a full disk, two models."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import Pool
+from tests.support.processes.processes import (
+    Coordinator,
+    as_coordinator,
+    ending,
+    launch_coordinator,
+)
+
+MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine-1", "other-1"))
+PROMPT = "Write a function that adds two numbers."
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 120,
+    "seed": 7,
+    "temperature": 0.8,
+    "stream": True,
+    "ignore_eos": True,
+}
+RESPONSE: dict[str, Any] = {
+    "input": PROMPT,
+    "max_output_tokens": 300,
+    "seed": 7,
+    "temperature": 0.8,
+    "background": True,
+}
+PATIENCE = 100.0
+"""Seconds. Limit on waits that end within seconds on an idle machine."""
+
+
+def start(folder: Path, port: int, addresses: list[str], name: str, *flags: str) -> Coordinator:
+    """Start a coordinator over the workers with the state directory `folder`, and wait until it serves."""
+    workers = [flag for address in addresses for flag in ("--worker", address)]
+    process = launch_coordinator(
+        folder,
+        *("--model", "builtin", "--dtype", "float32", "--mtp", "2", "--wait", str(PATIENCE)),
+        *("--port", str(port), "--state-dir", str(folder)),
+        *workers,
+        *flags,
+        name=name,
+        env={"MTP_API_KEY": "mine-1 other-1"},
+    )
+    return as_coordinator(process)
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port that is free now. The second coordinator has the port of the first."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number: int = listener.getsockname()[1]
+        return number
+
+
+def events_of(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Yield the id and the data of each event."""
+    event_id = ""
+    for line in lines:
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        elif line.startswith("data: "):
+            yield event_id, line.removeprefix("data: ")
+
+
+def deltas(events: list[tuple[str, str]]) -> list[Any]:
+    """Return what the chunks of a chat say."""
+    chunks = [json.loads(data) for _, data in events if data != "[DONE]"]
+    return [(c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in chunks]
+
+
+def wait_for_end(client: httpx.Client, answer_id: str) -> dict[str, Any]:
+    """Return a response once it has ended."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        found: dict[str, Any] = client.get(f"/v1/responses/{answer_id}").json()
+        if found["status"] not in ("queued", "in_progress"):
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the response did not end")
+
+
+def output_text(response: dict[str, Any]) -> list[str]:
+    """Return the texts of a response."""
+    return [part["text"] for item in response["output"] for part in item["content"]]
+
+
+def test_answers_outlive_a_killed_coordinator(pool: Pool, tmp_path: Path, port: int) -> None:
+    """After kill -9 a stream and an answer in the background continue, token for token, and only for their key."""
+    addresses = pool(2)
+    first = start(tmp_path, port, addresses, "first")
+    with ending(first), httpx.Client(base_url=first.url, headers=MINE, timeout=PATIENCE) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
+            expected = list(events_of(reply.iter_lines()))
+        whole = client.post("/v1/responses", json=RESPONSE | {"background": False}).json()
+        received: list[tuple[str, str]] = []
+        with client.stream("POST", "/v1/chat/completions", json=CHAT | {"store": True}) as reply:
+            begun = client.post("/v1/responses", json=RESPONSE).json()
+            for event in events_of(reply.iter_lines()):
+                received.append(event)
+                if len(received) == 30:
+                    os.kill(first.pid, signal.SIGKILL)
+                    break
+    first.wait()
+    last_id = received[-1][0]
+    second = start(tmp_path, port, addresses, "second")
+    with (
+        ending(second),
+        httpx.Client(base_url=second.url, headers=MINE, timeout=PATIENCE) as client,
+    ):
+        headers = {**MINE, "Last-Event-ID": last_id}
+        with client.stream("POST", "/v1/chat/completions", json=CHAT, headers=headers) as reply:
+            rest = list(events_of(reply.iter_lines()))
+        assert deltas(received + rest) == deltas(expected)
+        ids = [event_id for event_id, _ in received + rest]
+        assert len(set(ids)) == len(ids) == len(expected)
+        ended = wait_for_end(client, begun["id"])
+        assert output_text(ended) == output_text(whole)
+        restored = second.records("answer restored")
+        assert {record["id"] for record in restored} == {last_id.partition(":")[0], begun["id"]}
+        for path in (f"/v1/responses/{begun['id']}", f"/v1/chat/completions/{last_id[:-3]}"):
+            assert client.get(path, headers=OTHER).status_code == 404
+        if sys.platform == "linux":
+            check_full_disk(second, client, begun["id"])
+
+
+def check_full_disk(server: Coordinator, client: httpx.Client, before: str) -> None:
+    """Assert that a journal that cannot grow is switched off with one warning, and answers go on."""
+    # The limit leaves room for the log. Random text stays large when it is compressed.
+    limit = server.log.stat().st_size + 16_000
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    large = {"input": "Hi", "max_output_tokens": 4, "metadata": {"x": os.urandom(40_000).hex()}}
+    for _ in range(3):
+        reply = client.post("/v1/responses", json=large).json()
+        assert client.get(f"/v1/responses/{reply['id']}").json() == reply
+    assert client.get(f"/v1/responses/{before}").status_code == 200
+    (warning,) = [r for r in server.records() if r["message"].startswith("journal off")]
+    assert "cannot be written" in warning["reason"]
+
+
+def test_a_cluster_changes_its_model(pool: Pool, toy: Path, tmp_path: Path, port: int) -> None:
+    """`load` changes the model of two workers after the open answer; a failed change keeps the model."""
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "toy").symlink_to(toy)
+    server = start(tmp_path, port, pool(2), "serving", "--auto-load")
+    with (
+        ending(server),
+        httpx.Client(base_url=server.url, headers=MINE, timeout=PATIENCE) as client,
+    ):
+        listed = {m["id"]: m["loaded"] for m in client.get("/v1/models").json()["data"]}
+        assert listed == {"builtin": True, "toy": False}
+        asked = {"prompt": "def f(", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        body = asked | {"stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            started = client.post("/v1/models/load", json={"model": "toy"})
+            assert started.status_code == 202, started.text
+            assert list(lines)[-2] == "data: [DONE]", "the open answer finishes"
+        wait_until_ready(client, "toy")
+        nodes = client.get("/status").json()["nodes"]
+        assert sum(node["span"] is not None for node in nodes) == 2
+        # The name of the first model changes the model again.
+        reply = client.post("/v1/completions", json=asked | {"model": "builtin"})
+        assert (reply.status_code, reply.json()["model"]) == (200, "builtin")
+        assert client.post("/v1/models/load", json={"model": "/etc"}).status_code == 400
+        (models / "broken").mkdir()
+        (models / "broken" / "config.json").write_text("{}")
+        client.post("/v1/models/load", json={"model": "broken"})
+        assert wait_until_ended(client)["phase"] == "failed"
+        assert client.post("/v1/completions", json=asked).json()["model"] == "builtin"
+        assert "lease" not in server.text()
+
+
+def wait_until_ended(client: httpx.Client) -> dict[str, Any]:
+    """Return the report of a change of the model that has ended."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        report: dict[str, Any] = client.get("/v1/models/load").json()
+        if report["phase"] in ("ready", "failed"):
+            return report
+        time.sleep(0.1)
+    raise AssertionError("the change of the model did not end")
+
+
+def wait_until_ready(client: httpx.Client, model: str) -> None:
+    """Wait until a model serves."""
+    report = wait_until_ended(client)
+    assert (report["model"], report["phase"]) == (model, "ready"), report

@@ -1,0 +1,195 @@
+"""The models that a server lists and loads: what clients see, who may change them, and what a request changes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from coordinator.api.app import create_app
+from coordinator.api.auto_load import AutoLoad
+from coordinator.api.request.context import ApiOptions
+from coordinator.api.starting_app import starting_app
+from coordinator.models.catalog import ModelFacts
+from coordinator.status.load_report import LoadReport
+from coordinator.text.model_info import ModelInfo
+from coordinator.trust.key_ring import KeyRing, Scope
+from proto.errors import BusyError, NotReadyError
+from tests.support.api.api_client import USER, ApiClient
+
+
+@dataclass
+class FakeLoader:
+    """A ModelLoader with one other model, which changes the model of an API."""
+
+    api: ApiClient | None = None
+    report: LoadReport = field(default_factory=lambda: LoadReport("tiny", "ready"))
+    loaded: list[str] = field(default_factory=list)
+    failure: Exception | None = None
+
+    async def list_models(self) -> list[ModelFacts]:
+        """See ModelLoader."""
+        await asyncio.sleep(0)
+        return [ModelFacts("tiny"), ModelFacts("owner/big", 2_000_000, 8, 4096, "4-bit")]
+
+    def can_load(self, name: str) -> bool:
+        """See ModelLoader."""
+        return name in ("tiny", "owner/big")
+
+    def start(self, name: str) -> LoadReport:
+        """See ModelLoader."""
+        if self.failure is not None:
+            raise self.failure
+        self.report = LoadReport(name, "opening", 5, 10)
+        return self.report
+
+    async def load(self, name: str) -> None:
+        """See ModelLoader."""
+        self.loaded.append(name)
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
+        if self.api is not None:
+            self.api.app = app_of(self.api, name, self)
+
+
+def app_of(api: ApiClient, name: str, loader: FakeLoader) -> Any:
+    """Return an app that serves the model `name`."""
+    model = ModelInfo(name, 500, created=7)
+    generator = api.generator
+    return create_app(
+        generator,
+        generator.tokenizer,
+        model,
+        api.status,
+        api.options,
+        model_loader=loader,
+        journal=api.journal,
+    )
+
+
+def served(**options: Any) -> tuple[ApiClient, FakeLoader]:
+    """Return a client of a server that can load another model."""
+    api = ApiClient(options=ApiOptions(**options))
+    loader = FakeLoader(api)
+    api.app = app_of(api, "tiny", loader)
+    return api, loader
+
+
+async def test_models_on_the_machine_are_listed() -> None:
+    """Both lists have the served model first, marked, and then the others, each once."""
+    api, _ = served()
+    data = (await api.get("/v1/models")).json()["data"]
+    assert [(m["id"], m["loaded"], m["max_model_len"]) for m in data] == [
+        ("tiny", True, 500),
+        ("owner/big", False, 4096),
+    ]
+    tags = (await api.get("/api/tags")).json()["models"]
+    assert [m["name"] for m in tags] == ["tiny:latest", "owner/big:latest"]
+    assert tags[1]["size"] == 2_000_000
+    assert [m["name"] for m in (await api.get("/api/ps")).json()["models"]] == ["tiny:latest"]
+    assert (await api.get("/v1/models/owner/big")).json()["loaded"] is False
+    assert (await api.get("/v1/models/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}),
+        ("/api/chat", {"messages": [USER], "stream": False}),
+    ],
+)
+async def test_a_request_for_a_model_that_is_not_loaded(path: str, body: dict[str, Any]) -> None:
+    """The refusal says how to load the model; with --auto-load the model is loaded first."""
+    api, loader = served()
+    name = "owner/big:latest" if path.startswith("/api") else "owner/big"
+    refused = await api.post(path, {**body, "model": name})
+    assert refused.status_code == 409
+    assert "mtp-coord load" in refused.text
+    assert (await api.post(path, {**body, "model": "unknown"})).status_code == 404
+    assert loader.loaded == []
+    assert [
+        await status_with_auto_load(api, loader, path, {**body, "model": m}) for m in (name, "x")
+    ] == [
+        200,
+        404,
+    ]
+    assert loader.loaded == ["owner/big"]
+
+
+async def status_with_auto_load(
+    api: ApiClient, loader: FakeLoader, path: str, body: dict[str, Any], **options: Any
+) -> int:
+    """Return the status of a request to the server with --auto-load."""
+
+    async def current(scope: Any, receive: Any, send: Any) -> None:
+        """Forward to the app of the moment."""
+        await api.app(scope, receive, send)
+
+    client = ApiClient(options=api.options)
+    client.app = AutoLoad(current, api.options)  # type: ignore[assignment]
+    client.app.switch = loader  # type: ignore[attr-defined]
+    return (await client.post(path, body, **options)).status_code
+
+
+async def test_only_valid_keys_change_the_model_by_a_request() -> None:
+    """A request without a key does not load a model. A failed load leaves the refusal of the served model."""
+    api, loader = served(api_keys=("k",))
+    body = {"prompt": "Hi", "model": "owner/big"}
+    assert await status_with_auto_load(api, loader, "/v1/completions", body) == 401
+    assert loader.loaded == []
+    loader.failure = NotReadyError("too large")
+    headers = {"Authorization": "Bearer k"}
+    status = await status_with_auto_load(api, loader, "/v1/completions", body, headers=headers)
+    assert status == 409
+    assert loader.loaded == ["owner/big"]
+
+
+async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
+    """A key for inference may neither load a model nor read the progress."""
+    ring = KeyRing(tmp_path)
+    keys = {
+        scope: ring.create(scope, frozenset({scope})) for scope in (Scope.INFERENCE, Scope.ADMIN)
+    }
+    api, loader = served(key_ring=ring)
+    for scope, status in ((Scope.INFERENCE, 403), (Scope.ADMIN, 202)):
+        headers = {"Authorization": f"Bearer {keys[scope]}", "Content-Type": "application/json"}
+        reply = await api.post("/v1/models/load", {"model": "owner/big"}, headers=headers)
+        assert reply.status_code == status, reply.text
+    progress = await api.get("/v1/models/load", headers=headers)
+    assert progress.json() == {
+        "model": "owner/big",
+        "phase": "opening",
+        "done": 5,
+        "total": 10,
+        "error": "",
+    }
+    assert loader.report.running
+
+
+async def test_refused_loads() -> None:
+    """Another change, a body that a web page could send, and a server without models are refused."""
+    api, loader = served()
+    json = {"Content-Type": "application/json"}
+    assert (await api.post("/v1/models/load", {"model": "x"})).status_code == 400
+    assert (await api.post("/v1/models/load", {"model": ""}, headers=json)).status_code == 400
+    loader.failure = BusyError("the server changes to another model")
+    assert (await api.post("/v1/models/load", {"model": "x"}, headers=json)).status_code == 409
+    assert (await ApiClient().get("/v1/models/load")).status_code == 503
+
+
+async def test_the_progress_is_readable_while_no_model_serves() -> None:
+    """Requests meanwhile are told why, and may be sent again."""
+    api, loader = served()
+    loader.start("owner/big")
+    api.app = starting_app(api.status, api.options, "The server changes to owner/big.", loader)
+    assert (await api.get("/v1/models/load")).json()["model"] == "owner/big"
+    reply = await api.chat()
+    assert reply.status_code == 503
+    assert "owner/big" in reply.text
+    assert reply.headers["retry-after"]
