@@ -147,4 +147,4 @@ def worker(
 
 def main() -> None:
     """Entry point of `mtp-worker`."""
-    console.run(PROGRAM, lambda: app(prog_name=PROGRAM))
+    console.run_process(PROGRAM, lambda: app(prog_name=PROGRAM))

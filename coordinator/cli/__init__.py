@@ -105,4 +105,4 @@ def coordinator(
 
 def main() -> None:
     """Entry point of `mtp-coord`."""
-    console.run(PROGRAM, lambda: app(prog_name=PROGRAM))
+    console.run_process(PROGRAM, lambda: app(prog_name=PROGRAM))

@@ -8,10 +8,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import NoReturn
 
 from proto.errors import ClusterError
 from proto.frame import VERSION
@@ -32,6 +36,27 @@ def run(program: str, app: Callable[[], object]) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def run_process(program: str, app: Callable[[], object]) -> NoReturn:
+    """Call `run`, and end the process without Python's finalization.
+
+    Finalization aborts the process (exit status -6) while a thread still computes with MLX: the destructors of its
+    streams find their threads running. A worker that leaves does not wait for a long frame.
+    """
+    status: object = 0
+    try:
+        run(program, app)
+    except SystemExit as end:
+        status = end.code
+    if not isinstance(status, int):
+        sys.stderr.write(f"{status}\n" if status else "")
+        status = 1 if status else 0
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a reader that has left, or a closed stream
+            stream.flush()
+    os._exit(status)
 
 
 def version_line(program: str) -> str:

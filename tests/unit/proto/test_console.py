@@ -112,3 +112,36 @@ def test_every_command_is_there_and_says_what_the_help_page_says(name: str) -> N
     assert command.name == name
     first_sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")
     assert f"{first_sentence}." == COMMANDS[name]
+
+
+BUSY = """
+import threading, time
+import mlx.core as mx
+from proto.terminal import console
+
+def compute():
+    x = mx.random.normal((64, 64))
+    while True:
+        for _ in range(20):
+            x = (x @ x) * 0.01
+        mx.async_eval(x)
+        x.tolist()
+
+threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.3)
+console.run_process("mtp-worker", lambda: print("the last line"))
+"""
+
+
+def test_a_thread_that_computes_does_not_abort_the_end() -> None:
+    """A program whose engine still computes ends with status 0 and its whole output."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the last line\n", "")
+
+
+def test_an_error_keeps_its_status_at_the_end_of_the_process() -> None:
+    """The status of an error is the status of the process."""
+    code = "import sys; from proto.terminal import console; console.run_process('x', lambda: sys.exit(3))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 3

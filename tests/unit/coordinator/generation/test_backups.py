@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest.mock import patch
 
 from coordinator.generation.backups import (
@@ -73,7 +74,7 @@ def test_the_least_saved_sequence_is_backed_up_first() -> None:
     for seq_id in ids:
         starts = [op.start for op in made if op.seq_id == seq_id]
         assert len(starts) > 1
-        assert all(b - a >= MIN_NEW_TOKENS for a, b in zip(starts, starts[1:], strict=False))
+        assert all(b - a >= MIN_NEW_TOKENS for a, b in pairwise(starts))
 
 
 def test_the_oldest_answer_is_rebuilt_first() -> None:
