@@ -42,7 +42,8 @@ class RepackedLinear(nn.QuantizedLinear):
             plain: mx.array = super().__call__(x)
             return plain
         y: mx.array = super().__call__(_wide(x))
-        return (y.astype(mx.float32) * self.output_scale.reshape(-1)).astype(x.dtype)
+        scaled: mx.array = y.astype(mx.float32) * self.output_scale.reshape(-1)
+        return scaled.astype(x.dtype)
 
 
 class RepackedSwitchLinear(QuantizedSwitchLinear):
@@ -69,7 +70,8 @@ class RepackedSwitchLinear(QuantizedSwitchLinear):
         """Return `x` times the weights of the experts `indices`, as mlx-lm's layer does."""
         y: mx.array = super().__call__(_wide(x), indices, sorted_indices)
         scale = self.output_scale.reshape(self.num_experts, 1, -1)[indices]
-        return (y.astype(mx.float32) * scale).astype(x.dtype)
+        scaled: mx.array = y.astype(mx.float32) * scale
+        return scaled.astype(x.dtype)
 
 
 def add_extras(model: nn.Module, stored: dict[str, mx.array]) -> None:

@@ -53,9 +53,8 @@ class Way:
         """Count a module, with the sums of squares of its error and of its values, or None if not measured."""
         self.modules += 1
         if squares is not None:
-            error, values = squares.tolist()
-            self._error += error
-            self._values += values
+            self._error += float(squares[0])
+            self._values += float(squares[1])
 
     @property
     def error(self) -> float | None:

@@ -233,8 +233,9 @@ def _with_overrides(found: dict[str, Any], prefix: str, kept: dict[str, Format])
 
 
 def _most_common(kept: dict[str, Format]) -> Format:
-    formats = list(kept.values())
-    return dict(max(formats, key=formats.count))
+    formats: list[Format] = list(kept.values())
+    _, most = max((formats.count(form), number) for number, form in enumerate(formats))
+    return dict(formats[most])
 
 
 def _predicate(model: nn.Module, settings: Settings) -> Predicate:
