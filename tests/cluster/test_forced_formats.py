@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import anthropic
@@ -204,8 +205,8 @@ def test_an_invalid_format_names_its_place(client: openai.OpenAI) -> None:
         ask(client, extra={"structured_outputs": {"regex": "(("}})
 
 
-def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
-    """After a worker is killed during the answer, the rest follows the grammar as if nothing had happened."""
+def check_a_kill(cluster: Cluster) -> None:
+    """Kill the last worker while a format is generated, and assert that no token changes."""
     items = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
     body: Any = {
         "prompt": "numbers = ",
@@ -230,3 +231,16 @@ def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
     assert "".join(pieces) == expected
     status = httpx.get(f"{cluster.url}/status", timeout=60).json()
     assert status["recoveries"] >= 1
+
+
+def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
+    """After a worker is killed during the answer, the rest follows the grammar as if nothing had happened."""
+    check_a_kill(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mtp", ["off", "filled", "auto"])
+def test_a_killed_worker_changes_no_token_in_any_mode(mtp: str, tmp_path: Path) -> None:
+    """The same holds without drafts, with speculative windows, and with a depth chosen online."""
+    with running_cluster(tmp_path, "builtin", 2, "--mtp", mtp, "--dtype", "float32") as found:
+        check_a_kill(found)
