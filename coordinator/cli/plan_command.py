@@ -25,6 +25,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.resolve import resolve_model
+from mtp.exact.arithmetic import unlike_machines
 from proto.errors import NotReadyError, UsageError
 from proto.span import Span
 from proto.terminal.size import format_size, parse_size
@@ -103,8 +104,9 @@ def plan(
     whole = discover or bool(worker)
     checkpoint = Checkpoint.open(resolve_model(model)) if whole else open_model(model)
     refused: dict[str, str] = {}
+    unlike = ""
     if discover or worker:
-        asked, refused = asyncio.run(
+        asked, refused, unlike = asyncio.run(
             _ask(checkpoint, worker or [], wait if discover else None, state)
         )
         specs += asked
@@ -117,6 +119,7 @@ def plan(
         raise checkpoint.missing_tensors_error(missing)
     facts = answer(checkpoint, specs, question)
     facts["refused"] = refused
+    facts["round_differently"] = unlike
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -199,8 +202,8 @@ def _stage_facts(stage: StagePlan) -> dict[str, Any]:
 
 async def _ask(
     checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None, state: Path | None
-) -> tuple[list[NodeSpec], dict[str, str]]:
-    """Return the nodes that answer, and by address why the others are left out."""
+) -> tuple[list[NodeSpec], dict[str, str], str]:
+    """Return the nodes that answer, by address why the others are left out, and which nodes round differently."""
     # gRPC and zeroconf, which a plan on paper does not need.
     from coordinator.trust.cluster_trust import ClusterTrust
     from coordinator.workers.connection import ConnectionPolicy
@@ -223,7 +226,9 @@ async def _ask(
         replace(node, name=f"{node.name} {address}") if names.count(node.name) > 1 else node
         for address, node in accepted
     ]
-    return nodes, refused
+    kinds = [a.arithmetic for a in answers if a.node is not None]
+    unlike = unlike_machines(zip((node.name for node in nodes), kinds, strict=True))
+    return nodes, refused, unlike
 
 
 def _print(model: str, facts: dict[str, Any]) -> None:
@@ -258,6 +263,11 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
     for address, reason in facts["refused"].items():
         console.print(f"Left out: {escape(address)}: {escape(reason)}.")
+    if facts["round_differently"]:
+        unlike = escape(facts["round_differently"])
+        console.print(
+            f"Round differently: {unlike}. Answers may depend on the cut; --exact refuses."
+        )
 
 
 def _milliseconds(seconds: float) -> str:

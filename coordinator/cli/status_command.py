@@ -25,6 +25,7 @@ from coordinator.cli.http_call import (
     server_url,
 )
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
+from mtp.exact.arithmetic import unlike_machines
 from proto.errors import ClusterError, ProtocolError
 from proto.terminal.size import format_size
 
@@ -153,6 +154,9 @@ def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
     if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))
         table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
+    computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
+    if unlike := unlike_machines(computing):
+        table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")
     return table
 
 

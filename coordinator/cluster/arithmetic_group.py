@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from coordinator.cluster.member import Member
-
 
 class ArithmeticGroup:
     """The arithmetic of a cluster with `--exact`: that of the first machine, for as long as this process runs.
@@ -30,13 +26,3 @@ class ArithmeticGroup:
             f"rounds as {arithmetic or 'an unknown machine'}, but {self._name} as {self._arithmetic}. --exact needs "
             "equal machines and versions of mlx. Leave this machine out, or serve without --exact"
         )
-
-
-def unlike_machines(members: Iterable[Member]) -> str:
-    """Return which members round alike, for people, or an empty string if all of them do."""
-    groups: dict[str, list[str]] = {}
-    for member in members:
-        groups.setdefault(member.arithmetic, []).append(member.name)
-    if len(groups) < 2:
-        return ""
-    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

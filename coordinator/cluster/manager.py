@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.cluster.apply import apply
-from coordinator.cluster.arithmetic_group import unlike_machines
 from coordinator.cluster.decide import (
     Action,
     GiveUp,
@@ -49,7 +48,7 @@ from coordinator.pipeline.base import Pipeline
 from coordinator.planning.plan import Plan
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.this_machine import on_this_machine
-from mtp.exact.arithmetic import Arithmetic
+from mtp.exact.arithmetic import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.background_tasks import BackgroundTasks
@@ -243,7 +242,8 @@ class ClusterManager:
                 if reason:
                     log.info("changing the plan", extra={"epoch": plan.epoch, "reason": reason})
                 addresses = tuple(stage.node for stage in plan.stages)
-                if unlike := unlike_machines(self.view.members[a] for a in addresses):
+                members = [self.view.members[address] for address in addresses]
+                if unlike := unlike_machines((m.name, m.arithmetic) for m in members):
                     log.warning(
                         "machines of the plan round differently, so an answer may depend on the cut",
                         extra={"machines": unlike},

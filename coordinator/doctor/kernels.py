@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from coordinator.doctor.finding import Finding, Verdict
 from mtp.checkpoint.format.config import ModelConfig
+from mtp.exact.arithmetic import Arithmetic
+from mtp.exact.range_probe import choose_range
+from mtp.exact.ranged_rows import cuts
+from mtp.exact.row_range import Product as ProductKind
+from mtp.exact.row_range import candidates
 
 WINDOW = 8
 """Rows of the widest window that is tried."""
 
 LARGEST_MATRIX = 32 * 10**6
 """Elements. Larger matrices, above all lm_head, are tried with fewer outputs, which does not change the kernel."""
+
+PRICED_ROWS = 16
+"""Rows of the largest call that is tried to price --exact. Decoding uses fewer."""
+
+ROUNDS = 5
+"""Rounds of a timing, whose median counts."""
 
 COPIES = 4
 """Matrices that one timing reads, so that a cache does not hold them."""
@@ -124,33 +136,59 @@ def check_exactness(config: ModelConfig, dtype: mx.Dtype, *, full: bool = False)
     for keys in (300, 1026, 1500, 4098, 8200) if full else (300, 1500):
         widths[f"attention over {keys} keys"] = equal_attention(config, dtype, keys)
     exact = min(widths.values())
-    values = {"exact": exact, "widths": widths, "dtype": str(dtype)}
+    values: dict[str, Any] = {"exact": exact, "widths": widths, "dtype": str(dtype)}
     if exact == WINDOW:
         return Finding("exactness", Verdict.OK, f"exact to windows of {WINDOW}", "", values)
+    price = values["exact_price"] = exact_price(config, dtype)
     inexact = ", ".join(name for name, width in widths.items() if width == exact)
     figure = f"exact to windows of {exact}" if exact > 1 else "not exact in any window"
     advice = (
         f"Rows of wider windows round differently in: {inexact}. With drafts, and with concurrent requests, an "
-        f"answer may differ where two tokens are nearly equally likely. Use --exact for equal answers, or --mtp "
-        f"{exact - 1 or 'off'} for one request at a time."
+        f"answer may differ where two tokens are nearly equally likely. Use --exact for equal answers, which costs "
+        f"about {price:.0%} of the speed without drafts here, or --mtp {exact - 1 or 'off'} for one request at a time."
     )
     return Finding("exactness", Verdict.WARN, figure, advice, values)
+
+
+def exact_price(config: ModelConfig, dtype: mx.Dtype) -> float:
+    """Return by how much the products of one token take longer with --exact, as a share, measured on random weights.
+
+    Raises UsageError if --exact is impossible here.
+    """
+    arithmetic = Arithmetic.here()
+    plain = exact = 0.0
+    for product in products(config):
+        copies = [product.rows(dtype) for _ in range(COPIES)]
+        kind = ProductKind.DENSE if product.bits is None else ProductKind.AFFINE
+        kind = kind if product.mode == "affine" else ProductKind.BLOCK_FLOAT
+        x = mx.random.normal((PRICED_ROWS, product.inputs)).astype(dtype)
+        rows = choose_range(copies[0], [x], candidates(arithmetic, kind))
+        ((_, _, size),) = cuts(1, rows)
+        seconds = interleaved_seconds(copies, x, (1, size))
+        plain, exact = plain + seconds[1], exact + seconds[size]
+    return exact / plain - 1
+
+
+def interleaved_seconds(
+    copies: Sequence[Rows], x: mx.array, sizes: Sequence[int]
+) -> dict[int, float]:
+    """Return the median seconds of all `copies` by number of rows. Rounds of all sizes alternate."""
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(ROUNDS + 1):
+        for size in times:
+            started = time.perf_counter()
+            mx.eval([copy(x[:size]) for copy in copies])
+            if turn:  # the first one also compiles and warms up
+                times[size].append(time.perf_counter() - started)
+    return {size: statistics.median(values) for size, values in times.items()}
 
 
 def check_window_cost(config: ModelConfig, dtype: mx.Dtype) -> Finding:
     """Measure the time of the largest product over 1 to 8 rows, as multiples of the time over one row."""
     product = max(products(config), key=lambda p: p.inputs * p.outputs)
     copies = [product.rows(dtype) for _ in range(COPIES)]
-    seconds: dict[int, float] = {}
-    for rows in (1, 2, 3, 4, 5, 6, 8):
-        x = mx.random.normal((rows, product.inputs)).astype(dtype)
-        mx.eval(x, [copy(x) for copy in copies])
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            mx.eval([copy(x) for copy in copies])
-            times.append(time.perf_counter() - started)
-        seconds[rows] = statistics.median(times)
+    x = mx.random.normal((WINDOW, product.inputs)).astype(dtype)
+    seconds = interleaved_seconds(copies, x, (1, 2, 3, 4, 5, 6, 8))
     ratios = {rows: value / seconds[1] for rows, value in seconds.items()}
     figure = ", ".join(f"{rows}: {ratio:.2f}" for rows, ratio in ratios.items())
     values = {"product": product.name, "ratios": ratios, "seconds": seconds[1] / COPIES}

@@ -26,6 +26,8 @@ class DescribeResult:
     worker_id: str = ""
     node: NodeSpec | None = None
     reason: str = ""
+    arithmetic: str = ""
+    """Name of the machine's arithmetic. Machines with equal names round alike."""
 
 
 async def describe_all(
@@ -73,4 +75,5 @@ def _result(address: str, info: pb.WorkerInfo, model: pb.ModelRef) -> DescribeRe
         reason = f"{info.name} has another checkpoint ({info.model or 'of the same name'})"
     elif info.state == pb.WORKER_STATE_DRAINING:
         reason = f"{info.name} is leaving"
-    return DescribeResult(address, info.worker_id, None if reason else node_of(info), reason)
+    node = None if reason else node_of(info)
+    return DescribeResult(address, info.worker_id, node, reason, info.hardware.arithmetic)

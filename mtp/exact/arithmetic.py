@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,3 +46,16 @@ class Arithmetic:
 
     def __str__(self) -> str:
         return f"{self.backend} {self.architecture}, mlx {self.version}"
+
+
+def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
+    """Return which machines round alike, for people, or an empty string if all of them do.
+
+    Each machine is a name and the text of its arithmetic, which is empty if unknown.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, arithmetic in machines:
+        groups.setdefault(arithmetic, []).append(name)
+    if len(groups) < 2:
+        return ""
+    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

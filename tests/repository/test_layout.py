@@ -90,6 +90,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.depth",
+        "mtp.exact",
     }
     | TERMINAL,
     "coordinator.doctor": {
@@ -99,6 +100,7 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.workers",
         "mtp.checkpoint.format",
         "mtp.depth",
+        "mtp.exact",
         "proto.rpc",
         "proto.trust",
         "worker.engine",

@@ -41,7 +41,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
         "objective", "drafts", "slowest_seconds", "pass_seconds", "capacity", "unused", "stages",
-        "refused",
+        "refused", "round_differently",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]

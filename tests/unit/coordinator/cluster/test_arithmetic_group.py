@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.cluster.arithmetic_group import ArithmeticGroup, unlike_machines
-from coordinator.cluster.member import Member
+from coordinator.cluster.arithmetic_group import ArithmeticGroup
+from mtp.exact.arithmetic import unlike_machines
 
 M4, M1 = "metal applegpu_g16s, mlx 0.32.4", "metal applegpu_g13s, mlx 0.32.4"
-
-
-def member(name: str, arithmetic: str) -> Member:
-    """Return a member with this arithmetic."""
-    return Member(name, name, name, 1, arithmetic=arithmetic)
 
 
 def test_the_first_machine_sets_the_arithmetic_for_good() -> None:
@@ -29,6 +24,5 @@ def test_without_exact_every_machine_takes_part() -> None:
 
 
 def test_unlike_machines_are_named_with_their_arithmetic() -> None:
-    assert unlike_machines([member("a", M4), member("b", M4)]) == ""
-    text = unlike_machines([member("a", M4), member("b", M1), member("c", M4)])
-    assert text == f"a, c: {M4}; b: {M1}"
+    assert unlike_machines([("a", M4), ("b", M4)]) == ""
+    assert unlike_machines([("a", M4), ("b", M1), ("c", M4)]) == f"a, c: {M4}; b: {M1}"
