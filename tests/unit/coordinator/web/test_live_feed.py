@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
+from coordinator.status.history import SAMPLE_SECONDS
 from coordinator.status.latency import LatencyLog
 from coordinator.web import live_feed
 from coordinator.web.live_feed import LiveFeed
@@ -180,3 +181,31 @@ async def test_frames_reach_each_page_once() -> None:
     assert [frame[0] for frame in late["frames"]] == [1]
     assert [frame[:4] for frame in both["frames"]] == [[2, "w~", 3, 1]]
     assert len(both["frames"][0]) == 6 + 2 * 2
+
+
+async def test_requests_reach_pages_while_open_and_once_they_ended() -> None:
+    """Open requests come once a second with their tokens, and each ended request once."""
+    source = ChangingStatus()
+    feed = source.feed()
+    stream = feed.subscribe()
+    await read(stream)
+    first = feed.requests.begin_request("chat", 5.0)
+    feed.publish_changes()
+    source.now += SAMPLE_SECONDS
+    first.tokens = 3
+    feed.publish_changes()
+    _, delta = await read(stream)
+    while "open_requests" not in delta:
+        _, delta = await read(stream)
+    assert [one["tokens"] for one in delta["open_requests"]] == [3]
+    feed.requests.end_request(first, "stop", 1.5)
+    source.now += SAMPLE_SECONDS
+    feed.publish_changes()
+    _, delta = await read(stream)
+    assert delta["open_requests"] == []
+    assert [(one["number"], one["outcome"]) for one in delta["ended_requests"]] == [(1, "stop")]
+    source.now += SAMPLE_SECONDS
+    feed.publish_changes()
+    _, delta = await read(stream)
+    assert "ended_requests" not in delta
+    await stream.aclose()
