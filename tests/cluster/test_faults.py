@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import os
 import signal
 import time
@@ -175,10 +176,15 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
         await head.check_nothing_left()
 
 
+@patch("coordinator.generation.backups.MIN_NEW_TOKENS", 4)
+@patch("coordinator.generation.backups.CALM_PAUSE", 0.0)
 @again_if_slow
-async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -> None:
-    """After SIGSTOP a worker is lost. Continued, it drops its state and joins again."""
+async def test_a_worker_that_is_stopped(
+    team: Team, toy: Path, wanted: Wanted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After SIGSTOP a worker is lost, and the answers continue from their backups. Continued, it joins again."""
     first, second = team.addresses
+    caplog.set_level(logging.INFO)
     async with (
         running_coordinator(toy, team.addresses, timeout=USUAL) as head,
         load(head, wanted, requests()) as clients,
@@ -186,6 +192,8 @@ async def test_a_worker_that_is_stopped(team: Team, toy: Path, wanted: Wanted) -
         await clients.noticed(lambda: team.pause(0), USUAL + SLACK / 2)
         await head.served_by(second)
         await clients.end_well()
+        (restored,) = (r for r in caplog.records if r.message == "backups restored")
+        assert vars(restored)["sequences"] > 0
         team.resume(0)
         await head.until(lambda: head.state(first) is MemberState.READY, "back again")
         await head.check_nothing_left()
