@@ -14,7 +14,10 @@ from tests.support.processes.team import Team
 KINDS = ("kill", "stop", "cut", "freeze", "stuck", "restart")
 
 SURVIVOR = 0
-"""Number of the worker whose process is never ended. The run compares its resource use from start to end."""
+"""Number of the worker whose process is never ended, unless it is the only one.
+
+The run compares its resource use from start to end.
+"""
 
 COORDINATOR = -1
 
@@ -46,11 +49,12 @@ def schedule(seed: int, count: int, workers: int, seconds: tuple[float, float]) 
 
 def _fault(kind: str, workers: int, seconds: tuple[float, float], chance: random.Random) -> Fault:
     ends = kind in ("kill", "restart")
-    victim = chance.choice([n for n in range(workers) if not (ends and n == SURVIVOR)])
+    spared = ends and workers > 1
+    victim = chance.choice([n for n in range(workers) if not (spared and n == SURVIVOR)])
     opener = None
     if kind in ("cut", "freeze"):
-        other = chance.choice([n for n in range(workers) if n != victim])
-        opener = chance.choice([None, COORDINATOR, other])
+        others = [n for n in range(workers) if n != victim]
+        opener = chance.choice([None, COORDINATOR, *([chance.choice(others)] if others else [])])
     return Fault(kind, victim, chance.uniform(*seconds), opener)
 
 

@@ -1,7 +1,8 @@
 """Random faults under load: workers are killed, paused, cut off and blocked while clients compare answers.
 
 A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
-compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run.
+compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run. With
+`--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -130,8 +131,10 @@ class Report:
 
 
 @contextmanager
-def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
-    """Run a coordinator over the workers of `team`."""
+def coordinating(
+    folder: Path, model: str, team: Team, options: Sequence[str] = ()
+) -> Iterator[Coordinator]:
+    """Run a coordinator over the workers of `team`, with further `options` of `mtp-coord serve`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += [
         "--model",
@@ -143,7 +146,7 @@ def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
         "--no-mdns",
         "--no-auto-replan",
     ]
-    flags += ["--failure-timeout", str(FAILURE_TIMEOUT)]
+    flags += ["--failure-timeout", str(FAILURE_TIMEOUT), *options]
     module = "tests.support.processes.no_back_off_coordinator"
     env = {TASKS: str(folder)}
     with ending(launch(folder, "coordinator", module, ["serve", *flags], env=env)) as process:
@@ -231,13 +234,24 @@ def undisturbed(url: str, model: str) -> dict[Question, Answer]:
 
 
 def run(
-    folder: Path, model: str, faults: int, *, seed: int, pace: float = 0.0, verbose: bool = False
+    folder: Path,
+    model: str,
+    faults: int,
+    *,
+    seed: int,
+    pace: float = 0.0,
+    verbose: bool = False,
+    options: Sequence[str] = (),
+    workers: int = WORKERS,
 ) -> Report:
-    """Inject `faults` faults, one at a time and `pace` seconds apart, under load. Return the report."""
+    """Inject `faults` faults, one at a time and `pace` seconds apart, under load. Return the report.
+
+    `options` are those of `mtp-coord serve`.
+    """
     started = time.monotonic()
     with (
-        running_team(folder, model, WORKERS) as team,
-        coordinating(folder, model, team) as coordinator,
+        running_team(folder, model, workers) as team,
+        coordinating(folder, model, team, options) as coordinator,
     ):
         name = Path(model).name
         wanted = undisturbed(coordinator.url, name)
@@ -261,9 +275,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--serve", default="", help="options of serve, such as mtp=off")
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
+    options = [f"--{option}" for option in given.serve.split(",") if option]
     with tempfile.TemporaryDirectory() as folder:
         report = run(
             given.logs or Path(folder),
@@ -272,6 +289,8 @@ def main() -> None:
             seed=given.seed,
             pace=given.pace,
             verbose=True,
+            options=options,
+            workers=given.workers,
         )
     print(report)
     print(f"{given.faults} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes")
