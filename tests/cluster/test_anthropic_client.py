@@ -139,8 +139,8 @@ def test_one_call_at_a_time_and_none(served: Served) -> None:
 
 
 def test_the_request_of_a_coding_agent(served: Served) -> None:
-    """Cached system blocks, system messages anywhere, 24 tools, adaptive thinking and beta fields are accepted."""
-    tools: Any = [{**TOOL, "name": f"tool_{i}", **(CACHED if i == 23 else {})} for i in range(24)]
+    """Cached system blocks, system messages anywhere, 30 tools, adaptive thinking and beta fields are accepted."""
+    tools: Any = [{**TOOL, "name": f"tool_{i}", **(CACHED if i == 29 else {})} for i in range(30)]
     system: Any = [{"type": "text", "text": f"Rule {i}.", **CACHED} for i in range(3)]
     messages: Any = [
         {"role": "user", "content": [{"type": "text", "text": "Hi", **CACHED}]},
@@ -162,7 +162,7 @@ def test_the_request_of_a_coding_agent(served: Served) -> None:
     assert reply.type == "message"
     prompt = served.prompt()
     assert prompt.index("Rule 0.") < prompt.index("Rule 2.") < prompt.index("Be brief.")
-    assert "tool_23" in prompt
+    assert "tool_29" in prompt
     assert "<system>\nBe brief.\n</system>" in prompt
     assert prompt.endswith("<think>\n")
 

@@ -239,6 +239,7 @@ def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mtp", ["off", "filled", "auto"])
 def test_a_killed_worker_changes_no_token_in_any_mode(mtp: str, tmp_path: Path) -> None:
     """The same holds without drafts, with speculative windows, and with a depth chosen online."""

@@ -49,6 +49,14 @@ HINTS: list[tuple[dict[str, Any], str]] = [
         {"messages": [USER, {"role": "assistant", "reasoning_details": [{}]}, USER]},
         "reasoning_details",
     ),
+    (
+        {"messages": [USER, {"role": "assistant", "provider_specific_fields": {"a": 1}}, USER]},
+        "provider_specific_fields",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "thinking_blocks": [{}]}, USER]},
+        "thinking_blocks",
+    ),
 ]
 
 
