@@ -56,7 +56,7 @@ class NodeStatus:
     bytes_out: int = 0
     version: str = ""
     arithmetic: str = ""
-    """Name of the machine's arithmetic. Machines with equal names round alike."""
+    """Name of the machine's arithmetic. Machines with equal names round in the same way."""
     memory_free: int | None = None
     swap_used: int | None = None
     temperature: float | None = None
