@@ -62,8 +62,9 @@ async def test_connections_without_a_request_do_not_close_the_joins(tmp_path: Pa
         trust = trust_of(authority, Role.COORDINATOR)
         for _ in range(MAX_FAILURES_OF_PEER + 5):
             channel = open_channel(token.address, trust)
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/a/b")
             with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary("/any/call")(b"", timeout=5)
+                await call(b"", timeout=5)
             await channel.close()
             _, writer = await asyncio.open_connection(*token.address.split(":"))
             writer.close()
