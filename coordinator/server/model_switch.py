@@ -76,6 +76,8 @@ class ModelSwitch:
         self._report: LoadReport | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = threading.Event()
+        self._serves = True
+        """False between two models, and after neither of them could be loaded."""
 
     @property
     def report(self) -> LoadReport:
@@ -120,7 +122,7 @@ class ModelSwitch:
             return self.report
         if self._host.parts is None:
             raise NotReadyError("the server is starting. Try again later")
-        if name == self._host.parts.model.name:
+        if name == self._host.parts.model.name and self._serves:
             self._report = LoadReport(name, "ready")
             return self._report
         argument = self.argument_of(name)
@@ -236,14 +238,18 @@ class ModelSwitch:
     ) -> None:
         """Publish the parts that `start` makes. If that fails, load the model from before again, and raise."""
         try:
-            self._host.publish(await start())
+            self._publish(await start())
         except Exception:
             log.warning("loading the earlier model again", extra={"model": before.model.name})
             if self._host.manager is None:
-                self._host.publish(await self._start_alone(before.model))
+                self._publish(await self._start_alone(before.model))
             else:
-                self._host.publish(await self._start_cluster(self._host.manager, before.model))
+                self._publish(await self._start_cluster(self._host.manager, before.model))
             raise
+
+    def _publish(self, parts: ServedParts) -> None:
+        self._host.publish(parts)
+        self._serves = True
 
     async def _start_parts(self, parts: ServedParts) -> None:
         try:
@@ -254,6 +260,8 @@ class ModelSwitch:
 
     async def _finish_answers(self, before: ServedParts, model: OpenedModel) -> None:
         self._host.pause_requests(f"The server changes to the model {model.name}.")
+        self._serves = False
+        # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
         await self._end_answers(before, model.name)
 
     async def _end_answers(self, before: ServedParts, name: str) -> None:

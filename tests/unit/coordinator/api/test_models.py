@@ -184,7 +184,7 @@ async def test_refused_loads() -> None:
 
 
 async def test_the_progress_is_readable_while_no_model_serves() -> None:
-    """Requests meanwhile are told why, and may be sent again."""
+    """Other requests get a 503 with the reason, and may be sent again."""
     api, loader = served()
     loader.start("owner/big")
     api.app = starting_app(api.status, api.options, "The server changes to owner/big.", loader)
