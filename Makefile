@@ -37,7 +37,7 @@ GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.p
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
 
-.PHONY: help demo test test-slow clients check fmt bench proto check-proto constraints clean
+.PHONY: help demo test test-slow nightly clients check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -64,6 +64,11 @@ clients: ## install the clients of other projects that tests/clients runs, in Py
 	cp tests/clients/node/package.json .cache/clients/node/
 	if command -v npm >/dev/null; then cd .cache/clients/node && npm install --silent --no-audit --no-fund; \
 		else echo "npm is not installed, so the clients of node are skipped."; fi
+
+nightly: $(VENV)/.dev ## 200 random faults, a storm of faults, and 100 ends of workers at any moment
+	$(BIN)/python -m tests.chaos.run --faults 200
+	$(BIN)/python -m tests.chaos.storm
+	$(BIN)/python -m tests.chaos.ends --rounds 20
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
