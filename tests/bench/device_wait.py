@@ -5,8 +5,8 @@
 
 The time from token to token through loop, scheduler and pipeline, over the device's own time for a step. The device's
 time comes from a chain of steps that Python builds completely before the device begins, so it includes MLX's launches
-but no Python. Rounds with and without running ahead alternate. `--prompt` is the length of the prompt in tokens. The
-last column is the peak memory beyond the weights.
+but no Python. On the CPU MLX slows such chains down, so this figure is for GPUs. Rounds with and without running ahead
+alternate. `--prompt` is the length of the prompt in tokens. The last column is the peak memory beyond the weights.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_only_a_stage_that_knows_the_token_continues(checkpoints: Checkpoints) -
 
 async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[Answered], int]:
     """Return answers of the built-in model, and how many frames began before the one before was finished."""
-    patched.setattr(stage_engine, "MAX_COPIED_BYTES", most_copied)
+    patched.setitem(stage_engine.MAX_COPIED_BYTES, "cpu", most_copied)
     unfinished: set[int] = set()
     overlaps = 0
 

@@ -60,7 +60,8 @@ class FrameRunner:
             on_error(begun)
             return
         finish = partial(self._finish, begun, on_done, on_error)
-        if frame.continues or self._thread.queued:
+        followed = frame.continues or self._thread.queued
+        if followed and begun.engine.can_run_ahead(frame):
             self._thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
         else:
             finish()

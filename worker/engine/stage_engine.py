@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mtp.kernels.cuda import backend
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
@@ -37,10 +38,11 @@ from worker.model.stage import Run, Stage
 from worker.model.verdict import Verdict
 from worker.model.verifier import Verifier
 
-MAX_COPIED_BYTES = 2**28
-"""Bytes. Largest K/V caches of a frame that begins before the frame before it is finished.
+MAX_COPIED_BYTES = {"cpu": 0, "metal": 2**28, "cuda": 2**28}
+"""Bytes by backend. Largest K/V caches of a frame that begins before the frame before it is finished.
 
-Their copy takes .1 ms on an H200 and 1.3 ms at 400 GB/s, where a step takes tens of milliseconds.
+Their copy takes .1 ms on an H200 and 1.3 ms at 400 GB/s, where a step takes tens of milliseconds. On the CPU MLX lets
+the host wait for single operations while more than 10 are unfinished, so nothing is gained.
 """
 
 
@@ -157,7 +159,8 @@ class StageEngine:
         memory and time.
         """
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
-        return sum(s.kv_nbytes for s in held if s is not None) <= MAX_COPIED_BYTES
+        most = MAX_COPIED_BYTES[backend()]
+        return sum(s.kv_nbytes for s in held if s is not None) <= most
 
     def rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
         """Apply a rejection that arrived by signal, before the header of the next frame repeats it."""
