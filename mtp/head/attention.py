@@ -69,7 +69,8 @@ def add_attention(
     """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
     Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. If there are `holes`, every
-    cache has one, and every width is 1. A call of MLX's attention takes at most `queries` rows, where given.
+    cache has one, and every width is 1. Where `queries` is given, a call of MLX's attention takes at most so many rows,
+    and RoPE one sequence.
     """
     if isinstance(attention, PackedAttention):
         counts = [hole.count for hole in holes]
@@ -101,7 +102,8 @@ def attend(
 
     outputs: list[mx.array] = []
     start = 0
-    for width, count in _runs_of(widths):
+    runs = _runs_of(widths) if queries is None else ((width, 1) for width in widths)
+    for width, count in runs:
         own = slice(start, start + width * count)
         group = caches[len(outputs) : len(outputs) + count]
         q, k, v = (

@@ -23,17 +23,22 @@ def mix(
     caches: Sequence[GDNCache],
     widths: Sequence[int],
     taped: Sequence[bool],
+    *,
+    together: bool = True,
 ) -> mx.array:
     """Return the GDN of `x [rows, hidden]`, where sequence i owns the next `widths[i]` rows: `[rows, hidden]`.
 
-    Advances each cache, and appends a tape to those whose window is open (`taped`).
+    Advances each cache, and appends a tape to those whose window is open (`taped`). Neighbours of equal width run
+    `together`, or each sequence alone.
     """
     inputs = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     z = layer.in_proj_z(x).reshape(-1, layer.num_v_heads, layer.head_v_dim)
     outputs = []
     start = 0
-    for width, group in groupby(zip(caches, widths, taped, strict=True), key=lambda row: row[1]):
-        rows = list(group)
+    every = list(zip(caches, widths, taped, strict=True))
+    groups = [list(group) for _, group in groupby(every, key=lambda row: row[1])]
+    for rows in groups if together else [[row] for row in every]:
+        width = rows[0][1]
         end = start + width * len(rows)
         qkv, a, b = (t[start:end].reshape(len(rows), width, -1) for t in inputs)
         keep = [row[2] for row in rows]

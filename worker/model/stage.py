@@ -109,7 +109,9 @@ class Stage:
         stay_open = [segment.open for _, segment in runs]
         if isinstance(layer.linear_attn, PackedGDN):
             return layer.linear_attn.add(x, norm, caches, widths, stay_open, mlp)
-        return add_mlp(*mlp, x + mix(layer.linear_attn, norm(x), caches, widths, stay_open))
+        together = self._queries is None
+        mixed = mix(layer.linear_attn, norm(x), caches, widths, stay_open, together=together)
+        return add_mlp(*mlp, x + mixed)
 
 
 def _parts(runs: Sequence[Run]) -> list[list[int]]:
