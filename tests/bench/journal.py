@@ -37,6 +37,9 @@ BODY: dict[str, Any] = {
     "ignore_eos": True,
 }
 
+SAME = ("--mtp", "1")
+"""Flags of both servers. A fixed depth, because `auto` may choose another one in each process."""
+
 
 def stream_rate(url: str, tokens: int) -> float:
     """Return the tokens per second of one stored stream, from its first event with text to its last."""
@@ -53,8 +56,8 @@ def stream_rate(url: str, tokens: int) -> float:
 def compare_rates(folder: Path, rounds: int, tokens: int) -> None:
     """Print the rates with and without the journal, and their ratios."""
     with (
-        serving(folder, "builtin", [], "--state-dir", str(folder / "on"), name="on") as on,
-        serving(folder, "builtin", [], "--no-journal", name="off") as off,
+        serving(folder, "builtin", [], *SAME, "--state-dir", str(folder / "on"), name="on") as on,
+        serving(folder, "builtin", [], *SAME, "--no-journal", name="off") as off,
     ):
         for server in (on, off):
             stream_rate(server.url, 64)

@@ -11,6 +11,7 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
+    ModelChanged,
     PlanFailed,
     PlanServing,
     PlanStarting,
@@ -137,6 +138,14 @@ def test_events_of_older_plans_change_nothing(view: View) -> None:
     assert after(view, PlanServing(2)).phase is Phase.SERVING
     lost = after(view, WorkerLost("a", "silent"))
     assert after(lost, PlanServing(2)) == lost  # the plan was given up before it could serve
+
+
+def test_another_model_needs_another_plan(view: View) -> None:
+    """The plan ends, its workers stay, and the next plan may start at once."""
+    changed = after(view, ModelChanged("too large"))
+    assert (changed.phase, changed.serving, changed.recovering) == (Phase.GATHERING, (), True)
+    assert changed.members == view.members
+    assert (changed.settings.why_not_alone, changed.waited) == ("too large", 0.0)
 
 
 def test_a_loss_is_counted_once(view: View) -> None:
