@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,6 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
     return LocalModel(checkpoint, [Span(0, checkpoint.config.num_layers)])
 
 
+def block_until(free: threading.Event, *_: object) -> None:
+    """Block until `free` is set, and then fail."""
+    free.wait(100)
+    raise RuntimeError("this engine was stuck")
+
+
 @contextmanager
 def impatient() -> Iterator[None]:
     """Make the engine count as stuck after a moment, and do not wait for it at the end.
@@ -60,7 +67,7 @@ async def test_a_stuck_engine_is_an_error(model: LocalModel) -> None:
     free = threading.Event()
     pipelines = LocalPipelines(model)
     pipeline = await pipelines.make(1)
-    with patch.object(StageEngine, "begin", lambda self, *_: free.wait(100)):
+    with patch.object(StageEngine, "begin", partial(block_until, free)):
         with impatient():
             pipeline.send_frame(FRAME)
             async with asyncio.timeout(60):
@@ -160,7 +167,7 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
     pipelines = LocalPipelines(model)
     first = await pipelines.make(1)
     with (
-        patch.object(StageEngine, "begin", lambda self, *_: free.wait(100)),
+        patch.object(StageEngine, "begin", partial(block_until, free)),
         patch("worker.engine.engine_thread.CLOSE_SECONDS", 0.05),
     ):
         first.send_frame(FRAME)
