@@ -1,0 +1,92 @@
+"""A sequence that is restored from a backup continues exactly, on stages with other spans."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import count
+
+import mlx.core as mx
+import pytest
+
+from mtp.head.attention import KVFormat
+from proto.backup import LayerState
+from proto.errors import ProtocolError
+from proto.frame import Admit, Evict, Outcome
+from proto.operation import BackUp, RestoreBackup
+from proto.params import SamplingParams
+from tests.conftest import Checkpoints
+from tests.support.stages.chain import Chain, Script, random_tokens, same
+from worker.engine.backup import ReceivedBackup, layer_state
+
+SAVED, EARLIER, LONG = 11, 5, 17
+"""Tokens of the backup, of an earlier backup that it continues, and of the prompt."""
+
+PARAMS = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, logprobs=2)
+
+
+def read_backup(chain: Chain) -> list[LayerState]:
+    """Return the states of the newest backup, of all stages."""
+    states = []
+    for engine in chain.engines:
+        newest = engine.backups.newest
+        assert newest is not None
+        for index in count():
+            if (state := layer_state(newest, index)) is None:
+                break
+            states.append(state)
+    return states
+
+
+def continued(chain: Chain, script: Script) -> list[Outcome]:
+    """Feed the rest of the prompt, then decode with drafts. Return all outcomes."""
+    outcomes = [script.run(chain, script.chunk(LONG, drafts=3))]
+    return outcomes + [script.run(chain, script.next_window(drafts=3)) for _ in range(6)]
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_restored_backup_equals_a_prefill(checkpoints: Checkpoints, bits: int | None) -> None:
+    """Tokens, drafts, log-probabilities and states are bit-equal, after two backups and a change of all spans."""
+    path, text, form = checkpoints(layers=4), random_tokens(LONG), KVFormat(bits, 32)
+    source, script = Chain(path, (2,), form), Script(0, text, PARAMS)
+    kept: dict[int, list[bytes]] = defaultdict(list)
+    for start, end in ((0, EARLIER), (EARLIER, SAVED)):
+        script.run(source, script.chunk(end - start, sample=False))
+        source.send(ops=[BackUp(0, start)])
+        for state in read_backup(source):
+            if not state.appends:
+                kept[state.layer].clear()
+            kept[state.layer].append(state.data)
+    assert sorted(kept) == [0, 1, 2, 3, 4], "every layer, and the MTP head"
+
+    target, restored = Chain(path, (1, 3), form), Script(7, text, PARAMS)
+    for engine in target.engines:
+        engine.receive_backup(7, ReceivedBackup(tuple(text[:SAVED]), dict(kept)))
+    restored.scheduled = SAVED
+    restored.ops.append(RestoreBackup(7, SAVED))
+    fresh, reader = Chain(path, (1, 3), form), Script(7, text, PARAMS)
+    reader.run(fresh, reader.chunk(EARLIER, sample=False))
+    reader.run(fresh, reader.chunk(SAVED - EARLIER, sample=False))
+    restored.number = reader.number
+    assert continued(target, restored) == continued(fresh, reader)
+    assert same(target.state(7), fresh.state(7))
+    assert same(target.head_state(7), fresh.head_state(7))
+    assert mx.array_equal(target.logits[7], fresh.logits[7])
+    assert all(engine.backups.received == {} for engine in target.engines)
+
+
+def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
+    """A missing layer and malformed bytes fail the frame, and Evict drops a backup that waits."""
+    chain = Chain(checkpoints(layers=4))
+    (engine,) = chain.engines
+    script = Script(0, random_tokens(4))
+    script.run(chain, script.chunk(4))
+    for data in ((), (b"x",), (b"\x90",)):
+        layers = {layer: list(data) for layer in range(5)}
+        engine.receive_backup(1, ReceivedBackup((1, 2), layers))
+        with pytest.raises(ProtocolError, match="backup"):
+            engine.backups.restore_backup(
+                RestoreBackup(1, 2), engine.stage.new_sequence(Admit(1, 100, 2)), None
+            )
+    engine.receive_backup(2, ReceivedBackup((1, 2), {}))
+    chain.send(ops=[Evict(2)])
+    assert engine.backups.received == {}
