@@ -27,6 +27,7 @@ from proto.frame import (
     decode,
     encode,
 )
+from proto.operation import BackUp, RestoreBackup
 from proto.params import SamplingParams
 from proto.segment import Segment
 from tests.support.checkpoints.checkpoints import write_checkpoint
@@ -58,6 +59,8 @@ operations = st.one_of(
     st.builds(SavePrefix, few, few),
     st.builds(RestorePrefix, few, few),
     st.builds(DropPrefix, few),
+    st.builds(BackUp, few, few),
+    st.builds(RestoreBackup, few, few),
 )
 segments = st.builds(
     Segment,

@@ -34,6 +34,7 @@ from proto.frame import (
     decode,
     encode,
 )
+from proto.operation import BackUp, RestoreBackup
 from proto.params import MAX_LOGPROBS, SamplingParams
 
 PREFIX = struct.Struct("<4sB3xII")
@@ -60,6 +61,8 @@ operations: st.SearchStrategy[Op] = st.one_of(
     st.builds(SavePrefix, integers, integers),
     st.builds(RestorePrefix, integers, integers),
     st.builds(DropPrefix, integers),
+    st.builds(BackUp, integers, integers),
+    st.builds(RestoreBackup, integers, integers),
 )
 segments = st.builds(
     Segment,
