@@ -72,11 +72,11 @@ class ForeignQuantization:
         if self.method == "fp8" and (block := fields.get("weight_block_size")) is not None:
             _block(block, "weight_block_size")
         if self.method == "compressed-tensors":
-            if (transform := fields.get("transform_config")) and transform.get("config_groups"):
+            if _object(fields.get("transform_config")).get("config_groups"):
                 raise UnsupportedQuantizationError(
                     "transform_config rotates the activations, which is not supported"
                 )
-            sparse = fields.get("sparsity_config") or {}
+            sparse = _object(fields.get("sparsity_config"))
             if sparse.get("format", "dense") != "dense":
                 raise UnsupportedQuantizationError(
                     f"the sparse format {sparse['format']!r:.40} is not supported"
@@ -99,7 +99,7 @@ class ForeignQuantization:
 
     def _check_integer(self) -> None:
         fields = self.fields
-        if fields.get("bits", 4) not in (2, 4, 8):
+        if not isinstance(bits := fields.get("bits", 4), int) or bits not in (2, 4, 8):
             raise UnsupportedQuantizationError(
                 f"{fields['bits']!r:.20} bits are not supported, only 2, 4 and 8"
             )
@@ -173,8 +173,7 @@ class ForeignQuantization:
     def _fp8_block(self, module: str) -> tuple[int, int] | None:
         found = self.fields.get("weight_block_size")
         if found is None:
-            weights = self._group(module).get("weights") or {}
-            found = weights.get("block_structure")
+            found = _object(self._group(module).get("weights")).get("block_structure")
         if found is None and str(self.fields.get("quant_algo", "")).upper().startswith("FP8_PB"):
             found = list(_FP8_BLOCK)
         return None if found is None else _block(found, "the FP8 block")
@@ -182,25 +181,37 @@ class ForeignQuantization:
     def _bits(self, module: str) -> int:
         """Return the bits of a module's integers; exceptions by module have precedence."""
         fields = self.fields
-        for pattern, special in (fields.get("dynamic") or {}).items():
+        for pattern, special in _object(fields.get("dynamic")).items():
             if pattern[:2] in ("+:", "-:"):
                 pattern = pattern[2:]
-            if isinstance(special, dict) and "bits" in special and re.match(pattern, module):
-                return int(special["bits"])
-        special = (fields.get("extra_config") or {}).get(module) or {}
-        weights = self._group(module).get("weights") or {}
-        found = special.get("bits") or weights.get("num_bits") or fields.get("bits") or 4
-        return int(found)
+            if "bits" in _object(special) and re.match(pattern, module):
+                return _whole(special["bits"])
+        special = _object(_object(fields.get("extra_config")).get(module))
+        weights = _object(self._group(module).get("weights"))
+        return _whole(special.get("bits") or weights.get("num_bits") or fields.get("bits") or 4)
 
     def _group(self, module: str) -> Fields:
         """Return the group of compressed-tensors that `module` belongs to; empty when there is none."""
-        groups = self.fields.get("config_groups") or {}
+        groups = _object(self.fields.get("config_groups"))
         found = [group for group in groups.values() if isinstance(group, dict)]
         if len(found) == 1:
             return found[0]
-        named = [g for g in found if any(_targets(t, module) for t in g.get("targets") or ())]
-        general = [g for g in found if "Linear" in (g.get("targets") or ())]
+        targets = [[t for t in g.get("targets") or () if isinstance(t, str)] for g in found]
+        pairs = list(zip(found, targets, strict=True))
+        named = [group for group, names in pairs if any(_targets(t, module) for t in names)]
+        general = [group for group, names in pairs if "Linear" in names]
         return next(iter(named + general), {})
+
+
+def _object(value: Any) -> Fields:
+    """Return an object of the config; empty if the value is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnsupportedQuantizationError(f"{value!r:.20} bits are not supported, only 2, 4 and 8")
+    return value
 
 
 def _targets(target: str, module: str) -> bool:

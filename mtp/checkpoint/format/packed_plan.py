@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mtp.checkpoint.format.foreign import ForeignQuantization
+from mtp.checkpoint.format.foreign import ForeignQuantization, UnsupportedQuantizationError
 from mtp.checkpoint.format.header import TensorInfo
 from mtp.checkpoint.format.names import Layout, Source, name_sources
 from mtp.packing.packing import MEMBERS, REQUIRED, Member, Packing
+from proto.errors import CheckpointError
 
 _FUSED = re.compile(r"(.*\bexperts\.(?:gate_up|down)_proj)(?:_((?:weight_)?\w+))?")
 
@@ -51,13 +52,23 @@ def plan_packed(
     for module, named in modules.items():
         leaves = {leaf: name for leaf, (_, name) in named.items()}
         types = {leaf: tensors[name].dtype for leaf, name in leaves.items()}
-        packing = foreign.packing(_path(leaves), types)
+        packing = _packing(foreign, _path(leaves), types)
         if packing is None:
             others += named.values()
             continue
         ignored += [name for leaf, name in leaves.items() if _OF_ACTIVATIONS.fullmatch(leaf)]
         plan |= _sources(part, module, leaves, packing, layout, num_experts)
     return plan, others, ignored
+
+
+def _packing(foreign: ForeignQuantization, module: str, types: dict[str, str]) -> Packing | None:
+    """Return the packing of a module. Raises CheckpointError for a config that cannot be read."""
+    try:
+        return foreign.packing(module, types)
+    except (UnsupportedQuantizationError, re.error, TypeError) as error:
+        raise CheckpointError(
+            f"config.json: the quantization of {module} cannot be read: {error}. Download it again."
+        ) from error
 
 
 def _split(within: str) -> tuple[str, str]:

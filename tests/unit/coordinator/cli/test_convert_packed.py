@@ -152,3 +152,24 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
     assert "compression_config" not in written
     assert "quantization_config" not in written["text_config"]
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("W4A16", {"config_groups": {"a": {"weights": {"num_bits": "four"}}}}),
+        ("W4A16", {"config_groups": {"a": {"targets": ["re:("]}, "b": {"targets": 3}}}),
+        ("GPTQ 4 bit", {"dynamic": {"+:(": {"bits": 8}}}),
+        ("GPTQ 4 bit", {"bits": [4]}),
+    ],
+)
+def test_an_invalid_quantization_is_refused(
+    tmp_path: Path, form: str, change: dict[str, object]
+) -> None:
+    """A quantization that cannot be read is one error that names config.json."""
+    source = write_foreign(tmp_path / "source", form)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] |= change
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(source)
