@@ -44,16 +44,13 @@ def load(
     url = server_url(url, port)
     report = _report(call("POST", url, PATH, api_key, 202, content={"model": model}))
     deadline = time.monotonic() + wait
-    phase = ""
     while report.running and time.monotonic() < deadline:
-        if report.phase != phase:
-            phase = report.phase
-            with byte_bar(f"{phase}: {model}") as show:
-                while report.running and report.phase == phase and time.monotonic() < deadline:
-                    if report.total:
-                        show(report.done, report.total)
-                    time.sleep(POLL_SECONDS)
-                    report = _report(call("GET", url, PATH, api_key))
+        phase = report.phase
+        with byte_bar(f"{phase}: {model}") as show:
+            while report.phase == phase and time.monotonic() < deadline:
+                show(report.done, report.total)
+                time.sleep(POLL_SECONDS)
+                report = _report(call("GET", url, PATH, api_key))
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
     if report.running and wait:

@@ -118,11 +118,14 @@ def measure_restart(folder: Path, port: int, number: int) -> tuple[float, float]
         path = f"{second.url}/v1/chat/completions/{last_id.partition(':')[0]}"
         headers = {"Last-Event-ID": last_id}
         with httpx.stream("GET", path, headers=headers, timeout=600) as reply:
-            next(line for line in reply.iter_lines() if line.startswith("data: "))
+            # The first events repeat tokens of the journal; the log says when new ones follow.
+            for line in reply.iter_lines():
+                if line.startswith("data: ") and second.records("answer restored"):
+                    break
         now = time.perf_counter()
-        answer_id = last_id.partition(":")[0]
-        (record,) = [r for r in second.records("answer restored") if r["id"] == answer_id]
+        (record,) = second.records("answer restored")
         print(json.dumps({"tokens restored": record["tokens"], "seconds": round(now - began, 2)}))
+        httpx.delete(path, timeout=60)
         return now - began, now - served
 
 
