@@ -214,8 +214,8 @@ class Scheduler:
     def _next_to_run_ahead(self, decoding: list[Sequence]) -> list[Sequence]:
         """Return the sequences of a frame that continues the one in flight on a single stage, or none.
 
-        There is none while a prompt is computed, where drafts pay, before a backup, which needs a moment without open
-        windows, or without memory for two open windows a sequence.
+        There is none while a prompt is computed, or where drafts pay. A backup needs a moment without open windows, and
+        the plan needs memory for two open windows of each sequence.
         """
         if self.stages > 1 or len(decoding) < len(self.running):
             return []

@@ -97,9 +97,9 @@ class PackedAttention(nn.Module):
     ) -> mx.array:
         """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
-        Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. With `moved`, each int32
-        `[1]` and lazy, sequence i has one row, which goes `moved[i]` entries before the end of its cache and does not
-        see the entries after it.
+        Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. With `moved`, sequence i
+        has one row, which goes `moved[i]` entries before the end of its cache and does not see the entries after it.
+        Each of `moved` is int32 `[1]` and may be lazy.
         """
         for cache, width in zip(caches, widths, strict=True):
             _reserve(cache, width, self.shape.kv_heads, x.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -26,8 +27,8 @@ class WindowJob:
     """A request for `depth` drafts after a window at `position`, whose tokens are `token` and then `drafts`.
 
     `hidden [rows, hidden]` are the window's states after the final norm, and `targets [rows]` the target's choices
-    after each row, lazy. A prompt chunk has no `drafts` to verify: all of its rows are accepted, and `following` are its
-    tokens after the first.
+    after each row, lazy. A prompt chunk has no `drafts` to verify: all of its rows are accepted, and `following` are
+    its tokens after the first.
     """
 
     key: Key
@@ -157,7 +158,7 @@ class WindowDrafts:
             own = logits if len(rows) == len(active) else logits[mx.array(rows)]
             jobs = [active[row] for row in rows]
             params = self._jobs[jobs[0]].params
-            drawn.append(choose_with_keys(own, params, lambda: self._keys(jobs, step)))  # noqa: B023
+            drawn.append(choose_with_keys(own, params, partial(self._keys, jobs, step)))
             order += rows
         tokens = _joined(drawn)
         return tokens if order == sorted(order) else tokens[mx.array(_inverse(order))]
