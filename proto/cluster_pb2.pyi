@@ -622,6 +622,8 @@ class LoadRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
+    DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -635,6 +637,10 @@ class LoadRequest(_message.Message):
     """milliseconds without a signal after which the lease ends"""
     exact: _builtins.bool
     """a row has the same bits with any rows beside it"""
+    draft_vocab: _builtins.int
+    """lowest tokens that drafts come from; 0 for all words"""
+    draft_vocab_auto: _builtins.bool
+    """use the part only while it pays"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -658,10 +664,12 @@ class LoadRequest(_message.Message):
         limits: Global___Limits | None = ...,
         lease_ms: _builtins.int = ...,
         exact: _builtins.bool = ...,
+        draft_vocab: _builtins.int = ...,
+        draft_vocab_auto: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

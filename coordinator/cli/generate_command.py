@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from coordinator.cli.draft_vocab_option import DraftVocabOption
 from coordinator.cli.exact_option import ExactOption, checked_exact
 from coordinator.cli.http_call import KeyOption
 from coordinator.cli.printed_answer import PrintedAnswer
@@ -26,6 +27,7 @@ from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from mtp.depth.controller import MtpMode
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import RequestError, UsageError
 from proto.params import Acceptance, SamplingParams
 from proto.terminal import logs
@@ -85,6 +87,7 @@ def generate(
         Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
     ] = None,
     exact: ExactOption = False,
+    draft_vocab: DraftVocabOption = "off",
     logprobs: Annotated[
         int | None, typer.Option(help="Report log-probabilities, and those of N alternatives.")
     ] = None,
@@ -120,6 +123,7 @@ def generate(
             "--dtype": dtype,
             "--kv-bits": kv_bits,
             "--exact": exact or None,
+            "--draft-vocab": draft_vocab if draft_vocab != "off" else None,
             "--mtp": mtp if mtp != "auto" else None,
             "--acceptance": acceptance if acceptance != "coupled" else None,
             "--logprobs": logprobs,
@@ -157,6 +161,7 @@ def generate(
             mtp=mode,
             kv_bits=None if kv_bits is None else int(kv_bits),
             exact=checked_exact(exact, acceptance),
+            draft_vocab=DraftVocabularySize.parse(draft_vocab),
             on_progress=bars.loading,
         )
         asyncio.run(_run(engine, request_here, answer, bars))

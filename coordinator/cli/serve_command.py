@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from coordinator.cli.draft_vocab_option import DraftVocabOption
 from coordinator.cli.exact_option import ExactOption, checked_exact
 from coordinator.cli.http_call import API_KEY
 from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
@@ -21,6 +22,7 @@ from coordinator.server.options import DEFAULT_WAIT, ServeOptions
 from coordinator.server.serve import serve as run_server
 from coordinator.trust.key_ring import KeyRing
 from mtp.depth.controller import MtpMode
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.address import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.params import Acceptance
@@ -97,6 +99,7 @@ def serve(
         Literal["4", "8"] | None, typer.Option(help="Quantize keys and values.")
     ] = None,
     exact: ExactOption = False,
+    draft_vocab: DraftVocabOption = "off",
     max_sequences: Annotated[
         int, typer.Option(min=1, max=256, help="Most requests served at once; others queue.")
     ] = DEFAULT_SEQUENCES,
@@ -274,6 +277,7 @@ def serve(
         acceptance=acceptance,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=checked_exact(exact, acceptance),
+        draft_vocab=DraftVocabularySize.parse(draft_vocab),
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,

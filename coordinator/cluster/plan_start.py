@@ -115,6 +115,8 @@ class PlanStart:
             kv_bits=self._model.kv_bits,
             mtp=self._model.with_head,
             exact=self._model.exact,
+            draft_vocab=self._model.draft_vocab.tokens,
+            draft_vocab_auto=self._model.draft_vocab.auto,
             limits=pb.Limits(
                 max_sequences=room.sequences,
                 kv_tokens=room.kv_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from coordinator.cluster.member import Member
@@ -12,6 +12,7 @@ from coordinator.planning.model_costs import model_costs
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from coordinator.workers.weight_provider import WeightProvider
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 
 SMALLEST_CONTEXT = 4096
@@ -37,6 +38,7 @@ class ServedModel:
     prefix_cache: bool = True
     share_weights: bool = False
     exact: bool = False
+    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
 
     @cached_property
     def provider(self) -> WeightProvider:

@@ -22,6 +22,7 @@ from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState
 from proto.control import Rollback
@@ -73,6 +74,7 @@ class LocalModel:
     prefix_cache: bool = True
     wired: bool = True
     exact: bool = False
+    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
 
     def capacity(self, reserved: int = 0) -> Capacity:
         """Return what fits into this machine's memory less `reserved` bytes.
@@ -122,6 +124,7 @@ class LocalModel:
                 ),
                 self.kv_format,
                 exact=self.exact,
+                draft_vocab=self.draft_vocab,
             )
             for i, span in enumerate(self.spans)
         ]
@@ -181,7 +184,7 @@ class LocalPipeline:
         wire_weights(wanted=self._model.wired)
         warn_of_emulated_bfloat16(stages[0].dtype)
         last = stages[-1]
-        verifier = Verifier(last.modules, last.kv_format)
+        verifier = Verifier(last.modules, last.kv_format, last.draft_vocab)
         self._engines = [
             StageEngine(
                 stage,

@@ -67,6 +67,7 @@ def served_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -
         prefix_cache=options.prefix_cache,
         share_weights=options.share_weights,
         exact=options.exact,
+        draft_vocab=options.draft_vocab,
     )
 
 
@@ -97,6 +98,7 @@ def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) ->
         prefix_cache=options.prefix_cache,
         wired=options.wired,
         exact=options.exact,
+        draft_vocab=options.draft_vocab,
     )
 
 

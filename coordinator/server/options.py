@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.journal.database import Retention
 from mtp.depth.controller import MtpMode
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.params import Acceptance
 from proto.trust.state_dir import state_dir
 
@@ -38,6 +39,7 @@ class ServeOptions:
     acceptance: Acceptance
     kv_bits: int | None
     exact: bool
+    draft_vocab: DraftVocabularySize
     failure_timeout: float
     max_sequences: int
     prefill_chunk: int | None

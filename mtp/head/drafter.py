@@ -16,6 +16,7 @@ from typing import cast
 import mlx.core as mx
 
 from mtp.head.attention import KV, Hole, KVFormat, copy_of, state_of
+from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.head.mtp_head import MTPHead
 from mtp.sampling.choice import choose, drawn
 from mtp.sampling.filters import filtered
@@ -163,13 +164,33 @@ class Drafter:
         unembed: Callable[[mx.array], mx.array],
         kv_format: KVFormat,
         exempt: Sequence[int] = (),
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.head = head
         self.embed = embed
-        self.unembed = unembed
+        self.unembed = unembed if vocabulary is None else vocabulary
+        self.vocabulary = vocabulary
         self.kv_format = kv_format
         self.exempt = tuple(exempt)
         """Tokens that XTC never removes, as for the target."""
+
+    def record_tokens(self, tokens: Sequence[int], *, chosen: bool) -> None:
+        """Add the words of a text to the draft vocabulary. See `DraftVocabulary.record_tokens`."""
+        if self.vocabulary is not None:
+            self.vocabulary.record_tokens(tokens, chosen=chosen)
+
+    def measure_vocabulary(self) -> None:
+        """Measure what the draft vocabulary saves, on the thread that computes."""
+        if self.vocabulary is None:
+            return
+        hidden = mx.zeros((1, self.head.norm.weight.shape[0]), self.head.dtype)
+        first = mx.zeros((1,), mx.uint32)
+
+        def rest(x: mx.array) -> mx.array:
+            """Return the head's output for one pair."""
+            return self.advance(first, x, [self.kv_format.new_cache()], [1])
+
+        self.vocabulary.measure(hidden, rest)
 
     def new_state(self) -> HeadState:
         """Return the state of a new sequence."""

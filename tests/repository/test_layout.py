@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "mtp.kernels": set(),
     "mtp.packing": set(),
     "mtp.exact": {"mtp.kernels"} | WIRE,
-    "mtp.head": {"mtp.kernels", "mtp.sampling"} | WIRE,
+    "mtp.head": {"mtp.exact", "mtp.kernels", "mtp.sampling"} | WIRE,
     "mtp.checkpoint": {"mtp.checkpoint.format"},
     "mtp.checkpoint.families": set(),
     "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "mtp.packing"} | TERMINAL,
@@ -91,6 +91,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.checkpoint.hub",
         "mtp.depth",
         "mtp.exact",
+        "mtp.head",
     }
     | TERMINAL,
     "coordinator.doctor": {
@@ -222,6 +223,7 @@ ARROWS: dict[str, set[str]] = {
     | WIRE,
     "coordinator.cluster": {
         "mtp.exact",
+        "mtp.head",
         "coordinator.pipeline",
         "coordinator.planning",
         "coordinator.workers",

@@ -118,7 +118,7 @@ def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], 
     if backend() != "cuda":
         return
     started = time.monotonic()
-    verifier = Verifier(stage.modules, stage.kv_format) if last else None
+    verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if last else None
     drafts = 2 if verifier is not None and verifier.drafter is not None else 0
     engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
     log.info("compiling kernels")

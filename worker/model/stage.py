@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.head.attention import KVFormat, add_attention
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.kernels.cuda import backend
 from mtp.kernels.packed_linear import FEW_ROWS
 from mtp.kernels.projections import add_mlp
@@ -25,6 +26,8 @@ from worker.model.packed_gdn import PackedGDN
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
 
+ALL_WORDS = DraftVocabularySize()
+
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
 
@@ -36,13 +39,23 @@ CADENCE = {"cpu": 1, "metal": 4, "cuda": 4}
 class Stage:
     """Layers `[start, end)` of the model, with the embedding on the first stage."""
 
-    def __init__(self, modules: StageModules, kv_format: KVFormat, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        modules: StageModules,
+        kv_format: KVFormat,
+        *,
+        exact: bool = False,
+        draft_vocab: DraftVocabularySize = ALL_WORDS,
+    ) -> None:
         """Prepare `modules` for this backend. With `exact`, a row has the same bits with any rows beside it.
+
+        `draft_vocab` is for the verifier of the last stage.
 
         Raises UsageError if that is impossible here.
         """
         pack_stage(modules, kv_format)
         self.modules = modules
+        self.draft_vocab = draft_vocab
         self.kv_format = kv_format
         self.dtype: mx.Dtype = modules.layers[0].input_layernorm.weight.dtype
         self._cadence = CADENCE[backend()]

@@ -140,6 +140,8 @@ class Verdict:
             else:
                 tokens = segment.tokens[: outcome.accepted_length]
                 state.append_tokens(tokens)
+                if self.drafter is not None:
+                    self.drafter.record_tokens(tokens, chosen=segment.open)
                 if state.head is not None and run.key not in drafted:
                     state.head.add_pairs(rows, tokens, outcome.token)
             state.expected = outcome.token

@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mtp.head.attention import KVFormat
+from mtp.head.draft_vocabulary import DraftVocabularySize, draft_vocabulary
 from mtp.head.drafter import Drafter
 from mtp.head.window_drafts import WindowDrafts, WindowJob
 from mtp.sampling.acceptance import ratio_targets
@@ -32,7 +33,12 @@ from worker.model.verdict import Choice, Key, Verdict, VerifiedRun, key_of
 class Verifier:
     """The parts after the layers: norm, lm_head (or tied embedding), and the MTP head if the checkpoint has it."""
 
-    def __init__(self, modules: StageModules, kv_format: KVFormat) -> None:
+    def __init__(
+        self,
+        modules: StageModules,
+        kv_format: KVFormat,
+        draft_vocab: DraftVocabularySize | None = None,
+    ) -> None:
         assert modules.norm is not None, "this stage is not the last"
         self.norm = modules.norm
         self.vocab = modules.config.vocab_size
@@ -41,9 +47,14 @@ class Verifier:
         self.drafter: Drafter | None = None
         if modules.head is not None:
             assert modules.embed_tokens is not None, "a head needs the embedding beside it"
+            size = draft_vocab or DraftVocabularySize()
+            module = modules.embed_tokens if modules.lm_head is None else modules.lm_head
+            part = draft_vocabulary(module, self.unembed, self.vocab, size)
             self.drafter = Drafter(
-                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt
+                modules.head, modules.embed_tokens, self.unembed, kv_format, self.exempt, part
             )
+            if size.auto:
+                self.drafter.measure_vocabulary()
         self.states: dict[int, LastStageState] = {}
         self.vocabulary = b""
         """The tokenizer's packed vocabulary, from the first sequence with a grammar."""

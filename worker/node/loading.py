@@ -91,7 +91,7 @@ def read_stage(
     kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
     if key.exact:
         expect(PROBE_SECONDS)
-    stage = Stage(modules, kv_format, exact=key.exact)
+    stage = Stage(modules, kv_format, exact=key.exact, draft_vocab=key.draft_vocab)
     warn_of_emulated_bfloat16(stage.dtype)
     warm_up(stage, first=key.first, last=key.last, expect=expect)
     return LoadedStage(key, stage, weight_bytes)

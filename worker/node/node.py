@@ -233,5 +233,5 @@ class WorkerNode:
 def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> StageEngine:
     """Return the engine of a plan. Runs on the engine thread."""
     stage, key = loaded.stage, loaded.key
-    verifier = Verifier(stage.modules, stage.kv_format) if key.last else None
+    verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if key.last else None
     return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.dtype import DTYPE_BYTES
 from proto.errors import UsageError
@@ -24,6 +25,7 @@ class StageKey:
     kv_bits: int
     mtp: bool
     exact: bool
+    draft_vocab: DraftVocabularySize
 
     @classmethod
     def of(cls, request: pb.LoadRequest) -> StageKey:
@@ -41,4 +43,5 @@ class StageKey:
             kv_bits=request.kv_bits,
             mtp=request.mtp,
             exact=request.exact,
+            draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
         )
