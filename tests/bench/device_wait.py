@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -108,7 +109,7 @@ async def measure(options: argparse.Namespace, path: Path, prompt: tuple[int, ..
                 mx.reset_peak_memory()
                 if name == "device":
                     seconds = await pipeline.thread.call(
-                        lambda n=number: device_seconds(engine, n, prompt, 4)
+                        partial(device_seconds, engine, number, prompt, 4)
                     )
                 elif name == "ahead":
                     seconds = await token_seconds(loop, prompt, options.tokens)

@@ -123,7 +123,7 @@ def test_a_window_after_the_end_of_the_text_leaves_nothing(
     for one in (plain, expected):
         saved = one.engine.prefixes[0].last_stage
         assert saved is not None and saved.tokens == text
-        ops = [Admit(1, 64, len(text) + 3), RestorePrefix(1, 0)]
+        ops: list[Op] = [Admit(1, 64, len(text) + 3), RestorePrefix(1, 0)]
         outcomes.append(one.begin(ops, [follow_up]).finish().outcomes)
     assert outcomes[0] == outcomes[1]
 
