@@ -6,6 +6,7 @@ import platform
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -37,7 +38,7 @@ class Arithmetic:
             architecture = f"{platform.machine()} {architecture}".strip()
         else:
             architecture = str(known.get("architecture") or known.get("device_name") or "unknown")
-        return cls(name, architecture, mx.__version__)
+        return cls(name, architecture, version("mlx"))
 
     @property
     def generation(self) -> int | None:

@@ -31,8 +31,8 @@ def narrowed(function: Rows, inputs: Sequence[mx.array], rows: RowRange) -> RowR
         for start in range(0, most - low + 1, low)
     ]
     expected = mx.concatenate(parts)
-    shifted = function(*[mx.roll(x[:low], 1, axis=0) for x in inputs])
-    if not same_bits(mx.roll(shifted, -1, axis=0), expected[:low]):
+    shifted = function(*[mx.roll(x[:low], 1, 0) for x in inputs])
+    if not same_bits(mx.roll(shifted, -1, 0), expected[:low]):
         return None
     high = low
     top = most if rows.high is None else min(rows.high, most)

@@ -20,7 +20,7 @@ class Recorded:
     def __call__(self, *inputs: mx.array) -> mx.array:
         self.sizes.append(inputs[0].shape[0])
         assert all(x.shape[0] == inputs[0].shape[0] for x in inputs)
-        return mx.concatenate(inputs, axis=-1) * 2
+        return mx.concatenate(list(inputs), axis=-1) * 2
 
 
 @given(
