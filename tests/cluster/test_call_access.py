@@ -42,7 +42,7 @@ UNARY = {
     "ReportTrace": pb.TraceRequest(),
     "ReportState": pb.StateReportRequest(coordinator=ME),
 }
-CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals")
+CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup")
 METHODS = (*CONTROL, FRAMES, RESULTS, REACH, STREAM)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
 """The statuses that a peer receives when the handshake or the check of its call fails."""
@@ -95,6 +95,11 @@ async def call(
                 await stub.UpdateTrust(pb.TrustUpdate(authorities=authorities))
             elif method == "Load":
                 await anext(aiter(stub.Load(pb.LoadRequest(coordinator=ME, epoch=1))))
+            elif method == "ReadBackup":
+                await anext(aiter(stub.ReadBackup(pb.BackupRequest(coordinator=ME, epoch=1))))
+            elif method == "WriteBackup":
+                head = pb.BackupPiece(head=pb.BackupHead(coordinator=ME, epoch=1))
+                await stub.WriteBackup(iter([head]))
             elif method == "Provide":
                 await _first(stub.Provide(), pb.Weights(offer=pb.WeightsOffer(coordinator=ME)))
             elif method == "Signals":
