@@ -400,3 +400,14 @@ def test_decode_step_costs_little() -> None:
         best = min(best, time.perf_counter() - start)
     assert len(encode(frame)) - 2 * 2 * 5120 < 128
     assert best < 500e-6
+
+
+def test_a_segment_that_continues_carries_no_token() -> None:
+    """Its one row has a token that only a stage knows. Tokens beside it, or a chunk that continues, are refused."""
+    segment = Segment(3, 2, 9, (), open=True, sample=True, continues=True)
+    frame = Frame(1, 4, segments=(segment,))
+    assert decode(encode(frame)) == frame
+    assert frame.continues and frame.rows == segment.width == 1
+    for tokens, is_open in (((5,), True), ((), False)):
+        with pytest.raises(ProtocolError, match="continues"):
+            Segment(3, 2, 9, tokens, open=is_open, sample=True, continues=True)
