@@ -118,8 +118,9 @@ class RequestMeter:
         """Record the end of the request and its outcome."""
         self._metrics.open_requests.dec()
         self._metrics.requests.labels(self._endpoint, outcome).inc()
-        self._metrics.request_seconds.observe(self.seconds)
-        self._metrics.request_log.end_request(self._record, outcome, self.seconds)
+        seconds = self.seconds
+        self._metrics.request_seconds.observe(seconds)
+        self._metrics.request_log.end_request(self._record, outcome, seconds)
 
     @property
     def seconds(self) -> float:
