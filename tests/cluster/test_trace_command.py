@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from coordinator.cli import app as commands
-from proto.errors import ProtocolError, UsageError
+from proto.errors import UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving as serving_app
 from tests.support.processes.processes import serving
@@ -67,7 +67,8 @@ def test_a_server_without_a_plan_has_no_trace(tmp_path: Path) -> None:
     """The command fails with the reason, and refuses a period that makes no sense."""
     with serving_app(ApiClient().app) as url:
         done = run("--url", url, "--output", str(tmp_path / "trace.json"))
-        assert isinstance(done.exception, ProtocolError) and "503" in str(done.exception)
+        assert isinstance(done.exception, UsageError)
+        assert "no plan is serving" in str(done.exception)
         refused = httpx.get(f"{url}/trace?seconds=-1")
         assert refused.status_code == 400 and "seconds=-1" in refused.text
         assert httpx.get(f"{url}/trace").status_code == 503
