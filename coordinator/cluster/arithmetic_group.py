@@ -1,4 +1,4 @@
-"""The machines that round alike. With `--exact` only such machines serve together."""
+"""The machines that round in the same way. With `--exact` only such machines serve together."""
 
 from __future__ import annotations
 

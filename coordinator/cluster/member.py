@@ -53,7 +53,7 @@ class Member:
     joined_at: float = 0.0
     """Manager's clock. The process joined at this time."""
     arithmetic: str = ""
-    """Name of the machine's arithmetic. Machines with equal names round alike."""
+    """Name of the machine's arithmetic. Machines with equal names give the same bits."""
     version: str = ""
     """Versions of the worker's programs, as it reports them."""
 

@@ -27,7 +27,7 @@ class DescribeResult:
     node: NodeSpec | None = None
     reason: str = ""
     arithmetic: str = ""
-    """Name of the machine's arithmetic. Machines with equal names round alike."""
+    """Name of the machine's arithmetic. Machines with equal names give the same bits."""
 
 
 async def describe_all(

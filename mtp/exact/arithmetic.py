@@ -1,4 +1,4 @@
-"""The name of this machine's arithmetic. Machines with equal names round alike."""
+"""The name of this machine's arithmetic. Machines with equal names give the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def generation(architecture: str) -> int | None:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What decides MLX's choice of kernels: its backend, the architecture of the device, and its version."""
+    """The facts by which MLX chooses kernels: its backend, the architecture of the device, and its version."""
 
     backend: str
     architecture: str
@@ -50,7 +50,7 @@ class Arithmetic:
 
 
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return which machines round alike, for people, or an empty string if all of them do.
+    """Return which machines round in the same way, for people, or an empty string if all of them do.
 
     Each machine is a name and the text of its arithmetic, which is empty if unknown.
     """

@@ -1,8 +1,8 @@
 """The numbers of rows for which a product has one arithmetic, by backend and by kind of weights.
 
-Sources. CUDA: measured on an H200 with mlx 0.32.4 by `python -m tests.bench.row_ranges`. Metal: read from the kernels
-of mlx 0.32.4 (`qmv`, `qmv_wide`, `gemv`, `steel_gemm`), not measured. The CPU computes every row alike. `narrowed` in
-`mtp.exact.range_probe` checks every range on the loaded weights.
+Sources. CUDA: measured on an H200 with mlx 0.32.4, as `python -m tests.bench.row_ranges` does. Metal: read from the
+kernels of mlx 0.32.4 (`qmv`, `qmv_wide`, `gemv`, `steel_gemm`), not measured. The CPU computes every row in the same
+way. `narrowed` in `mtp.exact.range_probe` checks every range on the loaded weights.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def add_attention(
     """Return `x [rows, hidden]` plus the attention of its norm. Sequence i owns the next `widths[i]` rows.
 
     Adds the MLP of the layer too if `mlp` has it and its norm. Appends to each cache. If there are `holes`, every
-    cache has one, and every width is 1. Where `queries` is given, a call of MLX's attention takes at most so many rows,
-    and RoPE one sequence.
+    cache has one, and every width is 1. Where `queries` is given, it bounds the rows of a call of
+    MLX's attention, and RoPE takes one sequence.
     """
     if isinstance(attention, PackedAttention):
         counts = [hole.count for hole in holes]

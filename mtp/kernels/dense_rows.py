@@ -133,7 +133,7 @@ def multiply_dense_rows(x: mx.array, w: mx.array) -> mx.array:
 
 
 class DenseRows(nn.Module):
-    """A linear layer without bias whose rows have the same bits in any company."""
+    """A linear layer without bias whose rows have the same bits beside any other rows."""
 
     def __init__(self, weight: mx.array) -> None:
         super().__init__()

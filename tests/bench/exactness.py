@@ -1,4 +1,4 @@
-"""Equality of answers: alone and in company, with drafts, after prefix hits and after recoveries, bit for bit.
+"""Equality of answers, bit for bit: batched with other requests, with drafts, after prefix hits and recoveries.
 
     python -m tests.bench.exactness --tokens 20000 --exact
 
@@ -39,9 +39,9 @@ from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, answer
 
 MODES = ("1", "2", "4", "auto", "off")
-"""Values of --mtp. The last one shows the effect of company alone."""
+"""Values of --mtp. The last one shows the effect of other requests."""
 
-COMPANY = 8
+MOST_TOGETHER = 8
 """Maximum requests at once."""
 
 BUILTIN = "builtin"
@@ -52,7 +52,7 @@ LIVE = 0.3
 
 @dataclass
 class Count:
-    """What was compared, and what differed."""
+    """The answers that were compared, and those that differed."""
 
     answers: int = 0
     tokens: int = 0
@@ -114,11 +114,11 @@ async def answers_alone(
     return found
 
 
-async def answers_in_company(
+async def answers_together(
     loop: GenerationLoop, requests: Sequence[GenerationRequest], rng: random.Random, kills: int
 ) -> list[Answered]:
-    """Answer all requests, up to COMPANY at once, while the pipeline fails `kills` times."""
-    room = asyncio.Semaphore(COMPANY if kills else rng.randint(1, COMPANY))
+    """Answer all requests, up to MOST_TOGETHER at once, while the pipeline fails `kills` times."""
+    room = asyncio.Semaphore(MOST_TOGETHER if kills else rng.randint(1, MOST_TOGETHER))
     failing = {number * len(requests) // (kills + 1) for number in range(1, kills + 1)}
     done = 0
 
@@ -156,7 +156,7 @@ async def measure(
         order = rng.sample(range(len(requests)), len(requests))
         async with local_generator(checkpoint, mtp=MtpMode.parse(mode), **common) as loop:
             asked = [requests[i] for i in order]
-            found = await answers_in_company(loop, asked, rng, options.kills)
+            found = await answers_together(loop, asked, rng, options.kills)
             recoveries = loop.recoveries
         for i, one in zip(order, found, strict=True):
             total.compare(one, expected[i])

@@ -102,7 +102,8 @@ def test_a_tool_loop_with_items_and_with_a_stored_response(served: Served) -> No
     assert after.output_text == "Sunny"
     assert served.prompt() == by_items
     assert by_items.index("Let me see.") < by_items.index(CALL) < by_items.index("18 degrees")
-    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    items: list[Any] = list(first.output)
+    references: Any = [{"type": "item_reference", "id": item.id} for item in items]
     referring: Any = [{"role": "user", "content": "Hi"}, *references, output]
     assert served.ask(input=referring, tools=[TOOL]).output_text == "Sunny"
     assert served.prompt() == by_items

@@ -1,6 +1,6 @@
 """`--exact` on emulated kernels whose rounding depends on the rows of a call, as those of GPUs do.
 
-Without the flag drafts and company change the answers there; with it they do not.
+Without the flag drafts and other requests change the answers there; with it they do not.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_the_emulated_kernels_change_answers() -> None:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_exact_answers_do_not_depend_on_drafts_company_or_cut(kv_bits: int | None) -> None:
+def test_exact_answers_do_not_depend_on_drafts_batch_or_cut(kv_bits: int | None) -> None:
     """Quantized keys and values are exact too: they are attended to row by row."""
     alone, *others = variants(exact=True, kv_bits=kv_bits)
     assert all(other == alone for other in others)

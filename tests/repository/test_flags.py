@@ -16,6 +16,7 @@ from coordinator.cli import load_command
 from coordinator.journal.database import Retention
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
@@ -60,6 +61,8 @@ SERVE: Rows = {
     "--mtp": (["3"], {"mtp": MtpMode.parse("3")}),
     "--acceptance": (["ratio"], {"acceptance": "ratio"}),
     "--kv-bits": (["8"], {"kv_bits": 8}),
+    "--exact": ([], {"exact": True}),
+    "--draft-vocab": (["4096"], {"draft_vocab": DraftVocabularySize(4096)}),
     "--max-sequences": (["5"], {"max_sequences": 5}),
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
     "--max-step-tokens": (["99"], {"step_tokens": 99}),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port(host: str) -> Iterator[int]:
-    """Keep a port of `host` for a process that gets its number as an argument. No other process gets the port meanwhile.
+    """Keep a port of `host` for a process that gets its number as an argument. No other process gets it meanwhile.
 
     The socket does not listen, so a listener that sets SO_REUSEADDR may use its port.
     """

@@ -1,4 +1,4 @@
-"""Machines that round alike: with --exact only they serve together, and a mixed plan is named."""
+"""Machines that round in the same way: with --exact only they serve together, and a mixed plan is named."""
 
 from __future__ import annotations
 
