@@ -41,7 +41,7 @@ COMMANDS: dict[str, str] = {
 """Every command and its line on the help page, in the order in which a new user needs them."""
 
 
-def load_command(name: str) -> TyperCommand:
+def import_command(name: str) -> TyperCommand:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
     module = import_module(f"{__name__}.{function}_command")
@@ -60,7 +60,7 @@ class LazyGroup(TyperGroup):
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """Return the loaded command that `args` name. See click."""
         name, known, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if name and known else None, rest
+        return name, import_command(name) if name and known else None, rest
 
 
 app = typer.Typer(

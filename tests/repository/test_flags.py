@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 import worker.cli
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from coordinator.journal.database import Retention
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
@@ -132,7 +132,7 @@ def decide_worker(monkeypatch: pytest.MonkeyPatch) -> Decide:
 @pytest.fixture
 def decide_serve(monkeypatch: pytest.MonkeyPatch) -> Decide:
     edge = "coordinator.cli.serve_command.run_server"
-    return deciding(monkeypatch, "coordinator.cli.serve_command", edge, load_command("serve"))
+    return deciding(monkeypatch, "coordinator.cli.serve_command", edge, import_command("serve"))
 
 
 def worker_command() -> TyperCommand:
@@ -159,7 +159,7 @@ def test_a_flag_of_serve_does_what_it_says(flag: str, decide_serve: Decide) -> N
 
 def test_no_flag_is_left_out() -> None:
     """Every flag of both programs has a row."""
-    for command, rows in ((worker_command(), WORKER), (load_command("serve"), SERVE)):
+    for command, rows in ((worker_command(), WORKER), (import_command("serve"), SERVE)):
         flags = {p.opts[0] for p in command.params if p.opts[0].startswith("-")}
         flags -= {"--version", "--help", "--install-completion", "--show-completion"}
         assert flags == set(rows)

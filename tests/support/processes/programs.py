@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from typer.main import get_command
 
-from coordinator.cli import COMMANDS, load_command
+from coordinator.cli import COMMANDS, import_command
 from worker.cli import app as worker_app
 
 PROGRAMS = ("mtp-worker", "mtp-coord")
@@ -54,7 +54,7 @@ def _flags_of_worker() -> set[str]:
 def _flags_of_command(name: str) -> set[str]:
     if name not in COMMANDS:
         raise KeyError(f"mtp-coord has no command {name!r}")
-    return {flag for param in load_command(name).params for flag in _flags(param)}
+    return {flag for param in import_command(name).params for flag in _flags(param)}
 
 
 def _flags(param: object) -> Iterator[str]:

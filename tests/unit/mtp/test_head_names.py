@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -169,4 +169,4 @@ def test_a_head_alone_on_a_hub(checkpoints: Checkpoints, tmp_path: Path, hub: Hu
 
 def _add(target: Path, source: Path | str) -> None:
     args = ["--mlx-path", str(target), "--hf-path", str(source)]
-    load_command("add-mtp").main(args, standalone_mode=False)
+    import_command("add-mtp").main(args, standalone_mode=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from coordinator.local_engine.head_trial import assess_head
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.header import read_header
@@ -192,7 +192,7 @@ def test_a_damaged_file_is_not_taken(hub: Hub, tmp_path: Path, model: str) -> No
         if model == "serve":
             return resolve_model(REPO)
         args = ["--hf-path", REPO, "--mlx-path", str(out)]
-        load_command("convert").main(args, standalone_mode=False)
+        import_command("convert").main(args, standalone_mode=False)
         return out
 
     hub.faults.flip[FILE] = 100_000
@@ -289,7 +289,7 @@ def verdict(checkpoint: Checkpoint) -> str:
 def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
     """`mtp-coord convert --hf-path REPO` downloads the repo to the standard cache and converts it."""
     args = ["--hf-path", REPO, "--mlx-path", str(tmp_path / "out"), "-q"]
-    load_command("convert").main(args, standalone_mode=False)
+    import_command("convert").main(args, standalone_mode=False)
     assert Checkpoint.open(tmp_path / "out").mtp.complete
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points, version
 
 import pytest
 
-from coordinator.cli import COMMANDS, load_command
+from coordinator.cli import COMMANDS, import_command
 from proto.errors import CheckpointError, ClusterError, NotReadyError
 from proto.terminal import console
 
@@ -108,7 +108,7 @@ def test_help_loads_nothing_heavy(module: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there_and_says_what_the_help_page_says(name: str) -> None:
     """The line on the help page is the first sentence of the command's own help."""
-    command = load_command(name)
+    command = import_command(name)
     assert command.name == name
     first_sentence = " ".join((command.help or "").split()).partition(". ")[0].rstrip(".")
     assert f"{first_sentence}." == COMMANDS[name]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.settings import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ each_head = pytest.mark.parametrize("options", HEADS, ids=repr)
 
 def add(target: Path, source: str | Path, *flags: str) -> None:
     args = ["--mlx-path", str(target), "--hf-path", str(source), *flags]
-    load_command("add-mtp").main(args, standalone_mode=False)
+    import_command("add-mtp").main(args, standalone_mode=False)
 
 
 def head_of(path: Path) -> Weights:

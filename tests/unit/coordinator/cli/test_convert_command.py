@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError, UsageError
 from tests.conftest import Checkpoints
@@ -16,7 +16,7 @@ from tests.support.checkpoints.checkpoints import write_checkpoint
 
 
 def command(*args: str | Path) -> None:
-    load_command("convert").main([str(arg) for arg in args], standalone_mode=False)
+    import_command("convert").main([str(arg) for arg in args], standalone_mode=False)
 
 
 def test_mlx_lms_own_flags(

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from coordinator.cli import load_command
+from coordinator.cli import import_command
 from mtp.checkpoint.format.checkpoint import Checkpoint, model_name
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
@@ -19,7 +19,7 @@ from tests.support.checkpoints.foreign import FORMATS, write_foreign
 
 def command(name: str, *args: str | Path) -> None:
     """Run a command in this process."""
-    load_command(name).main([str(arg) for arg in args], standalone_mode=False)
+    import_command(name).main([str(arg) for arg in args], standalone_mode=False)
 
 
 def test_a_conversion_says_how_each_weight_got_its_format(
