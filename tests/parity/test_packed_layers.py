@@ -206,6 +206,28 @@ def test_company_and_drafts_change_no_token(
         assert answer.tokens[:COUNT] == tokens[:COUNT], answer.seq_id
 
 
+def test_a_row_moved_back_is_that_of_the_cache_without_the_entries_after_it() -> None:
+    """A draft after a rejected window goes before the window's entries, does not see them, and has its own position.
+
+    The next row is moved as far, so the entry of the first must be where the second looks for it.
+    """
+    (engine,) = engines()
+    layer = engine.stage.modules.layers[3]
+    attention, norm = layer.self_attn, layer.input_layernorm
+    rows = mx.random.normal((9, SHAPE.hidden), key=mx.random.key(5)).astype(mx.bfloat16)
+    outputs = []
+    for rejected in (0, 2):
+        caches = [KVFormat().new_cache() for _ in range(2)]
+        attention.add(rows[:3], norm, caches, [2, 1])
+        if rejected:
+            attention.add(rows[3 : 3 + 2 * rejected], norm, caches, [rejected] * 2)
+        moved = [mx.array([rejected], mx.int32)] * 2 if rejected else []
+        outputs.append([attention.add(rows[5:7], norm, caches, [1, 1], moved)])
+        outputs[-1].append(attention.add(rows[7:9], norm, caches, [1, 1], moved))
+    for found, wanted in zip(*outputs, strict=True):
+        assert mx.array_equal(found, wanted)
+
+
 def test_a_prefix_copy_continues_as_the_prompt_did() -> None:
     """A prompt that starts from a prefix, saved after a window was cut, gives the token of the whole prompt."""
     pipeline = Pipeline()
