@@ -45,7 +45,7 @@ from worker.engine.warm_up import warm_up
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
-from worker.node.loading import part_seconds
+from worker.node.loading import PROBE_SECONDS, part_seconds
 
 log = logging.getLogger(__name__)
 
@@ -111,23 +111,22 @@ class LocalModel:
                 on_progress(done, total)
 
         last = len(self.spans) - 1
-        stages = [
-            Stage(
-                load_stage(
-                    self.checkpoint,
-                    span,
-                    first=i == 0,
-                    last=i == last,
-                    dtype=self.dtype,
-                    with_head=self.with_head,
-                    on_progress=report,
-                ),
-                self.kv_format,
-                exact=self.exact,
-                draft_vocab=self.draft_vocab,
+        stages = []
+        for i, span in enumerate(self.spans):
+            modules = load_stage(
+                self.checkpoint,
+                span,
+                first=i == 0,
+                last=i == last,
+                dtype=self.dtype,
+                with_head=self.with_head,
+                on_progress=report,
             )
-            for i, span in enumerate(self.spans)
-        ]
+            if self.exact:
+                expect(PROBE_SECONDS)
+            stages.append(
+                Stage(modules, self.kv_format, exact=self.exact, draft_vocab=self.draft_vocab)
+            )
         for i, stage in enumerate(stages):
             warm_up(stage, first=i == 0, last=i == last, expect=expect)
         return stages

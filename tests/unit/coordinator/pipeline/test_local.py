@@ -26,6 +26,7 @@ from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from worker.engine.engine_thread import EngineThread
 from worker.engine.stage_engine import StageEngine
+from worker.node.loading import PROBE_SECONDS
 
 FRAME = Frame(1, 0, ops=(Admit(0, 8, 4),), segments=(Segment(0, 0, 0, (1, 2, 3, 4), sample=True),))
 
@@ -180,3 +181,11 @@ async def test_a_thread_that_finishes_is_waited_for(model: LocalModel) -> None:
         async with asyncio.timeout(60):
             second = await making
     await second.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_check_of_exact_mode_has_a_deadline_of_its_own(model: LocalModel, exact: bool) -> None:
+    """On CUDA it compiles for minutes, which must not look like a stuck engine."""
+    deadlines: list[float] = []
+    replace(model, exact=exact).load(deadlines.append)
+    assert (PROBE_SECONDS in deadlines) is exact
