@@ -141,7 +141,7 @@ def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
     assert missing.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="generates text only"):
         served.client.embed("tiny", "Hi")
-    with pytest.raises(ollama.ResponseError, match="serves one model"):
+    with pytest.raises(ollama.ResponseError, match="models are managed"):
         served.client.pull("llama3")
     served.generator.refuse = CapacityError("full")
     with pytest.raises(ollama.ResponseError, match="full"):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from coordinator.api.request.context import ApiOptions
 from coordinator.cli import app as commands
 from coordinator.cli import replan_command as command
-from proto.errors import AccessError, DeadlineError, NotReadyError, ProtocolError
+from proto.errors import AccessError, DeadlineError, NotReadyError, UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeStatus
@@ -67,7 +67,7 @@ def test_mistakes_are_explained() -> None:
             command.replan(url, None)
         assert cluster.requested == 0
     alone = ApiClient(options=ApiOptions(api_keys=(KEY,)))
-    with serving(alone.app) as url, pytest.raises(ProtocolError, match="status 400"):
+    with serving(alone.app) as url, pytest.raises(UsageError, match="single-node mode"):
         command.replan(url, KEY)
     with socket.socket() as taken:  # no process listens on this port
         taken.bind(("127.0.0.1", 0))

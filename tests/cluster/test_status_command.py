@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from coordinator.api.request.context import ApiOptions
 from coordinator.cli import status_command as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from proto.errors import AccessError, NotReadyError, ProtocolError, UsageError
+from proto.errors import AccessError, NotReadyError, UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
 
@@ -113,7 +113,7 @@ def test_mistakes_are_explained(url: str) -> None:
     """A missing key, a missing server, another server and a malformed URL are errors with advice."""
     with pytest.raises(AccessError, match="--api-key"):
         command.fetch(url, None)
-    with pytest.raises(ProtocolError, match="404"):
+    with pytest.raises(UsageError, match="path not found"):
         command.fetch(f"{url}/elsewhere", KEY)
     with socket.socket() as taken:  # no process listens on this port
         taken.bind(("127.0.0.1", 0))

@@ -29,13 +29,16 @@ GRPC_BYTES = 5 + 9
 
 LOAD = "/mtpcluster.v1.Worker/Load"
 SIGNALS = "/mtpcluster.v1.Worker/Signals"
+READ_BACKUP = "/mtpcluster.v1.Worker/ReadBackup"
+"""The coordinator's reading of states in the pauses of a stream. Neither a step nor a rollback needs it."""
+
 DECODE_HEADER_BYTES = 256
 """Most that a decode step of one sequence takes besides its hidden states: tokens, drafts, a commit, times."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """All messages of one request, those before it, and the draft tokens its usage calls rejected.
+    """All messages of one request but backups, those before it, and the draft tokens its usage calls rejected.
 
     With `filled`, speculative windows of one token follow each other; otherwise each waits for the one before it.
     """
@@ -93,7 +96,7 @@ def wire(
         return Wire(
             request.param == "filled",
             numbered[:before],
-            numbered[before:],
+            [m for m in numbered[before:] if m.method != READ_BACKUP],
             usage["rejected_prediction_tokens"],
         )
 
