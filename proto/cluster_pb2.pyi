@@ -251,7 +251,7 @@ class Hardware(_message.Message):
     bytes_per_second: _builtins.float
     """read speed of a matrix-vector product, measured at start, rounded"""
     arithmetic: _builtins.str
-    """such as "metal applegpu_g16s, mlx 0.32.4"; machines with equal text round alike"""
+    """such as "metal applegpu_g16s, mlx 0.32.4"; machines with equal text give the same bits"""
     def __init__(
         self,
         *,

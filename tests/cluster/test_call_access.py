@@ -45,6 +45,9 @@ UNARY = {
 CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup")
 METHODS = (*CONTROL, FRAMES, RESULTS, REACH, STREAM)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
+
+SEND_FAILED = "SendMessageOperation"
+"""gRPC's name of a write, in the error of one that failed."""
 """The statuses that a peer receives when the handshake or the check of its call fails."""
 
 
@@ -126,7 +129,9 @@ async def call(
     except grpc.aio.AioRpcError as error:
         classes = dict(error.trailing_metadata() or ()).get("mtp-error")
         answered = classes is not None and classes != "AccessError"  # the call reached its method
-        return "OK" if answered else str(error.code().name)
+        # A stream that the worker has closed fails in the client's own write.
+        closed = SEND_FAILED in (error.debug_error_string() or "")
+        return "OK" if answered else "UNAVAILABLE" if closed else str(error.code().name)
     return "OK"
 
 

@@ -16,14 +16,18 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from tests.cluster.test_call_access import ME, REFUSED, SecuredWorker, channel_of, secured_worker
+from tests.cluster.test_call_access import (
+    ME,
+    REFUSED,
+    SEND_FAILED,
+    SecuredWorker,
+    channel_of,
+    secured_worker,
+)
 from worker.node.node import WorkerNode
 
 STRANGERS = ("plaintext", "other cluster", "removed", "worker, not in the plan")
 DEADLINE = 20.0
-
-SEND_FAILED = "SendMessageOperation"
-"""gRPC's name of a write, in the error of one that failed."""
 
 
 async def refused(call: Any) -> str:
