@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.exact.arithmetic import Arithmetic
-from mtp.exact.range_probe import choose_range, narrowed, same_bits
+from mtp.exact.range_probe import Rows, choose_range, narrowed, same_bits
 from mtp.exact.row_range import EVERY, SINGLE, Product, RowRange, candidates
 from proto.errors import UsageError
 
@@ -17,7 +17,7 @@ X = mx.random.normal((64, 4), key=mx.random.key(2))
 CUDA = Arithmetic("cuda", "sm_90", "0.32.4")
 
 
-def rounded_by_rows(*limits: int) -> object:
+def rounded_by_rows(*limits: int) -> Rows:
     """Return a product with another rounding from each of `limits` rows on."""
 
     def product(x: mx.array) -> mx.array:
@@ -40,7 +40,7 @@ def rounded_by_rows(*limits: int) -> object:
 def test_a_range_is_narrowed_to_what_holds(
     limits: tuple[int, ...], rows: RowRange, expected: RowRange
 ) -> None:
-    assert narrowed(rounded_by_rows(*limits), [X], rows) == expected  # type: ignore[arg-type]
+    assert narrowed(rounded_by_rows(*limits), [X], rows) == expected
 
 
 def test_a_product_whose_rows_depend_on_their_place_falls_back_to_single_rows() -> None:
