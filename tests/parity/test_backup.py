@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import count
 
 import mlx.core as mx
 import pytest
@@ -16,7 +15,7 @@ from proto.operation import BackUp, RestoreBackup
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
-from worker.engine.backup import ReceivedBackup, layer_state
+from worker.engine.backup import ReceivedBackup, layer_states
 
 SAVED, EARLIER, LONG = 11, 5, 17
 """Tokens of the backup, of an earlier backup that it continues, and of the prompt."""
@@ -30,10 +29,10 @@ def read_backup(chain: Chain) -> list[LayerState]:
     for engine in chain.engines:
         newest = engine.backups.newest
         assert newest is not None
-        for index in count():
-            if (state := layer_state(newest, index)) is None:
-                break
-            states.append(state)
+        read: list[LayerState] = []
+        while more := layer_states(newest, len(read), limit=1500):
+            read += more
+        states += read
     return states
 
 

@@ -29,6 +29,12 @@ _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTE
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """The types of states. Quantized K/V is packed into uint32."""
 
+READ_BYTES = 2**25
+"""Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms.
+
+One layer at a time would let every layer wait for a frame, and a backup would take longer than a plan under failures.
+"""
+
 
 @dataclass(frozen=True)
 class LayerArrays:
@@ -110,8 +116,20 @@ class StageBackups:
             last.append_tokens(backup.tokens)
 
 
-def layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
-    """Return the bytes of the `index`-th layer of a backup, then those of the MTP head, then None."""
+def layer_states(backup: SequenceBackup, index: int, limit: int = READ_BYTES) -> list[LayerState]:
+    """Return the bytes of the layers of a backup from the `index`-th on, and then those of the MTP head.
+
+    The list ends once it has `limit` bytes. It is empty after the last state.
+    """
+    states: list[LayerState] = []
+    total = 0
+    while total < limit and (state := _layer_state(backup, index + len(states))) is not None:
+        states.append(state)
+        total += len(state.data)
+    return states
+
+
+def _layer_state(backup: SequenceBackup, index: int) -> LayerState | None:
     if index < len(backup.layers):
         found = backup.layers[index]
         data = msgpack.packb([_to_wire(array) for array in found.arrays])

@@ -8,7 +8,7 @@ from functools import partial
 from proto import cluster_pb2 as pb
 from proto.backup import PieceJoiner, split
 from proto.errors import NotReadyError, ProtocolError, StaleEpochError
-from worker.engine.backup import ReceivedBackup, layer_state
+from worker.engine.backup import ReceivedBackup, layer_states
 from worker.engine.stage_engine import StageEngine
 from worker.node.node import WorkerNode
 
@@ -24,11 +24,11 @@ async def read_backup(
     head = pb.BackupHead(seq_id=backup.seq_id, length=backup.length)
     yield pb.BackupPiece(head=head)
     index = 0
-    # Between two layers the engine thread may run frames.
-    while state := await node.machinery.thread.call(partial(layer_state, backup, index)):
-        for piece in split([state]):
+    # Between two calls the engine thread may run frames.
+    while states := await node.machinery.thread.call(partial(layer_states, backup, index)):
+        for piece in split(states):
             yield piece
-        index += 1
+        index += len(states)
     if engine.backups.newest is backup:
         engine.backups.newest = None
 
