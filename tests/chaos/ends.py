@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.chaos.crash import CRASHES
 from tests.chaos.load import QUESTIONS, ask
 from tests.support.processes.processes import (
     Process,
@@ -33,16 +34,6 @@ WORKERS, CLIENTS = 3, 2
 
 LATEST = 8.0
 """Seconds. Latest SIGTERM after all workers are ready. Loading and the first answers take less."""
-
-CRASHES = (
-    "Traceback",
-    "Fatal Python",
-    "Aborted",
-    "terminate called",
-    "Exception ignored",
-    "core dumped",
-)
-"""Texts of a process that ended badly."""
 
 
 def crash_of(process: Process, *, started: bool) -> str | None:

@@ -27,12 +27,27 @@ class Question:
     tokens: int
     temperature: float
     seed: int
+    logprobs: bool = False
+    stored: bool = False
+    """True for a chat whose answer the coordinator keeps in its journal."""
+
+    @property
+    def path(self) -> str:
+        """The path of the request."""
+        return "/v1/chat/completions" if self.stored else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the JSON body of the request to `model`."""
+        if self.stored:
+            own: dict[str, Any] = {
+                "messages": [{"role": "user", "content": self.prompt}],
+                "store": True,
+            }
+        else:
+            own = {"prompt": self.prompt, "logprobs": 2 if self.logprobs else None}
         return {
+            **own,
             "model": model,
-            "prompt": self.prompt,
             "max_tokens": self.tokens,
             "temperature": self.temperature,
             "top_p": 0.95,
@@ -44,9 +59,20 @@ class Question:
 
 
 QUESTIONS = tuple(
-    Question(PROMPT * (1 + i % 4), 60 + 40 * (i % 5), 0.0 if i % 2 else 0.8, i) for i in range(12)
+    Question(
+        PROMPT * (1 + i % 4),
+        60 + 40 * (i % 5),
+        0.0 if i % 2 else 0.8,
+        i,
+        logprobs=i % 6 in (1, 4),
+        stored=i % 6 == 2,
+    )
+    for i in range(12)
 )
-"""Greedy and sampled questions with prompts and answers of several lengths."""
+"""Greedy and sampled questions with prompts and answers of several lengths. Some ask for log-probabilities."""
+
+CANCELLED_SHARE = 0.08
+"""Share of the requests whose client leaves before the end."""
 
 
 class HungError(Exception):
@@ -62,6 +88,7 @@ class Answer:
 
     text: str = ""
     tokens: int = 0
+    logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     @property
@@ -71,15 +98,23 @@ class Answer:
         return max((after - before for before, after in pairs), default=0.0)
 
 
-def ask(url: str, model: str, question: Question, answer: Answer | None = None) -> Answer:
+def ask(
+    url: str,
+    model: str,
+    question: Question,
+    answer: Answer | None = None,
+    *,
+    leave_after: int | None = None,
+) -> Answer:
     """Return one streamed answer. `answer` is filled while the stream runs.
 
-    Raises HungError if the stream is silent too long, RuntimeError if it ends with an error or is cut.
+    With `leave_after` the client closes its connection after this number of pieces. Raises HungError if the stream is
+    silent too long, RuntimeError if it ends with an error or is cut.
     """
     answer = answer or Answer()
     answer.times.append(time.time())
     with httpx.stream(
-        "POST", f"{url}/v1/completions", json=question.body(model), timeout=READ_SECONDS
+        "POST", f"{url}{question.path}", json=question.body(model), timeout=READ_SECONDS
     ) as reply:
         if reply.status_code != 200:
             raise RuntimeError(f"{reply.status_code}: {reply.read().decode()[:200]}")
@@ -87,17 +122,24 @@ def ask(url: str, model: str, question: Question, answer: Answer | None = None) 
             if line == "data: [DONE]":
                 return answer
             if line.startswith("data: {"):
-                _take(json.loads(line.removeprefix("data: ")), answer)
+                _add_event(json.loads(line.removeprefix("data: ")), answer)
+                if leave_after is not None and len(answer.times) > leave_after:
+                    return answer
             elif time.time() - answer.times[-1] > READ_SECONDS:
                 raise HungError
     raise RuntimeError("the stream was cut")
 
 
-def _take(event: dict[str, Any], answer: Answer) -> None:
+def _add_event(event: dict[str, Any], answer: Answer) -> None:
     if "error" in event:
         raise RuntimeError(event["error"]["message"])
     answer.times.append(time.time())
-    answer.text += "".join(choice["text"] for choice in event["choices"])
+    for choice in event["choices"]:
+        delta = choice.get("delta", {})
+        answer.text += choice.get("text", "")
+        answer.text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        if found := choice.get("logprobs"):
+            answer.logprobs += found["token_logprobs"]
     answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
 
 
@@ -113,17 +155,38 @@ class Outcome:
     differing: int = 0
     """Number of answers whose text differs from the undisturbed answer."""
     hung: int = 0
+    cancelled: int = 0
+    """Number of answers whose client left. The text until then is compared."""
+    tokens: int = 0
+    """Number of tokens of the finished answers."""
+    logprobs: int = 0
+    """Number of log-probabilities that were compared bit by bit."""
     wrong: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, answer: Answer, wanted: Answer) -> None:
         """Record `answer`, comparing it with `wanted`."""
         self.finished += 1
+        self.tokens += answer.tokens
+        self.logprobs += len(answer.logprobs)
         self.lost += max(0, wanted.tokens - answer.tokens)
         self.duplicated += max(0, answer.tokens - wanted.tokens)
         if answer.text != wanted.text:
             self.differing += 1
             self.wrong.append(f"{answer.text!r} instead of {wanted.text!r}")
+        elif answer.logprobs != wanted.logprobs:
+            self.differing += 1
+            self.wrong.append(f"{answer.logprobs} instead of {wanted.logprobs}")
+        self.answers.append(Answer(times=answer.times))
+
+    def add_cancelled(self, answer: Answer, wanted: Answer) -> None:
+        """Record an answer whose client left, comparing its text and log-probabilities so far."""
+        self.cancelled += 1
+        self.logprobs += len(answer.logprobs)
+        count = len(answer.logprobs)
+        if not wanted.text.startswith(answer.text) or wanted.logprobs[:count] != answer.logprobs:
+            self.differing += 1
+            self.wrong.append(f"{answer.text!r} does not begin {wanted.text!r}")
         self.answers.append(Answer(times=answer.times))
 
 
@@ -154,8 +217,11 @@ class Clients:
         chance = random.Random(number)
         while not self._stop.is_set():
             question = chance.choice(QUESTIONS)
+            leave_after = None
+            if chance.random() < CANCELLED_SHARE:
+                leave_after = chance.randint(1, question.tokens // 2)
             try:
-                answer = ask(self.url, self.model, question)
+                answer = ask(self.url, self.model, question, leave_after=leave_after)
             except (HungError, httpx.ReadTimeout):
                 with self._lock:
                     self.outcome.hung += 1
@@ -164,8 +230,9 @@ class Clients:
                     self.outcome.wrong.append(f"{type(error).__name__}: {error}")
                 self._stop.wait(1.0)
             else:
+                add = self.outcome.add if leave_after is None else self.outcome.add_cancelled
                 with self._lock:
-                    self.outcome.add(answer, self.wanted[question])
+                    add(answer, self.wanted[question])
 
 
 @contextmanager

@@ -98,6 +98,13 @@ def _episode(
     )
 
 
+def silence_during(fault: Injected, answers: Sequence[Answer]) -> float:
+    """Return the longest silence of a client, in seconds, that overlaps the fault and its repair."""
+    gaps = (gap for a in answers for gap in zip(a.times, a.times[1:], strict=False))
+    touched = (end - start for start, end in gaps if start < fault.until and end > fault.at)
+    return max(touched, default=0.0)
+
+
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Return median, 95th percentile and maximum of `values`, or zeros if there are none."""
     if not values:

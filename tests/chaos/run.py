@@ -1,8 +1,9 @@
-"""Random faults under load: workers are killed, paused, cut off and blocked while clients compare answers.
+"""Random faults under load: processes, networks and machines fail while clients compare answers.
 
 A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
 compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run. With
-`--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator.
+`--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator. `--kinds network` and
+`--kinds host` choose other faults, and `--table FILE` adds the results of several runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.faults import KINDS, SURVIVOR, Fault, Faults, schedule, wait_until
+from tests.chaos.crash import crashes_of
+from tests.chaos.faults import (
+    GROUPS,
+    KINDS,
+    NETWORK_KINDS,
+    PROXY_KINDS,
+    SURVIVOR,
+    Fault,
+    Faults,
+    schedule,
+    wait_until,
+    why_impossible,
+)
 from tests.chaos.load import (
     QUESTIONS,
     Answer,
@@ -32,15 +45,20 @@ from tests.chaos.load import (
     ask,
     clients,
 )
-from tests.chaos.pauses import PARTS, REPLAN, Episode, Injected, episodes, spread
+from tests.chaos.pauses import PARTS, REPLAN, Episode, Injected, episodes, silence_during, spread
+from tests.chaos.surroundings import Surroundings, surroundings
+from tests.chaos.table import add_run
 from tests.support.processes.processes import Coordinator, as_coordinator, ending, launch
 from tests.support.processes.resource_use import ResourceUse, grown, resource_use
 from tests.support.processes.task_count import TASKS
-from tests.support.processes.team import Team, running_team
+from tests.support.processes.team import Place, Team, running_team
 
 FAILURE_TIMEOUT = 2.0
 WORKERS = 4
 """Three workers for the plan and one spare."""
+
+FEW_WORKERS = 2
+"""Number of workers under faults of networks and hosts, which slow two cores down."""
 
 CLIENTS = 3
 FAULT_SECONDS = (FAILURE_TIMEOUT + 0.5, FAILURE_TIMEOUT + 2.0)
@@ -70,6 +88,12 @@ class Report:
     """Faults that ended a plan."""
     replans: list[Episode] = field(default_factory=list)
     """Plan changes that the run requested."""
+    silences: dict[str, list[float]] = field(default_factory=dict)
+    """For each kind, the longest silence of a client during each fault, in seconds."""
+    crashes: list[str] = field(default_factory=list)
+    """Tracebacks and aborts in the logs of all processes."""
+    netem: bool = False
+    """True if the kernel's netem impaired packets."""
     resource_use: dict[str, list[ResourceUse]] = field(default_factory=dict)
 
     @property
@@ -94,14 +118,19 @@ class Report:
         yield "streams ended with an error or cut", str(len(o.wrong) - o.differing)
         yield "tokens lost / duplicated", f"{o.lost} / {o.duplicated}"
         yield "answers differing", str(o.differing)
+        yield "tokens / log-probabilities compared", f"{o.tokens} / {o.logprobs}"
+        yield "answers cancelled by their client", str(o.cancelled)
+        yield "tracebacks and aborts", "; ".join(self.crashes) or "0"
         yield "clients hung", str(o.hung)
         yield "", f"{'median':>8}{'95 %':>8}{'max':>8}"
         for name in (*PARTS, "pause", "bound"):
             values = [getattr(e, name) for e in self.episodes]
             yield f"{name}, s", "".join(f"{v:8.2f}" for v in spread(values))
-        for kind in KINDS:
+        for kind in self.faults:
             values = [e.detection for e in self.episodes if e.kind == kind]
             yield f"detection of {kind}, s", "".join(f"{v:8.2f}" for v in spread(values))
+        for kind, values in self.silences.items():
+            yield f"silence during {kind}, s", "".join(f"{v:8.2f}" for v in spread(values))
         for name in ("pause", "bound"):
             values = [getattr(e, name) for e in self.replans]
             yield f"{name} of a replan, s", "".join(f"{v:8.2f}" for v in spread(values))
@@ -132,9 +161,10 @@ class Report:
 
 @contextmanager
 def coordinating(
-    folder: Path, model: str, team: Team, options: Sequence[str] = ()
+    folder: Path, model: str, team: Team, options: Sequence[str] = (), place: Place | None = None
 ) -> Iterator[Coordinator]:
     """Run a coordinator over the workers of `team`, with further `options` of `mtp-coord serve`."""
+    place = place or Place()
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += [
         "--model",
@@ -146,19 +176,23 @@ def coordinating(
         "--no-mdns",
         "--no-auto-replan",
     ]
-    flags += ["--failure-timeout", str(FAILURE_TIMEOUT), *options]
+    flags += ["--failure-timeout", str(FAILURE_TIMEOUT), *place.flags, *options]
     module = "tests.support.processes.no_back_off_coordinator"
-    env = {TASKS: str(folder)}
-    with ending(launch(folder, "coordinator", module, ["serve", *flags], env=env)) as process:
+    env = {TASKS: str(folder), "MTP_STATE_DIR": str(folder / "state"), **place.env}
+    launched = launch(
+        folder, "coordinator", module, ["serve", *flags], env=env, prefix=place.prefix
+    )
+    with ending(launched) as process:
         yield as_coordinator(process)
 
 
 class Run:
     """One run. The same seed injects the same faults into the same workers in the same order."""
 
-    def __init__(self, folder: Path, model: str, team: Team, coordinator: Coordinator, seed: int):
-        self.folder, self.team, self.coordinator = folder, team, coordinator
-        self.faults = Faults(team, model, coordinator.pid)
+    def __init__(
+        self, folder: Path, team: Team, coordinator: Coordinator, faults: Faults, seed: int
+    ) -> None:
+        self.folder, self.team, self.coordinator, self.faults = folder, team, coordinator, faults
         self.report = Report(seed)
         self.injected: list[Injected] = []
 
@@ -193,14 +227,18 @@ class Run:
         started = time.time()
         self.faults.inject(fault)
         time.sleep(fault.seconds)
+        if not self.coordinator.running:
+            text = self.coordinator.text()[-2000:]
+            raise RuntimeError(f"the coordinator ended during {fault}: {text}")
         if fault.kind == "stuck":  # a frame of a new size has a longer deadline
             wait_until(lambda: self.status()["epoch"] != epoch, STUCK_SECONDS)
         self.faults.repair(fault)
         if not wait_until(self.all_healthy, BACK_SECONDS):
-            self.report.not_back.append(f"w{fault.victim} after {fault.kind}: {self.health()}")
+            self.report.not_back.append(f"{fault}: {self.health()}")
         self.injected.append(Injected(fault.kind, started, time.time()))
         self.report.faults[fault.kind] += 1
-        self.replan()
+        if fault.kind in KINDS or self.status()["epoch"] != epoch:
+            self.replan()
         time.sleep(max(0.0, pace - (time.time() - started)))
 
     def replan(self) -> None:
@@ -211,19 +249,31 @@ class Run:
         wait_until(self.all_healthy, BACK_SECONDS)
         self.injected.append(Injected(REPLAN, started, time.time()))
 
-    def go(self, faults: int, pace: float, asking: Clients, *, verbose: bool) -> None:
-        """Inject `faults` faults, `pace` seconds apart, while the clients `asking` run."""
+    def go(self, due: Sequence[Fault], pace: float, asking: Clients, *, verbose: bool) -> None:
+        """Inject the faults `due`, `pace` seconds apart, while the clients `asking` run."""
         time.sleep(1.0)  # every client has sent its first request
-        due = schedule(self.report.seed, faults, len(self.team.workers), FAULT_SECONDS)
         for i, fault in enumerate(due):
-            if i % max(1, faults // SAMPLES) == 0:
+            if i % max(1, len(due) // SAMPLES) == 0:
                 self.sample()
             self.inject_and_repair(fault, pace)
             if verbose:
                 outcome = asking.outcome
-                done = f"{i + 1}/{faults} {fault.kind}: {outcome.finished} finished"
-                print(done, f"{len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
+                done = f"{i + 1}/{len(due)} {fault.kind} w{fault.victim}:"
+                found = f"{outcome.finished} finished {len(outcome.wrong)} wrong"
+                print(time.strftime("%T"), done, found, file=sys.stderr, flush=True)
         self.sample()
+
+    def complete_report(self, asking: Clients) -> Report:
+        """Return the report, with the findings of the clients and of the logs."""
+        report, answers = self.report, asking.outcome.answers
+        report.outcome = asking.outcome
+        found = episodes(self.injected, self.coordinator.records(), answers)
+        report.episodes = [episode for episode in found if episode.kind != REPLAN]
+        report.replans = [episode for episode in found if episode.kind == REPLAN]
+        for fault in self.injected:
+            longest = silence_during(fault, answers)
+            report.silences.setdefault(fault.kind, []).append(longest)
+        return report
 
 
 def undisturbed(url: str, model: str) -> dict[Question, Answer]:
@@ -243,29 +293,73 @@ def run(
     verbose: bool = False,
     options: Sequence[str] = (),
     workers: int = WORKERS,
+    kinds: Sequence[str] = KINDS,
 ) -> Report:
-    """Inject `faults` faults, one at a time and `pace` seconds apart, under load. Return the report.
+    """Inject `faults` faults of these kinds, one at a time and `pace` seconds apart, under load. Return the report.
 
     `options` are those of `mtp-coord serve`.
     """
     started = time.monotonic()
+    due = schedule(seed, faults, workers, FAULT_SECONDS, kinds)
+    with surroundings(folder, workers, kinds, seed) as around:
+        report = _run_in(around, folder, model, due, seed, pace, verbose, options)
+        report.netem = around.network is not None and around.network.netem
+    report.crashes = crashes_of(folder)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _run_in(
+    around: Surroundings,
+    folder: Path,
+    model: str,
+    due: Sequence[Fault],
+    seed: int,
+    pace: float,
+    verbose: bool,
+    options: Sequence[str],
+) -> Report:
+    proxied = around.network is None
     with (
-        running_team(folder, model, workers) as team,
-        coordinating(folder, model, team, options) as coordinator,
+        running_team(folder, model, len(around.places), around.places, proxied=proxied) as team,
+        coordinating(folder, model, team, options, around.coordinator) as coordinator,
     ):
         name = Path(model).name
         wanted = undisturbed(coordinator.url, name)
-        doing = Run(folder, model, team, coordinator, seed)
+        faults = Faults(
+            team,
+            model,
+            coordinator.pid,
+            address=coordinator.url.removeprefix("http://"),
+            network=around.network,
+            hosts=around.hosts,
+        )
+        doing = Run(folder, team, coordinator, faults, seed)
         with clients(coordinator.url, name, wanted, CLIENTS) as asking:
-            doing.go(faults, pace, asking, verbose=verbose)
-        report = doing.report
-        report.outcome = asking.outcome
-        records = coordinator.records()
-        found = episodes(doing.injected, records, asking.outcome.answers)
-        report.episodes = [episode for episode in found if episode.kind != REPLAN]
-        report.replans = [episode for episode in found if episode.kind == REPLAN]
-    report.seconds = time.monotonic() - started
-    return report
+            doing.go(due, pace, asking, verbose=verbose)
+        return doing.complete_report(asking)
+
+
+def chosen_kinds(words: str) -> list[str]:
+    """Return the kinds named by `words`, groups or kinds with commas between. Print those that are impossible here.
+
+    Raises ValueError for an unknown kind, for kinds that exclude each other, or if no kind is left.
+    """
+    kinds = [kind for word in words.split(",") for kind in GROUPS.get(word, (word,))]
+    known = [kind for group in GROUPS.values() for kind in group]
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(
+            f"unknown kind of fault: {unknown[0]}. Use {', '.join([*GROUPS, *known])}."
+        )
+    if {*PROXY_KINDS} & {*kinds} and {*NETWORK_KINDS} & {*kinds}:
+        raise ValueError("cut and freeze need proxies, which the network has not. Use two runs.")
+    reasons = {kind: why_impossible(kind) for kind in kinds}
+    for kind, reason in reasons.items():
+        if reason is not None:
+            print(f"left out: {kind}: {reason}", flush=True)
+    if not (possible := [kind for kind, reason in reasons.items() if reason is None]):
+        raise ValueError("no fault of these kinds is possible here")
+    return possible
 
 
 def main() -> None:
@@ -276,11 +370,18 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=6.0, help="seconds from fault to fault")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--serve", default="", help="options of serve, such as mtp=off")
-    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--kinds", default="process", help="process, network, host, or kinds")
+    parser.add_argument("--workers", type=int, help="4; under faults of networks and hosts 2")
+    parser.add_argument("--table", type=Path, help="add the results to this JSON file")
     parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
     options = [f"--{option}" for option in given.serve.split(",") if option]
+    try:
+        kinds = chosen_kinds(given.kinds)
+    except ValueError as error:
+        parser.error(str(error))
+    workers = given.workers or (WORKERS if {*kinds} <= {*KINDS} else FEW_WORKERS)
     with tempfile.TemporaryDirectory() as folder:
         report = run(
             given.logs or Path(folder),
@@ -290,12 +391,15 @@ def main() -> None:
             pace=given.pace,
             verbose=True,
             options=options,
-            workers=given.workers,
+            workers=workers,
+            kinds=kinds,
         )
     print(report)
     print(f"{given.faults} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes")
     for line in report.outcome.wrong[:5]:
         print("  wrong:", line)
+    if given.table:
+        print(add_run(given.table, report))
     if given.out:
         given.out.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 

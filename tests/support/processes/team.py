@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.processes.faulty_worker import FAULT
@@ -14,13 +15,26 @@ from tests.support.processes.proxy import Proxy, proxies
 from tests.support.processes.task_count import TASKS
 
 
-class Team:
-    """Workers behind proxies. `addresses` are the proxies', and workers keep theirs when they restart."""
+@dataclass(frozen=True)
+class Place:
+    """The machine of a worker: where it listens, and the command and environment that put a process there."""
 
-    def __init__(self, folder: Path, model: str | Path, count: int) -> None:
+    listen: str = "127.0.0.1:0"
+    flags: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Team:
+    """Workers, usually behind proxies. Workers keep their addresses when they restart."""
+
+    def __init__(
+        self, folder: Path, model: str | Path, count: int, places: Sequence[Place] = ()
+    ) -> None:
         self.folder = folder
         self.starts = 0
-        launched = [self._launch(i, model, "127.0.0.1:0") for i in range(count)]
+        self.places = places or [Place()] * count
+        launched = [self._launch(i, model, self.places[i].listen) for i in range(count)]
         self.workers: list[Worker] = []
         try:
             self.workers = [as_worker(process) for process in launched]
@@ -33,13 +47,15 @@ class Team:
     def _launch(self, number: int, model: str | Path, listen: str) -> Process:
         self.starts += 1
         name = f"w{number}"
+        place = self.places[number]
         arguments = ["--model", str(model), "--listen", listen, "--name", name, "--no-mdns"]
         return launch(
             self.folder,
             f"{name}.{self.starts}",
             "tests.support.processes.faulty_worker",
-            arguments,
-            env={FAULT: str(self._file(number)), TASKS: str(self.folder)},
+            [*arguments, *place.flags],
+            env={FAULT: str(self._file(number)), TASKS: str(self.folder), **place.env},
+            prefix=place.prefix,
         )
 
     def _file(self, number: int) -> Path:
@@ -47,8 +63,8 @@ class Team:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the proxies."""
-        return [proxy.address for proxy in self.proxies]
+        """Addresses of the proxies, or of the workers if there are none."""
+        return [listening.address for listening in self.proxies or self.workers]
 
     def set_fault(self, number: int, fault: str = "") -> None:
         """Set the fault of a worker's engine. An empty string ends the fault."""
@@ -76,20 +92,29 @@ class Team:
 
     def end_faults(self) -> None:
         """End all faults. Workers that ended stay ended."""
-        for number, proxy in enumerate(self.proxies):
-            self.set_fault(number)
+        for proxy in self.proxies:
             proxy.thaw()
             proxy.refuse(False)
-            if self.workers[number].running:
+        for number, worker in enumerate(self.workers):
+            self.set_fault(number)
+            if worker.running:
                 self.resume(number)
 
 
 @contextmanager
-def running_team(folder: Path, model: str | Path, count: int) -> Iterator[Team]:
-    """Run `count` workers with their proxies."""
-    team = Team(folder, model, count)
+def running_team(
+    folder: Path,
+    model: str | Path,
+    count: int,
+    places: Sequence[Place] = (),
+    *,
+    proxied: bool = True,
+) -> Iterator[Team]:
+    """Run `count` workers, with their proxies if they are `proxied`."""
+    team = Team(folder, model, count, places)
     try:
-        with proxies([worker.address for worker in team.workers]) as team.proxies:
+        targets = [worker.address for worker in team.workers] if proxied else []
+        with proxies(targets) as team.proxies:
             yield team
     finally:
         for worker in team.workers:

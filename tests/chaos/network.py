@@ -1,0 +1,160 @@
+"""Machines in network namespaces whose packets pass a router with delay, loss, reordering, rate limits and cuts.
+
+Every machine but the last has a namespace. The last machine is this process's own namespace: the coordinator runs
+there, so that clients reach it over loopback, which is not impaired. The router is `tests.chaos.relay`. Where the
+kernel has netem, the packets that a machine sends are impaired by `tc` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+
+from tests.chaos.packet_link import Impairment
+
+SUBNET = "10.213.79"
+CUT = Impairment(loss=1.0)
+
+
+class Network:
+    """The machines 0 to `count` - 1 and this process's own, which has the number `count`."""
+
+    def __init__(self, count: int, relay: subprocess.Popen[str], token: str) -> None:
+        self.own = count
+        self.netem = False
+        """True once `tc netem` has impaired packets. The relay did all of it otherwise."""
+        self._relay = relay
+        self._token = token
+        self._links: dict[tuple[int, int], Impairment] = {}
+        self._disciplines: set[int] = set()
+
+    def address(self, machine: int) -> str:
+        """Return the address of a machine."""
+        return f"{SUBNET}.{machine + 1}"
+
+    def device(self, machine: int) -> str:
+        """Return the network device of a machine."""
+        return f"mt{self._token}{machine}"
+
+    def namespace(self, machine: int) -> str:
+        """Return the network namespace of a machine."""
+        return f"mtp-{self._token}-{machine}"
+
+    def prefix(self, machine: int) -> tuple[str, ...]:
+        """Return the command that runs another one on a machine."""
+        return ("ip", "netns", "exec", self.namespace(machine))
+
+    def impair(self, machine: int, faults: Impairment) -> None:
+        """Impair all packets that a machine sends or receives."""
+        by_kernel = machine != self.own and self._tc(machine, faults)
+        for other in range(self.own + 1):
+            if other != machine:
+                self._links[other, machine] = faults
+                if not by_kernel:
+                    self._links[machine, other] = faults
+        self._configure()
+
+    def cut(self, source: int | None, destination: int | None) -> None:
+        """Lose the packets from one machine to another without a sign. None stands for every machine."""
+        everyone = range(self.own + 1)
+        for a in everyone if source is None else (source,):
+            for b in everyone if destination is None else (destination,):
+                if a != b:
+                    self._links[a, b] = CUT
+        self._configure()
+
+    def mend(self) -> None:
+        """End all impairments."""
+        self._links.clear()
+        for machine in self._disciplines:
+            _run(*self.prefix(machine), "tc", "qdisc", "del", "dev", self.device(machine), "root")
+        self._disciplines.clear()
+        self._configure()
+
+    def _configure(self) -> None:
+        links = [[a, b, asdict(faults)] for (a, b), faults in self._links.items()]
+        assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
+        self._relay.stdin.write(json.dumps(links) + "\n")
+        self._relay.stdin.flush()
+        assert self._relay.stdout.readline(), "the relay ended"
+
+    def _tc(self, machine: int, faults: Impairment) -> bool:
+        """Impair what a machine sends with the kernel's netem. Return False where the kernel has none."""
+        words = netem_words(faults)
+        device = ("dev", self.device(machine), "root")
+        try:
+            _run(*self.prefix(machine), "tc", "qdisc", "replace", *device, "netem", *words)
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            return False
+        self._disciplines.add(machine)
+        self.netem = True
+        return True
+
+
+def netem_words(faults: Impairment) -> list[str]:
+    """Return the arguments of `tc qdisc add … netem` for an impairment."""
+    words = []
+    if faults.delay or faults.jitter:
+        words += ["delay", f"{1e3 * faults.delay:g}ms", f"{1e3 * faults.jitter:g}ms"]
+    for name, share in (
+        ("loss", faults.loss),
+        ("duplicate", faults.duplicate),
+        ("reorder", faults.reorder),
+    ):
+        if share:
+            words += [name, f"{100 * share:g}%"]
+    if faults.rate:
+        words += ["rate", f"{8 * faults.rate:.0f}bit"]
+    return words
+
+
+def why_no_network() -> str | None:
+    """Return why this system permits no network of namespaces, or None if it does."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces and TUN devices need root"
+    try:
+        with network(1, seed=0):
+            return None
+    except (OSError, AssertionError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+@contextmanager
+def network(count: int, seed: int) -> Iterator[Network]:
+    """Run a network of `count` machines besides this one. Raises CalledProcessError where that is not permitted."""
+    token = uuid.uuid4().hex[:6]
+    with ExitStack() as stack:
+        names = [f"mt{token}{machine}" for machine in range(count + 1)]
+        command = [sys.executable, "-m", "tests.chaos.relay", str(seed), *names]
+        pipe = subprocess.PIPE
+        relay = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        stack.enter_context(relay)
+        stack.callback(relay.kill)
+        assert relay.stdout is not None
+        assert relay.stdout.readline(), "the relay has no TUN devices"
+        made = Network(count, relay, token)
+        for machine in range(count):
+            _run("ip", "netns", "add", made.namespace(machine))
+            stack.callback(_run, "ip", "netns", "del", made.namespace(machine))
+            _run("ip", "link", "set", made.device(machine), "netns", made.namespace(machine))
+        for machine in range(count + 1):
+            inside = () if machine == count else ("-n", made.namespace(machine))
+            device = made.device(machine)
+            _run("ip", *inside, "addr", "add", f"{made.address(machine)}/24", "dev", device)
+            _run("ip", *inside, "link", "set", device, "up")
+            if inside:
+                _run("ip", *inside, "link", "set", "lo", "up")
+        yield made
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=10)
