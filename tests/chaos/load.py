@@ -196,6 +196,7 @@ class Clients:
     def __init__(self, url: str, model: str, wanted: dict[Question, Answer], count: int) -> None:
         self.url, self.model, self.wanted = url, model, wanted
         self.outcome = Outcome()
+        self._present: dict[int, Answer] = {}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(count)]
@@ -213,6 +214,12 @@ class Clients:
             thread.join(max(0.0, deadline - time.monotonic()))
             self.outcome.hung += thread.is_alive()
 
+    @property
+    def latest(self) -> float:
+        """The arrival of the latest piece of the present answers, in seconds since 1970."""
+        answers = [*self._present.values()]
+        return max((answer.times[-1] for answer in answers if len(answer.times) > 1), default=0.0)
+
     def _run(self, number: int) -> None:
         chance = random.Random(number)
         while not self._stop.is_set():
@@ -220,8 +227,9 @@ class Clients:
             leave_after = None
             if chance.random() < CANCELLED_SHARE:
                 leave_after = chance.randint(1, question.tokens // 2)
+            answer = self._present[number] = Answer()
             try:
-                answer = ask(self.url, self.model, question, leave_after=leave_after)
+                ask(self.url, self.model, question, answer, leave_after=leave_after)
             except (HungError, httpx.ReadTimeout):
                 with self._lock:
                     self.outcome.hung += 1

@@ -7,6 +7,7 @@ kernel has netem, the packets that a machine sends are impaired by `tc` instead.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -115,6 +116,7 @@ def netem_words(faults: Impairment) -> list[str]:
     return words
 
 
+@functools.cache
 def why_no_network() -> str | None:
     """Return why this system permits no network of namespaces, or None if it does."""
     if sys.platform != "linux":
@@ -153,6 +155,7 @@ def network(count: int, seed: int) -> Iterator[Network]:
             _run("ip", *inside, "link", "set", device, "up")
             if inside:
                 _run("ip", *inside, "link", "set", "lo", "up")
+        stack.callback(relay.kill)  # before its devices disappear with their namespaces
         yield made
 
 

@@ -82,7 +82,7 @@ class Report:
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     not_back: list[str] = field(default_factory=list)
-    """Faults after which a worker did not recover in time."""
+    """Faults after which a worker did not recover in time, or no answer went on."""
     outcome: Outcome = field(default_factory=Outcome)
     episodes: list[Episode] = field(default_factory=list)
     """Faults that ended a plan."""
@@ -221,7 +221,7 @@ class Run:
                 resource_use(process.pid, self.folder)
             )
 
-    def inject_and_repair(self, fault: Fault, pace: float) -> None:
+    def inject_and_repair(self, fault: Fault, pace: float, asking: Clients) -> None:
         """Inject `fault`, repair it, and wait until every worker is part of the cluster again."""
         epoch = self.status()["epoch"]
         started = time.time()
@@ -239,6 +239,10 @@ class Run:
         self.report.faults[fault.kind] += 1
         if fault.kind in KINDS or self.status()["epoch"] != epoch:
             self.replan()
+        repaired = time.time()
+        # On a busy machine the next fault would otherwise end a plan that has not computed anything.
+        if not wait_until(lambda: asking.latest > repaired, BACK_SECONDS):
+            self.report.not_back.append(f"{fault}: no client received anything")
         time.sleep(max(0.0, pace - (time.time() - started)))
 
     def replan(self) -> None:
@@ -255,7 +259,7 @@ class Run:
         for i, fault in enumerate(due):
             if i % max(1, len(due) // SAMPLES) == 0:
                 self.sample()
-            self.inject_and_repair(fault, pace)
+            self.inject_and_repair(fault, pace, asking)
             if verbose:
                 outcome = asking.outcome
                 done = f"{i + 1}/{len(due)} {fault.kind} w{fault.victim}:"
