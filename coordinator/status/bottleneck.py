@@ -22,6 +22,11 @@ UNBALANCED = 1.15
 """Ratio. A stage whose time exceeds the mean by this factor is named as the slowest: less is noise."""
 
 
+ADVICE_SECONDS = 3.0
+"""Seconds between two computations of the advice: it takes a millisecond, and a sentence that changes faster is hard to
+read."""
+
+
 @dataclass(frozen=True)
 class MeasuredPass:
     """One frame's way, in seconds: when it was sent and returned, and the start and end of each stage's work."""
@@ -45,17 +50,33 @@ class PassLog:
 
     def __init__(self) -> None:
         self._passes: deque[MeasuredPass] = deque(maxlen=WINDOW_FRAMES)
+        self._advice = ""
+        self._advised: tuple[str, ...] = ()
+        """The names of the stages in `_advice`."""
+        self._advised_at = 0.0
+        """Seconds. End of the newest pass that `_advice` covers."""
 
     def record_pass(self, one: MeasuredPass) -> None:
         """Add a pass. One over another number of stages belongs to a new plan and drops the earlier ones."""
         if self._passes and len(self._passes[0].stages) != len(one.stages):
             self._passes.clear()
+            self._advised = ()
         self._passes.append(one)
 
     def explain(self, names: Sequence[str]) -> str:
-        """Return one sentence on what would help most, for stages called `names`; empty with too few passes."""
+        """Return one sentence on what would help most, for stages called `names`; empty with too few passes.
+
+        The sentence follows new passes after ADVICE_SECONDS.
+        """
         if len(self._passes) < FEWEST_FRAMES or len(names) != len(self._passes[0].stages):
             return ""
+        newest = self._passes[-1].returned_at
+        if tuple(names) != self._advised or newest - self._advised_at >= ADVICE_SECONDS:
+            self._advised, self._advised_at = tuple(names), newest
+            self._advice = self._compute_advice(names)
+        return self._advice
+
+    def _compute_advice(self, names: Sequence[str]) -> str:
         active = self._active_seconds()
         busy = [
             sum(end - start for start, end in column) / active

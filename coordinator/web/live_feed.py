@@ -7,17 +7,17 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import takewhile
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, TypeVar
 
 from coordinator.status.activity import describe_activity, suggest_improvement
 from coordinator.status.bottleneck import PassLog
-from coordinator.status.cluster_events import EventLog
+from coordinator.status.cluster_events import ClusterEvent, EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_history import FrameHistory, FrameTimes
-from coordinator.status.history import History
+from coordinator.status.history import History, Sample
 from coordinator.status.latency import LatencyLog
 from coordinator.status.request_log import RequestLog
 from coordinator.web.live_trace import TRACE_SECONDS, LiveTrace
@@ -25,8 +25,12 @@ from proto.errors import CapacityError
 
 log = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 0.25
-"""Seconds. Time between two looks at the status, hence between two messages: four a second."""
+LOOK_SECONDS = 0.25
+"""Seconds. Time between two looks at the status. It bounds the error of the times of events."""
+
+LOOKS_A_MESSAGE = 2
+"""Looks for one message, so two messages a second. A message costs the coordinator 0.1 ms for each page, and people do
+not read figures that change faster. An event is sent at once."""
 
 KEEP_ALIVE_SECONDS = 10.0
 """Seconds. A subscriber without changes gets a comment after this time, so that proxies keep the connection."""
@@ -35,15 +39,17 @@ MAX_SUBSCRIBERS = 200
 """Open pages. Bounds the sockets and the memory that pages take."""
 
 QUEUED_MESSAGES = 20
-"""Messages. A subscriber that is this far behind (five seconds) gets a new snapshot instead of them."""
+"""Messages. A subscriber that is this far behind (ten seconds) gets a new snapshot instead of them."""
 
-HOLD_SECONDS = 1.0
-"""Seconds. A frame waits so long for its exact times before it is sent with estimated ones."""
+HOLD_SECONDS = 1.3
+"""Seconds. A frame waits so long for its exact times before it is sent with estimated ones: TRACE_SECONDS and the time
+of a collection. With the time of a message it is below DELAY in assets/timeline.js."""
 
 MAX_FRAMES_SENT = 500
 """Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
 
 Json = dict[str, Any]
+T = TypeVar("T")
 Subscriber = asyncio.Queue[bytes | None]
 """Messages to one page. None ends the stream."""
 
@@ -77,6 +83,10 @@ class LiveFeed:
         self.trace: LiveTrace | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
+        self._new_events: list[ClusterEvent] = []
+        """The events since the last message."""
+        self._new_samples: list[Sample] = []
+        """The samples since the last message."""
         self._subscribers: set[Subscriber] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
@@ -106,12 +116,14 @@ class LiveFeed:
         return len(self._subscribers)
 
     async def _run(self) -> None:
-        while True:
+        for look in count():
             try:
-                self.publish_changes()
+                status = self._look()
+                if self._new_events or look % LOOKS_A_MESSAGE == 0:
+                    self._publish(status)
             except Exception:  # a bug in the status must not end the feed
                 log.exception("live feed failed")
-            await asyncio.sleep(INTERVAL_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _run_trace(self) -> None:
         while True:
@@ -126,9 +138,19 @@ class LiveFeed:
 
     def publish_changes(self) -> None:
         """Look at the status once and send what changed."""
+        self._publish(self._look())
+
+    def _look(self) -> ClusterStatus:
+        """Return the status, and record its events and its sample."""
         status, at = self.source.status(), time.time()
-        events = self.events.record_status(status, at)
-        sample = self.history.record_status(status, at, self.clock())
+        self._new_events += self.events.record_status(status, at)
+        if sample := self.history.record_status(status, at, self.clock()):
+            self._new_samples.append(sample)
+        return status
+
+    def _publish(self, status: ClusterStatus) -> None:
+        events, self._new_events = self._new_events, []
+        samples, self._new_samples = self._new_samples, []
         if not self._subscribers:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
@@ -140,8 +162,8 @@ class LiveFeed:
             delta["status"] = changed
         if events:
             delta["events"] = [asdict(event) for event in events]
-        if sample is not None:
-            delta["history"] = [sample.compact()]
+        if samples:
+            delta["history"] = [sample.compact() for sample in samples]
             delta |= self._request_changes()  # once a second: tokens are counted all the time
         if frames := self._new_frames():
             delta["frames"] = frames
@@ -199,8 +221,8 @@ class LiveFeed:
             {
                 "time": time.time(),
                 "status": self._status,
-                "events": [asdict(event) for event in self.events.events],
-                "history": [sample.compact() for sample in self.history.samples],
+                "events": [asdict(e) for e in _without(self.events.events, self._new_events)],
+                "history": [s.compact() for s in _without(self.history.samples, self._new_samples)],
                 "frames": self._recent_frames(),
                 "open_requests": self._open_requests(),
                 "ended_requests": [asdict(record) for record in self.requests.recent],
@@ -278,6 +300,12 @@ def compact_frame(frame: FrameTimes, offset: float) -> list[float | str]:
     for start, end in frame.stages:
         fields += [round((start - frame.sent_at) * 1000, 2), round((end - start) * 1000, 2)]
     return fields
+
+
+def _without(items: Iterable[T], newest: Sequence[T]) -> list[T]:
+    """Return `items` without the last ones, which are `newest` and follow in the next message."""
+    found = list(items)
+    return found[: len(found) - len(newest)]
 
 
 def _message(event: str, data: Json) -> bytes:

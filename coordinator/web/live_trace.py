@@ -15,8 +15,8 @@ from proto.frame_stamps import StageStep
 
 log = logging.getLogger(__name__)
 
-TRACE_SECONDS = 0.5
-"""Seconds between two collections: short enough for a live picture, and two calls a second to each worker."""
+TRACE_SECONDS = 1.0
+"""Seconds between two collections: short enough for a live picture, and one call a second to each worker."""
 
 DEADLINE_SECONDS = 1.0
 """Seconds. Bounds one collection. Frames without it keep their estimated times."""

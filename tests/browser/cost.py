@@ -1,100 +1,209 @@
-"""The cost of open pages for the coordinator: `python -m tests.browser.cost` prints it.
+"""The cost of open pages: `python -m tests.browser.cost [MINUTES]` prints it, in seven minutes by default.
 
-Two workers answer one stream while no, one or ten pages read the event stream, interleaved. The pages are plain readers
-in this process: a browser would compete for the cores and measure itself.
+Two workers answer one stream while no, one or ten pages read the event stream. The three cases alternate within
+seconds, in every order, on one cluster and with one prompt. The pages are sockets that only read: a browser would
+compete for the cores and measure itself.
+
+Two figures decide. The ratio of the speeds is what users see, but other programs disturb it. The processor time of the
+coordinator is hardly disturbed. A page delays a token by at most the coordinator's additional processor time, so its
+share of the whole time bounds the loss of speed.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import random
+import selectors
+import socket
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
-from tests.support.processes.processes import running_cluster
+from tests.support.processes.processes import Cluster, running_cluster
 
 PAGES = (0, 1, 10)
-TOKENS = 256
+GOALS = {1: 0.01, 10: 0.03}
+"""Share of the tokens a second that so many pages may cost at most."""
+
+TOKENS = 64
+"""Tokens of one answer: under a second, so that a round of three answers has one state of the machine."""
+
+MINUTES = 7.0
+RESAMPLES = 2000
+"""Resamples of the rounds for each interval. More change its third digit."""
+
+READ_BYTES = 1 << 16
+BODY = {
+    "prompt": "def main():",
+    "max_tokens": TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+    "seed": 1,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One answer: its seconds, and the processor seconds of the coordinator and of all workers during it."""
+
+    seconds: float
+    coordinator: float
+    workers: float
+
+
+Round = dict[int, Measurement]
+"""The measurements of one round by the number of open pages."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process, by its clock of clock_getcpuclockid(3). /proc has steps of 10 ms."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 @contextmanager
 def open_pages(url: str, count: int) -> Iterator[None]:
-    """Read the event stream with `count` clients."""
-    stop = threading.Event()
-    ready = threading.Barrier(count + 1)
+    """Read the event stream with `count` clients on one thread."""
+    address = urlsplit(url)
+    with selectors.DefaultSelector() as selector:
+        pages = [socket.create_connection((address.hostname, address.port)) for _ in range(count)]
+        for page in pages:
+            page.sendall(f"GET /v1/events HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+            head = page.recv(READ_BYTES)
+            assert head.startswith(b"HTTP/1.1 200"), head
+            selector.register(page, selectors.EVENT_READ)
+        stop = threading.Event()
 
-    def read() -> None:
-        """Read until the end."""
-        with httpx.stream("GET", f"{url}/v1/events", timeout=60) as reply:
-            chunks = reply.iter_raw()
-            next(chunks)
-            ready.wait()
-            for _ in chunks:
-                if stop.is_set():
-                    return
+        def read() -> None:
+            """Read until the end."""
+            while not stop.is_set():
+                for key, _ in selector.select(0.2):
+                    assert key.fileobj.recv(READ_BYTES), "the stream ended"  # type: ignore[union-attr]
 
-    threads = [threading.Thread(target=read) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            reader.join()
+            for page in pages:
+                page.close()
 
 
-def measure(url: str, coordinator: psutil.Process) -> tuple[float, float]:
-    """Return tokens a second of one answer, and the CPU seconds of the coordinator per second."""
-    body = {
-        "prompt": "def main():",
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "seed": 1,
-    }
-    cpu, began = sum(coordinator.cpu_times()[:2]), time.perf_counter()
-    httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+def measure_answer(cluster: Cluster, client: httpx.Client) -> Measurement:
+    """Measure one answer."""
+    workers = [worker.pid for worker in cluster.workers]
+    before = cpu_seconds(cluster.coordinator.pid), sum(map(cpu_seconds, workers))
+    began = time.perf_counter()
+    client.post(f"{cluster.url}/v1/completions", json=BODY).raise_for_status()
     seconds = time.perf_counter() - began
-    return TOKENS / seconds, (sum(coordinator.cpu_times()[:2]) - cpu) / seconds
+    after = cpu_seconds(cluster.coordinator.pid), sum(map(cpu_seconds, workers))
+    return Measurement(seconds, after[0] - before[0], after[1] - before[1])
 
 
-def main(rounds: int = 20) -> None:
-    """Measure and print the medians."""
-    speeds: dict[int, list[float]] = {count: [] for count in PAGES}
-    loads: dict[int, list[float]] = {count: [] for count in PAGES}
+def measure_rounds(minutes: float) -> list[Round]:
+    """Measure rounds until `minutes` have passed."""
+    rounds: list[Round] = []
     with (
         TemporaryDirectory() as folder,
         running_cluster(Path(folder), "builtin", 2, "--mtp", "1", "--no-prefix-cache") as cluster,
+        httpx.Client(timeout=120) as client,
     ):
-        coordinator = psutil.Process(cluster.coordinator.pid)
-        measure(cluster.url, coordinator)
-        for turn in range(rounds):
-            for count in PAGES[turn % 3 :] + PAGES[: turn % 3]:
+        for _ in range(3):
+            measure_answer(cluster, client)
+        until = time.monotonic() + minutes * 60
+        for order in cycle(permutations(PAGES)):
+            if time.monotonic() > until:
+                return rounds
+            one: Round = {}
+            for count in order:
                 with open_pages(cluster.url, count):
-                    speed, load = measure(cluster.url, coordinator)
-                speeds[count].append(speed)
-                loads[count].append(load)
-    print(
-        f"{platform.processor() or platform.machine()}, {psutil.cpu_count()} cores, {rounds} rounds"
-    )
+                    one[count] = measure_answer(cluster, client)
+            rounds.append(one)
+    raise AssertionError("unreachable: cycle has no end")
+
+
+Statistic = Callable[[Sequence[Round]], float]
+
+
+def with_interval(rounds: Sequence[Round], statistic: Statistic) -> tuple[float, float, float]:
+    """Return the statistic of the rounds, and its 95 % interval by resampling the rounds."""
+    generator = random.Random(0)
+    found = sorted(statistic(generator.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    return statistic(rounds), found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
+
+
+def speed_ratio(count: int) -> Statistic:
+    """Return the statistic: tokens a second with `count` pages over those without, the median of the rounds."""
+    return lambda rounds: statistics.median(r[0].seconds / r[count].seconds for r in rounds)
+
+
+def cpu_share(count: int) -> Statistic:
+    """Return the statistic: additional processor time of the coordinator over the time of an answer without pages."""
+
+    def share(rounds: Sequence[Round]) -> float:
+        """Return the share. The means leave out the rounds that other programs changed most."""
+        more = middle_mean([r[count].coordinator - r[0].coordinator for r in rounds])
+        return more / statistics.median(r[0].seconds for r in rounds)
+
+    return share
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """Return the mean of the middle half of `values`."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def verdict(low: float, high: float, goal: float) -> str:
+    """Return whether a cost between `low` and `high` meets `goal`."""
+    return "met" if high <= goal else "missed" if low > goal else "not decided"
+
+
+def report_rounds(rounds: Sequence[Round]) -> None:
+    """Print the table."""
+    print("pages  tokens/s  core s per 1,000 tokens: coordinator, workers")
     for count in PAGES:
-        ratios = [a / b for a, b in zip(speeds[count], speeds[0], strict=True)]
+        own = middle_mean([r[count].coordinator for r in rounds]) / TOKENS * 1000
+        workers = middle_mean([r[count].workers for r in rounds]) / TOKENS * 1000
+        speed = TOKENS / statistics.median(r[count].seconds for r in rounds)
+        print(f"{count:5}  {speed:8.1f}  {own:.4f}, {workers:.4f}")
+    for count, goal in GOALS.items():
+        ratio, low, high = with_interval(rounds, speed_ratio(count))
         print(
-            f"{count:3} pages: {statistics.median(speeds[count]):6.1f} tokens/s, "
-            f"{statistics.median(ratios):.3f} of no page (median of pairs), "
-            f"coordinator uses {statistics.median(loads[count]):.3f} of a core"
+            f"{count:2} pages, tokens/s of none: {ratio:.4f} ({low:.4f} to {high:.4f}); "
+            f"goal {1 - goal:.2f}: {verdict(1 - high, 1 - low, goal)}"
+        )
+        share, low, high = with_interval(rounds, cpu_share(count))
+        print(
+            f"{count:2} pages, coordinator's additional share of a core: {share:.4f} "
+            f"({low:.4f} to {high:.4f}); goal {goal:.2f}: {verdict(low, high, goal)}"
         )
 
 
+def main(minutes: float = MINUTES) -> None:
+    """Measure and print."""
+    loads = [os.getloadavg()[0]]
+    rounds = measure_rounds(minutes)
+    loads.append(os.getloadavg()[0])
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {len(rounds)} rounds, "
+        f"load average {loads[0]:.1f} before and {loads[1]:.1f} after"
+    )
+    report_rounds(rounds)
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(float, sys.argv[1:]))

@@ -6,7 +6,7 @@ import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
 
 const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], i: ["wasted", "invalidated window"] };
-const DELAY = 1.1; // seconds behind the present, so that frames arrive before their place is drawn
+const DELAY = 2; // seconds behind the present, so that frames arrive before their place is drawn
 const SHORTEST = 0.05;
 const LONGEST = 20;
 const DRAW_MS = 50;

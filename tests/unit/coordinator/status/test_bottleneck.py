@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from coordinator.status.bottleneck import FEWEST_FRAMES, MeasuredPass, PassLog
+from coordinator.status.bottleneck import ADVICE_SECONDS, FEWEST_FRAMES, MeasuredPass, PassLog
 
 NAMES = ("mac-1", "mac-2")
 
@@ -49,3 +49,22 @@ def test_a_few_passes_and_another_plan_give_no_advice() -> None:
     assert log.explain(("mac-1",)) == ""
     log.record_pass(MeasuredPass(9.0, 9.1, ((9.0, 9.1),)))
     assert log.explain(NAMES) == ""
+
+
+def test_the_advice_is_computed_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page message contains the advice, so a look at all passes for each would cost tokens."""
+    computed = []
+    advise = PassLog._compute_advice
+    monkeypatch.setattr(
+        PassLog, "_compute_advice", lambda log, names: computed.append(names) or advise(log, names)
+    )
+    log = passes(0.001, 0.01, 0.001, 0.01, 0.001)
+    before = log.explain(NAMES)
+    end = log._passes[-1].returned_at
+    for number in range(1, 4):
+        start = end + number * ADVICE_SECONDS / 3
+        log.record_pass(MeasuredPass(start - 0.1, start, ((start - 0.1, start), (start, start))))
+        assert (log.explain(NAMES) == before) == (number < 3)
+    assert len(computed) == 2
+    log.explain(("a", "b"))
+    assert len(computed) == 3

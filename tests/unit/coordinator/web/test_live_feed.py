@@ -119,6 +119,22 @@ async def test_history_and_events_reach_open_pages_and_later_ones() -> None:
     assert snapshot["history"] == delta["history"]
 
 
+async def test_a_new_page_gets_each_sample_once() -> None:
+    """A sample that waits for the next message is not in the snapshot before this message."""
+    source = ChangingStatus()
+    feed = source.feed()
+    first = feed.subscribe()
+    await read(first)
+    for look in range(2):
+        source.now = look * 1.5
+        feed._look()
+    _, snapshot = await read(feed.subscribe())
+    assert snapshot["history"] == []
+    feed.publish_changes()
+    _, delta = await read(first)
+    assert len(delta["history"]) == 1
+
+
 async def test_closing_ends_every_stream_at_once() -> None:
     """A coordinator that stops does not wait for open pages."""
     feed = ChangingStatus().feed()
@@ -131,6 +147,25 @@ async def test_closing_ends_every_stream_at_once() -> None:
             assert [message async for message in stream] == []
     with pytest.raises(CapacityError):
         feed.subscribe()
+
+
+async def test_an_event_does_not_wait_for_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures come with every second look, and an event comes with the look that finds it."""
+    monkeypatch.setattr(live_feed, "LOOKS_A_MESSAGE", 10**6)
+    monkeypatch.setattr(live_feed, "LOOK_SECONDS", 0.01)
+    source = ChangingStatus()
+    feed = LiveFeed(source, LatencyLog(), lambda: source.now)
+    stream = feed.subscribe()
+    await read(stream)
+    await asyncio.sleep(0.1)
+    source.current = ClusterStatus(ready=True, model="tiny", running=2)
+    await asyncio.sleep(0.1)
+    lost = NodeStatus("mac-1", "10.0.0.1:7000", health="lost")
+    source.current = ClusterStatus(ready=True, model="tiny", running=3, nodes=(lost,))
+    _, delta = await read(stream)
+    assert delta["status"]["running"] == 3
+    assert [event["text"] for event in delta["events"]] == ["mac-1 was lost"]
+    feed.close()
 
 
 async def test_too_many_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
