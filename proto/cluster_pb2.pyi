@@ -624,6 +624,7 @@ class LoadRequest(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -641,6 +642,8 @@ class LoadRequest(_message.Message):
     """lowest tokens that drafts come from; 0 for all words"""
     draft_vocab_auto: _builtins.bool
     """use the part only while it pays"""
+    ahead: _builtins.bool
+    """keep the stage in memory beside the one in force, for a later Load of the same stage"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -666,10 +669,11 @@ class LoadRequest(_message.Message):
         exact: _builtins.bool = ...,
         draft_vocab: _builtins.int = ...,
         draft_vocab_auto: _builtins.bool = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ from coordinator.cluster.events import (
     ReplanRequested,
     TimePassed,
 )
+from coordinator.cluster.load_ahead import LoadAhead
 from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
@@ -135,6 +136,23 @@ class ClusterManager:
             else:
                 return ""
         return "; ".join((*problems, why_not_alone)) if why_not_alone else ""
+
+    async def plan_ahead(self, model: ServedModel) -> LoadAhead:
+        """Return the load of `model` beside the present plan.
+
+        Raises NotReadyError if no plan over workers serves, and MemoryLimitError if both do not fit.
+        """
+        if self.view.phase is not Phase.SERVING or self.plan is None or not self.view.serving:
+            raise NotReadyError("no plan over workers serves")
+        described = await self.membership.describe_for(model)
+        usable = [found for found in described.values() if isinstance(found, Member)]
+        usable = [m for m in usable if self.view.members[m.address].usable(self.view.now)]
+        plan = model.planner(LINK_SECONDS)(usable, self.view.epoch)
+        room = self.model.capacity(self.plan, beside=plan)
+        view = replace(self.view, members={m.address: m for m in usable})
+        start = PlanStart(plan, view, model, self.options, self.membership)
+        self.loads = start.loads
+        return LoadAhead(start, room, model.capacity(plan))
 
     async def change_model(
         self, model: ServedModel, alone: Callable[[int], Awaitable[Pipeline]], why_not_alone: str

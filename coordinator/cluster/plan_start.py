@@ -72,12 +72,7 @@ class PlanStart:
         Raises StartError. A worker that no longer answers has been recorded as lost by then.
         """
         room = self._model.capacity(self.plan)
-        workers = [self._worker(stage) for stage in self.plan.stages]
-        with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
-            await _all(
-                self._load(worker, stage, room, show)
-                for worker, stage in zip(workers, self.plan.stages, strict=True)
-            )
+        workers = await self.load_stages(room)
         spans = [stage.span for stage in self.plan.stages]
         pipeline = RemotePipeline(
             workers, self.plan.epoch, room, self._options.failure_timeout, spans
@@ -95,16 +90,24 @@ class PlanStart:
             raise
         return pipeline
 
+    async def load_stages(self, room: Capacity, *, ahead: bool = False) -> list[WorkerClient]:
+        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`."""
+        workers = [self._worker(stage) for stage in self.plan.stages]
+        with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
+            await _all(
+                self._load(worker, self._request(stage, room, ahead=ahead), show)
+                for worker, stage in zip(workers, self.plan.stages, strict=True)
+            )
+        return workers
+
     def _worker(self, stage: StagePlan) -> WorkerClient:
         worker = self._membership.clients.get(stage.node)
         if worker is None:
             raise StartError(f"the worker at {stage.node} is leaving", None)
         return worker
 
-    async def _load(
-        self, worker: WorkerClient, stage: StagePlan, room: Capacity, show: OnProgress
-    ) -> None:
-        request = pb.LoadRequest(
+    def _request(self, stage: StagePlan, room: Capacity, *, ahead: bool) -> pb.LoadRequest:
+        return pb.LoadRequest(
             coordinator=self._options.me,
             epoch=self.plan.epoch,
             model=self._model.ref,
@@ -123,23 +126,27 @@ class PlanStart:
                 prefix_bytes=room.prefix_bytes,
             ),
             lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),
+            ahead=ahead,
         )
+
+    async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
+        address = worker.address
 
         def on_progress(done: int, total: int) -> None:
             """Record and show the bytes that this worker has loaded."""
-            self.loads.done[stage.node] = (done, total)
+            self.loads.done[address] = (done, total)
             show(*self.loads.totals)
 
         try:
-            if not self._members[stage.node].has_files:
+            if not self._members[address].has_files:
                 await self._model.provider.provide_weights(worker, request, on_progress)
             result = await worker.load(request, on_progress)
-            if stage.last:
+            if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
             # A worker that does not answer is recorded as lost. A worker that answers and cannot load is the suspect.
-            await self._membership.probe(stage.node)
-            raise StartError(str(error), stage.node) from error
+            await self._membership.probe(address)
+            raise StartError(str(error), address) from error
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:

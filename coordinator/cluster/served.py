@@ -79,10 +79,15 @@ class ServedModel:
 
         return plan
 
-    def capacity(self, plan: Plan) -> Capacity:
-        """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
+    def capacity(self, plan: Plan, beside: Plan | None = None) -> Capacity:
+        """Return the room of the plan's stages, with the weights of the plan `beside` in memory too, if there is one.
+
+        Raises MemoryLimitError if one sequence does not fit.
+        """
         context = self.checkpoint.config.max_positions
-        return plan_capacity(self.costs, plan, context, self.max_sequences, self.prefix_cache)
+        return plan_capacity(
+            self.costs, plan, context, self.max_sequences, self.prefix_cache, beside
+        )
 
 
 def _speeds(members: Sequence[Member]) -> dict[str, float]:

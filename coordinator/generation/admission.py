@@ -1,8 +1,12 @@
-"""The check for requests that this model or cluster can never serve. The API refuses them at once."""
+"""The admission of requests: the check for those that can never be served, and the room for the next one."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from coordinator.generation.request import GenerationRequest
+from coordinator.generation.sequence import Sequence
+from coordinator.planning.capacity import Capacity
 from proto.errors import RequestError
 
 
@@ -35,3 +39,14 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
             f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
             param=field,
         )
+
+
+def fits(room: Capacity, running: Collection[Sequence], *more: Sequence) -> bool:
+    """Return whether the sequences `running`, and `more` of them, keep to `room`.
+
+    A sequence whose backup is on its way to the stages does not fit yet.
+    """
+    if any(sequence.restoring for sequence in more):
+        return False
+    reserved = sum(sequence.capacity for sequence in (*running, *more))
+    return len(running) + len(more) <= room.sequences and reserved <= room.kv_tokens

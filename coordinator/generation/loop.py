@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from coordinator.frame_trace.process_trace import COORDINATOR, ProcessTrace
+from coordinator.generation.admission import fits
 from coordinator.generation.backup_transfer import BackupTransfer
 from coordinator.generation.frame_kind import record_frame
 from coordinator.generation.frame_log import log_frame
@@ -79,7 +80,16 @@ class GenerationLoop:
     def use_capacity(self, capacity: Capacity) -> None:
         """Use a larger capacity of the pipeline in force, after memory on its machine was freed."""
         self.scheduler.capacity = self.scheduler.prefixes.capacity = capacity
+        self.scheduler.room = capacity
         self._send_frames()
+
+    def limit_room(self, room: Capacity) -> bool:
+        """Admit requests only within `room` from now on. Return whether the running ones keep to it too."""
+        scheduler = self.scheduler
+        scheduler.room = room
+        scheduler.header.limit_prefixes(room.prefix_bytes)
+        self._send_frames()
+        return fits(room, scheduler.running.values())
 
     async def close(self, reason: str = "the server is shutting down") -> None:
         """End every open request with the error `reason` and stop."""

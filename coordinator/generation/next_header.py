@@ -30,6 +30,10 @@ class NextHeader:
         self.backups.in_flight = None
         self._vocabulary_sent = False
 
+    def limit_prefixes(self, prefix_bytes: int) -> None:
+        """Let the prefix entries of the stages keep to `prefix_bytes` from now on."""
+        self.ops.extend(DropPrefix(entry) for entry in self.prefixes.limit_bytes(prefix_bytes))
+
     def admit_sequence(self, sequence: Sequence) -> None:
         """Create a sequence on the stages, from its backup or from the longest prefix entry that they hold."""
         vocabulary = b""

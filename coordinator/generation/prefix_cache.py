@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.planning.capacity import Capacity
 
@@ -56,6 +56,11 @@ class PrefixCache:
         """Drop all entries: the stages of a new plan hold none."""
         self.capacity = capacity
         self.entries.clear()
+
+    def limit_bytes(self, prefix_bytes: int) -> list[int]:
+        """Keep to `prefix_bytes` from now on. Return the numbers of the entries that were dropped."""
+        self.capacity = replace(self.capacity, prefix_bytes=prefix_bytes)
+        return self._make_room(0)
 
     @property
     def nbytes(self) -> int:
@@ -108,13 +113,18 @@ class PrefixCache:
         if known or not self._fits(len(tokens)):
             return None, []
         nbytes = self.capacity.entry_bytes(len(tokens))
-        dropped = []
-        while self.nbytes + nbytes > self.capacity.prefix_bytes:
-            dropped.append(self.entries.popitem(last=False)[0])
+        dropped = self._make_room(nbytes)
         entry = Entry(self._next, tokens, nbytes)
         self._next += 1
         self.entries[entry.number] = entry
         return entry, dropped
+
+    def _make_room(self, nbytes: int) -> list[int]:
+        """Drop the entries used least recently until `nbytes` more fit. Return their numbers."""
+        dropped = []
+        while self.nbytes + nbytes > self.capacity.prefix_bytes:
+            dropped.append(self.entries.popitem(last=False)[0])
+        return dropped
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from coordinator.generation.admission import check_request
+from coordinator.generation.admission import check_request, fits
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
@@ -53,6 +53,8 @@ class Scheduler:
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
         """Capacity of the plan. Before the first plan it admits no sequence."""
+        self.room = self.capacity
+        """Bound on the admitted sequences. It is below `capacity` while another model is loaded beside this one."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """Admitted sequences, in the order in which they may send."""
@@ -81,7 +83,7 @@ class Scheduler:
         of the new plan ends with an error.
         """
         restored = restored or {}
-        self.stages, self.epoch, self.capacity = stages, epoch, capacity
+        self.stages, self.epoch, self.capacity, self.room = stages, epoch, capacity, capacity
         self.next_number = 0
         self.in_flight.clear()
         self.header.reset(capacity)
@@ -174,10 +176,7 @@ class Scheduler:
         return frame
 
     def _admit_waiting(self) -> None:
-        while self.waiting and len(self.running) < self.capacity.sequences:
-            reserved = sum(s.capacity for s in self.running.values())
-            if reserved + self.waiting[0].capacity > self.capacity.kv_tokens:
-                return
+        while self.waiting and fits(self.room, self.running.values(), self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running[sequence.seq_id] = sequence
 

@@ -89,12 +89,23 @@ class Capacity:
 
 
 def plan_capacity(
-    costs: ModelCosts, plan: Plan, context: int, wanted: int, prefix_cache: bool = True
+    costs: ModelCosts,
+    plan: Plan,
+    context: int,
+    wanted: int,
+    prefix_cache: bool = True,
+    beside: Plan | None = None,
 ) -> Capacity:
-    """Return the capacity of `plan`; the arguments and the error are those of `stages_capacity`."""
+    """Return the capacity of `plan`; the other arguments and the error are those of `stages_capacity`.
+
+    With `beside` the weights of another plan's stages are in memory too.
+    """
     reserve = reserve_bytes(costs)
+    others = {s.node: s.weight_bytes for s in beside.stages} if beside else {}
     stages = [
-        StageMemory(s.node, s.span, s.last, s.memory_limit, s.weight_bytes, reserve)
+        StageMemory(
+            s.node, s.span, s.last, s.memory_limit - others.get(s.node, 0), s.weight_bytes, reserve
+        )
         for s in plan.stages
     ]
     return stages_capacity(costs, stages, context, wanted, prefix_cache)

@@ -110,7 +110,15 @@ class _Follower:
 
 
 def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
-    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled.
+    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled."""
+    for _ in warm_up_steps(stage, first=first, last=last, expect=expect):
+        pass
+
+
+def warm_up_steps(
+    stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]
+) -> Iterator[None]:
+    """Warm up like `warm_up`, one frame a step.
 
     `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
     example for lack of memory, ends the warm-up; the stage serves all the same.
@@ -125,6 +133,7 @@ def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], 
     frames = WarmUp(engine, drafts)
     try:
         for _ in frames.run():
+            yield
             expect(COMPILE_SECONDS)
     except Exception as error:
         log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})

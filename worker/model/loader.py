@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +30,8 @@ from proto.span import Span
 
 DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
 """The values of `--dtype`."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -67,6 +70,30 @@ def load_stage(
 
     Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
     """
+    return run_steps(
+        load_steps(
+            checkpoint,
+            span,
+            first=first,
+            last=last,
+            dtype=dtype,
+            with_head=with_head,
+            on_progress=on_progress,
+        )
+    )
+
+
+def load_steps(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    first: bool,
+    last: bool,
+    dtype: mx.Dtype | None,
+    with_head: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Generator[str, None, StageModules]:
+    """Load a stage like `load_stage`, one weight a step. Yield the part that the next step reads."""
     parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
     if checkpoint.unknown:
         raise CheckpointError(
@@ -79,7 +106,7 @@ def load_stage(
     for part in parts:
         check_types(checkpoint, part)
     modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
-    _read(checkpoint, modules, on_progress)
+    yield from _read(checkpoint, modules, on_progress)
     return StageModules(
         config=checkpoint.config,
         span=span,
@@ -91,8 +118,20 @@ def load_stage(
     )
 
 
-def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgress | None) -> None:
-    """Evaluate the modules' lazy weights, one after another."""
+def run_steps(steps: Generator[object, None, T]) -> T:
+    """Run all steps of a generator and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _read(
+    checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgress | None
+) -> Generator[str]:
+    """Evaluate the modules' lazy weights, one after another. Yield the part of the next one."""
     sizes = checkpoint.part_bytes()
     total = sum(sizes[part] for part in modules)
     done = 0
@@ -100,6 +139,7 @@ def _read(checkpoint: Checkpoint, modules: dict[str, Any], on_progress: OnProgre
         if on_progress:
             on_progress(done, total)
         for weight in dict(tree_flatten(module.parameters())).values():
+            yield part
             # One at a time, so that the source of one weight is released before the next is read.
             mx.eval(weight)
             mx.clear_cache()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+import mlx.core as mx
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.progress import OnProgress
 from worker.engine.apple_gpu import warn_of_emulated_bfloat16
 from worker.engine.memory import release_weights, wire_weights
-from worker.engine.warm_up import warm_up
-from worker.model.loader import DTYPES, load_stage
+from worker.engine.warm_up import warm_up_steps
+from worker.model.loader import DTYPES, load_steps, run_steps
 from worker.model.stage import Stage
 from worker.node.identity import Identity
 from worker.node.stage_key import StageKey
@@ -58,13 +61,31 @@ def read_stage(
     expect(PART_SECONDS)
     release_weights()
     checkpoint = identity.models.find(model)
+    return run_steps(stage_steps(identity, checkpoint, key, expect=expect, on_progress=on_progress))
+
+
+def stage_steps(
+    identity: Identity,
+    checkpoint: Checkpoint,
+    key: StageKey,
+    *,
+    expect: Callable[[float], None],
+    on_progress: OnProgress,
+    beside: bool = False,
+) -> Generator[str, None, LoadedStage]:
+    """Read a stage like `read_stage`, in short steps. Yield the part that the next step reads, or an empty string.
+
+    With `beside` another stage stays in memory, and the weights are not wired.
+    """
     sizes = checkpoint.part_bytes()
     parts = checkpoint.stage_parts(key.span, first=key.first, last=key.last, with_head=key.mtp)
     weight_bytes = sum(sizes[part] for part in parts)
-    if weight_bytes > identity.memory_limit:
+    used = mx.get_active_memory() if beside else 0
+    if used + weight_bytes > identity.memory_limit:
+        present = f" beside {used:,} bytes in use" if beside else ""
         raise MemoryLimitError(
-            f"worker {identity.name}: layers {key.span} take {weight_bytes:,} bytes, which exceeds its memory limit of "
-            f"{identity.memory_limit:,}"
+            f"worker {identity.name}: layers {key.span} take {weight_bytes:,} bytes{present}, which exceeds its memory "
+            f"limit of {identity.memory_limit:,}"
         )
     seconds = part_seconds(max(sizes[part] for part in parts))
 
@@ -73,7 +94,7 @@ def read_stage(
         expect(seconds)
         on_progress(done, total)
 
-    modules = load_stage(
+    modules = yield from load_steps(
         checkpoint,
         key.span,
         first=key.first,
@@ -87,11 +108,20 @@ def read_stage(
             "no MTP: config.json announces a head, but tensors of it are missing",
             extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
         )
-    wire_weights(wanted=identity.wired)
+    if not beside:
+        wire_weights(wanted=identity.wired)
     kv_format = KVFormat.of(checkpoint.config.head_dim, key.kv_bits or None)
     if key.exact:
         expect(PROBE_SECONDS)
     stage = Stage(modules, kv_format, exact=key.exact, draft_vocab=key.draft_vocab)
     warn_of_emulated_bfloat16(stage.dtype)
-    warm_up(stage, first=key.first, last=key.last, expect=expect)
+    for _ in warm_up_steps(stage, first=key.first, last=key.last, expect=expect):
+        yield ""
     return LoadedStage(key, stage, weight_bytes)
+
+
+def adopt_stage(loaded: LoadedStage, *, wired: bool) -> LoadedStage:
+    """Wire the weights of a stage that was loaded beside another one, which is gone. Runs on the engine thread."""
+    release_weights()
+    wire_weights(wanted=wired)
+    return loaded

@@ -22,7 +22,8 @@ from worker.model.verifier import Verifier
 from worker.node.binding import Binding, Machinery, Place
 from worker.node.identity import Identity
 from worker.node.lease import Lease, renewed_lease
-from worker.node.loading import LoadedStage, read_stage
+from worker.node.loading import LoadedStage, adopt_stage, read_stage
+from worker.node.stage_ahead import StageAhead
 from worker.node.stage_key import StageKey
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class WorkerNode:
         self.lease: Lease | None = None
         self.epoch = 0
         self.loaded: LoadedStage | None = None
+        self.ahead = StageAhead(identity, self.machinery.thread)
         self.budget: Budget | None = None
         self.binding: Binding | None = None
         """The binding that serves or is connecting."""
@@ -66,8 +68,9 @@ class WorkerNode:
             self.release()
 
     def release(self) -> None:
-        """End the lease and drop its sequences. The weights stay loaded for the next coordinator."""
+        """End the lease and drop its sequences. The weights in use stay loaded for the next coordinator."""
         self.lease = None
+        self.ahead.drop()
         self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
 
@@ -96,20 +99,35 @@ class WorkerNode:
         """Load a stage and return what was loaded. `on_progress` is called on the event loop.
 
         Raises BusyError, StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then
-        be unloaded.
+        be unloaded, but not if the request loads `ahead`.
         """
         self.renew_lease(request.coordinator, request.lease_ms)
-        self._enter_epoch(request.epoch)
         key = StageKey.of(request)
+        if request.ahead:
+            self._check_epoch(request.epoch)
+            loaded = self.loaded
+            if loaded is None or loaded.key != key:
+                loaded = await self.ahead.load(request.model, key, on_progress)
+        else:
+            loaded = await self._load_next(key, request, on_progress)
+        return pb.LoadResult(
+            weight_bytes=loaded.weight_bytes, has_mtp=loaded.stage.modules.head is not None
+        )
+
+    async def _load_next(
+        self, key: StageKey, request: pb.LoadRequest, on_progress: OnProgress
+    ) -> LoadedStage:
+        """End the plan and return the stage of the next one, which is read unless it is in memory."""
+        self._enter_epoch(request.epoch)
         limits = request.limits
         self.budget = Budget(limits.max_sequences, limits.kv_tokens, limits.prefix_bytes)
         loaded = self.loaded
         if loaded is None or loaded.key != key:
             loaded = await self._load_weights(key, request.model, on_progress)
+        else:
+            self.ahead.drop()
         self._become(pb.WORKER_STATE_LOADED)
-        return pb.LoadResult(
-            weight_bytes=loaded.weight_bytes, has_mtp=loaded.stage.modules.head is not None
-        )
+        return loaded
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
         """Set the state, unless the worker drains: then the state stays DRAINING."""
@@ -123,6 +141,7 @@ class WorkerNode:
         self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
         thread = self.machinery.thread
+        ahead = self.ahead.take(key)
 
         def check() -> None:
             """Raise StaleEpochError if a newer load or plan has begun."""
@@ -140,6 +159,8 @@ class WorkerNode:
             read = partial(
                 read_stage, self.identity, model, key, expect=thread.expect, on_progress=report
             )
+            if ahead is not None:
+                read = partial(adopt_stage, ahead, wired=self.identity.wired)
             try:
                 loaded = await thread.call(read)
                 check()
