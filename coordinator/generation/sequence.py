@@ -89,6 +89,8 @@ class Sequence:
     """Tokens of `prefill_tokens` that a prefix entry provided."""
     restorable_tokens: int = 0
     """Tokens of a backup that the stages of the present plan have, until it is restored."""
+    restoring: bool = False
+    """True while the stages receive its backup. It is not admitted meanwhile."""
     window_count: int = 0
     admitted: bool = False
     commit: Commit | None = None
