@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import uuid
@@ -19,25 +20,27 @@ from dataclasses import asdict
 
 from tests.chaos.packet_link import Impairment
 
-SUBNET = "10.213.79"
+SUBNETS = [f"10.214.{number}" for number in range(1, 255)]
+"""The subnets of networks. Each network of this machine has its own, because all share the coordinator's namespace."""
+
 CUT = Impairment(loss=1.0)
 
 
 class Network:
     """The machines 0 to `count` - 1 and this process's own, which has the number `count`."""
 
-    def __init__(self, count: int, relay: subprocess.Popen[str], token: str) -> None:
+    def __init__(self, count: int, relay: subprocess.Popen[str], token: str, subnet: str) -> None:
         self.own = count
         self.netem = False
         """True once `tc netem` has impaired packets. The relay did all of it otherwise."""
         self._relay = relay
-        self._token = token
+        self._token, self._subnet = token, subnet
         self._links: dict[tuple[int, int], Impairment] = {}
         self._disciplines: set[int] = set()
 
     def address(self, machine: int) -> str:
         """Return the address of a machine."""
-        return f"{SUBNET}.{machine + 1}"
+        return f"{self._subnet}.{machine + 1}"
 
     def device(self, machine: int) -> str:
         """Return the network device of a machine."""
@@ -143,7 +146,7 @@ def network(count: int, seed: int) -> Iterator[Network]:
         stack.callback(relay.kill)
         assert relay.stdout is not None
         assert relay.stdout.readline(), "the relay has no TUN devices"
-        made = Network(count, relay, token)
+        made = Network(count, relay, token, _free_subnet())
         for machine in range(count):
             _run("ip", "netns", "add", made.namespace(machine))
             stack.callback(_run, "ip", "netns", "del", made.namespace(machine))
@@ -159,5 +162,12 @@ def network(count: int, seed: int) -> Iterator[Network]:
         yield made
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=10)
+def _free_subnet() -> str:
+    """Return a subnet that no device of this namespace has."""
+    used = _run("ip", "-4", "-oneline", "addr")
+    return random.choice([subnet for subnet in SUBNETS if f" {subnet}." not in used])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, timeout=10, text=True)
+    return done.stdout
