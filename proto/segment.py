@@ -32,8 +32,9 @@ class Segment:
     window waits for its Commit. `sample` asks the last stage for the next token, and `drafts` for that
     number of drafts after it. A `cancelled` segment builds on a rejected window; stages forward it
     without rows. A segment that `continues` is an open window of one token: the target's choice after the
-    window before it, which the last stage knows and the header does not carry. Raises ProtocolError for a
-    value out of range.
+    window before it, which the last stage knows and the header does not carry. `relay` asks the last of
+    several stages to send the next token to the first stage too, for a segment that continues this one.
+    Raises ProtocolError for a value out of range.
     """
 
     seq_id: int
@@ -45,6 +46,7 @@ class Segment:
     drafts: int = 0
     cancelled: bool = False
     continues: bool = False
+    relay: bool = False
 
     def __post_init__(self) -> None:
         if self.continues and (self.tokens or not self.open):
@@ -114,16 +116,19 @@ class Outcome:
         check_tokens(self.drafts, "drafts")
 
 
-_OPEN, _SAMPLE, _CANCELLED, _CONTINUES = 1, 2, 4, 8
+_OPEN, _SAMPLE, _CANCELLED, _CONTINUES, _RELAY = 1, 2, 4, 8, 16
+_ALL_FLAGS = _OPEN | _SAMPLE | _CANCELLED | _CONTINUES | _RELAY
 
 
 def segment_to_wire(s: Segment) -> list[Any]:
     """Return `s` as the list that msgpack encodes."""
+    flags = _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled
+    flags += _CONTINUES * s.continues + _RELAY * s.relay
     return [
         s.seq_id,
         s.window,
         s.position,
-        _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled + _CONTINUES * s.continues,
+        flags,
         s.drafts,
         pack_tokens(s.tokens, "tokens"),
     ]
@@ -132,7 +137,7 @@ def segment_to_wire(s: Segment) -> list[Any]:
 def segment_from_wire(wire: Any) -> Segment:
     """Invert `segment_to_wire`. Raises ProtocolError for a malformed segment."""
     seq_id, window, position, flags, drafts, tokens = check_row(wire, "segment", 6)
-    check_int(flags, "segment flags", _OPEN | _SAMPLE | _CANCELLED | _CONTINUES)
+    check_int(flags, "segment flags", _ALL_FLAGS)
     return Segment(
         seq_id=seq_id,
         window=window,
@@ -143,6 +148,7 @@ def segment_from_wire(wire: Any) -> Segment:
         drafts=drafts,
         cancelled=bool(flags & _CANCELLED),
         continues=bool(flags & _CONTINUES),
+        relay=bool(flags & _RELAY),
     )
 
 

@@ -5,8 +5,8 @@ The scheduler keeps a pipeline of N stages full:
   longest. At most N micro-batches are in flight. Sequences that become ready meanwhile wait and travel together.
 * With c < N, up to ⌊N/c⌋ windows of a sequence are in flight. All but the first are speculative: each builds on the
   unverified windows before it.
-* A single stage runs ahead of plain decoding: while a frame is in flight, the next one continues its windows with
-  tokens that only the stage knows yet. So the device never waits for the coordinator.
+* Stages run ahead of plain decoding: while a frame is in flight, the next one continues its windows with tokens that
+  only the last stage knows yet. So no stage waits for the coordinator.
 * Prompts use pipelined chunked prefill: up to N + 1 chunks are in flight, because a chunk needs no outcome of the
   chunk before it. A ready micro-batch goes before the next chunk, so a running stream waits for at most one chunk a
   stage. N micro-batches leave room for a chunk, so a prompt never waits for a stream to end.
@@ -24,6 +24,7 @@ from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
 from coordinator.generation.next_header import NextHeader
+from coordinator.generation.open_windows import open_windows, windows_per_sequence
 from coordinator.generation.request import (
     Finished,
     GenerationRequest,
@@ -34,7 +35,7 @@ from coordinator.generation.run_ahead import sequences_to_run_ahead
 from coordinator.generation.sequence import Sequence
 from coordinator.generation.step_cost import StepCostMeter
 from coordinator.planning.capacity import Capacity
-from mtp.depth.controller import MAX_DEPTH, Controller
+from mtp.depth.controller import Controller
 from mtp.depth.shape import Shape
 from proto.errors import CapacityError, ProtocolError, StaleEpochError
 from proto.frame import Evict, Frame, Outcome, Segment
@@ -50,6 +51,7 @@ class Scheduler:
         self.limits = limits
         self.controller = controller
         self.stages = 1
+        self.relays = False
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
         """Capacity of the plan. Before the first plan it admits no sequence."""
@@ -183,21 +185,29 @@ class Scheduler:
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
         """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
         decoding = [s for s in self.running.values() if s.decoding]
-        in_flight = sum(1 for one in self.in_flight if one.valid_windows)
+        in_flight = sum(1 for one in self.in_flight if one.valid_windows and not one.waits)
         if not decoding or in_flight > self.stages:
             return []
-        if in_flight == self.stages:
-            chosen, shape = self._next_to_run_ahead(decoding), Shape()
-            record.continues = bool(chosen)
-        elif self._windows_per_sequence(len(decoding)) > 1:
+        all_decode = len(decoding) == len(self.running)
+        filled = all_decode and windows_per_sequence(self.capacity, self.stages, len(decoding)) > 1
+        chosen, shape = [], Shape()
+        if filled and in_flight < self.stages:
             chosen, shape = self._next_speculative(decoding)
-        else:
+        elif in_flight < self.stages:
             ready = [s for s in decoding if not s.windows_in_flight]
             chosen = ready[: -(-len(decoding) // self.stages)]
-            shape = self._next_shape(len(chosen)) if chosen else Shape()
-            self._shape = None
-        segments = [self._window_segment(sequence, shape, record) for sequence in chosen]
+            shape = self._next_shape(len(chosen)) if chosen else shape
+        if not chosen and all_decode:
+            chosen = self._next_to_run_ahead(decoding, filled=filled)
+            record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
+        segments = [
+            self._window_segment(
+                sequence, shape, record, relay=all_decode and self.stages > 1 and self.relays
+            )
+            for sequence in chosen
+        ]
         if chosen:
+            self._shape = None
             record.decode_rows = record.valid_windows = len(chosen)
             record.micro_batches = min(len(decoding), self.stages)
             record.fill = self._fill(chosen[0], len(decoding))
@@ -210,40 +220,29 @@ class Scheduler:
             self._shape = self.controller.choose_shape(count)
         return self._shape
 
-    def _next_to_run_ahead(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Return the sequences of a frame that continues the one in flight on a single stage, or none.
+    def _next_to_run_ahead(self, decoding: list[Sequence], *, filled: bool) -> list[Sequence]:
+        """Return the sequences of the next frame that continues one in flight, or none.
 
-        There is none while a prompt is computed, or where drafts pay. A backup needs a moment without open windows, and
-        the plan needs memory for two open windows of each sequence.
+        There is none where drafts pay. A backup needs a moment without open windows, and the plan needs memory for two
+        open windows of each sequence. With `filled` each sequence has a shape of its own.
         """
-        if self.stages > 1 or len(decoding) < len(self.running):
+        if self.backups.due is not None or open_windows(self.capacity, len(decoding)) < 2:
             return []
-        going = [] if self.backups.due is not None else sequences_to_run_ahead(decoding)
-        if not going or self._open_windows(len(decoding)) < 2 or self._next_shape(len(going)).depth:
+        going = sequences_to_run_ahead(decoding, self.stages)
+        if not going:
             return []
-        self._shape = None
-        return going
-
-    def _windows_per_sequence(self, decoding: int) -> int:
-        """Return how many windows each of `decoding` sequences may have in flight so that no stage is idle.
-
-        It is one while prompts keep the stages busy. It never exceeds the memory of the plan, which reserves one open
-        window for each admitted sequence.
-        """
-        if self.stages < 2 * decoding or decoding < len(self.running):
-            return 1
-        return max(1, min(self.stages // decoding, self._open_windows(decoding), MAX_DEPTH + 1))
-
-    def _open_windows(self, decoding: int) -> int:
-        """Return how many open windows of each of `decoding` sequences fit into the plan's memory."""
-        return 2 * self.capacity.sequences // decoding - 1
+        shape = going[0].shape if filled else self._next_shape(len(going))
+        return [] if shape is None or shape.depth else going
 
     def _fill(self, sequence: Sequence, decoding: int) -> int:
         """Return how many windows `sequence` may have in flight.
 
-        It is one under the ratio rule, which keeps the probabilities of the newest drafts only.
+        It is one under the ratio rule, which keeps the probabilities of the newest drafts only, and while prompts keep
+        the stages busy.
         """
-        return 1 if sequence.request.params.ratio else self._windows_per_sequence(decoding)
+        if sequence.request.params.ratio or decoding < len(self.running):
+            return 1
+        return windows_per_sequence(self.capacity, self.stages, decoding)
 
     def _next_speculative(self, decoding: list[Sequence]) -> tuple[list[Sequence], Shape]:
         """Return the first sequence that may send a window, as a list of at most one, and the window's shape."""
@@ -257,13 +256,15 @@ class Scheduler:
                 return [sequence], sequence.shape
         return [], Shape()
 
-    def _window_segment(self, sequence: Sequence, shape: Shape, record: FrameInFlight) -> Segment:
+    def _window_segment(
+        self, sequence: Sequence, shape: Shape, record: FrameInFlight, *, relay: bool
+    ) -> Segment:
         """Return the next window of `sequence`. It never exceeds the request's limit."""
         self.header.queue_commit(sequence)
         position = len(sequence.tokens) - 1 + sequence.tokens_in_flight
         if not sequence.windows_in_flight:
             self.header.queue_backup(sequence, position, self.next_number)
-        window = sequence.next_window(shape, record)
+        window = sequence.next_window(shape, record, relay=relay)
         # The sequence moves to the end, so the next micro-batch takes other sequences first.
         self.running[sequence.seq_id] = self.running.pop(sequence.seq_id)
         return Segment(
@@ -275,6 +276,7 @@ class Scheduler:
             sample=True,
             drafts=min(shape.depth, max(0, sequence.remaining - window.first - 2)),
             continues=window.continues,
+            relay=window.relays,
         )
 
     def _next_chunks(self) -> list[Segment]:
@@ -337,6 +339,7 @@ class Scheduler:
         if frame.number != expected or len(frame.outcomes) != len(frame.segments):
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
         record = self.in_flight.popleft()
+        record.returned = True
         self._record_step_cost(frame, record, now)
         result = FrameOutcome(backup=self.backups.returned(frame.number))
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):

@@ -21,7 +21,8 @@ class Window:
 
     `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
     draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it. A window that
-    `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it.
+    `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it. The
+    last stage relays the token after a window that `relays` to the first stage.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Window:
     """The frame that carries the window."""
     drafts: int = 0
     continues: bool = False
+    relays: bool = False
 
     @property
     def width(self) -> int:
@@ -156,13 +158,21 @@ class Sequence:
         return sum(window.width for window in self.windows_in_flight)
 
     @property
-    def can_run_ahead(self) -> bool:
-        """True if the next window may continue the one in flight, before the token between them is known."""
+    def newest_frame(self) -> FrameInFlight:
+        """The frame of the newest window in flight."""
+        return self.windows_in_flight[-1].frame
+
+    def can_run_ahead(self, *, relayed: bool) -> bool:
+        """Return whether the next window may continue the one in flight, before the token between them is known.
+
+        Over several stages that token must be `relayed` to the first stage.
+        """
         if not self.windows_in_flight:
-            return True
+            return not relayed
         window = self.windows_in_flight[0]
-        alone = len(self.windows_in_flight) == 1 and window.width == 1
-        return alone and not window.drafts and not self.request.params.needs_host
+        if len(self.windows_in_flight) > 1 or window.width > 1 or window.drafts:
+            return False
+        return not self.request.params.needs_host and window.relays >= relayed
 
     def can_send_window(self, shape: Shape) -> bool:
         """Return whether a window of `shape` can be sent now: the first one, or a further speculative one."""
@@ -172,20 +182,24 @@ class Sequence:
             len(self.drafts), self.remaining - 1
         )
 
-    def next_window(self, shape: Shape, frame: FrameInFlight) -> Window:
+    def next_window(self, shape: Shape, frame: FrameInFlight, *, relay: bool = False) -> Window:
         """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
 
         Without speculative windows (`shape.fill` of 1) the window takes all drafts, or continues the one in flight.
+        With `relay` a later window may continue this one over several stages, if it is plain.
         """
+        number, depth = self.next_window_number(), shape.depth
+        relay = relay and not (depth or self.request.params.needs_host)
+        relay = relay and self.tokens_in_flight + 1 < self.remaining
         if self.windows_in_flight and shape.fill == 1:
-            window = Window(self.next_window_number(), 0, (), frame, shape.depth, continues=True)
+            window = Window(number, 0, (), frame, depth, continues=True, relays=relay)
             self.windows_in_flight.append(window)
             return window
         chain = (self.tokens[-1], *self.drafts[: self.remaining - 1])
         first = self.tokens_in_flight
         width = shape.width if shape.fill > 1 else len(chain)
         tokens = chain[first : first + width]
-        window = Window(self.next_window_number(), first, tokens, frame, shape.depth)
+        window = Window(number, first, tokens, frame, depth, relays=relay and width == 1)
         self.windows_in_flight.append(window)
         return window
 
@@ -216,7 +230,8 @@ class Sequence:
         """
         window = self.windows_in_flight.popleft()
         chosen = (*window.tokens[1 : outcome.accepted_length], _token(outcome))
-        if self.windows_in_flight and self.windows_in_flight[0].continues:
+        followed = bool(self.windows_in_flight) and self.windows_in_flight[0].continues
+        if followed:
             following = self.windows_in_flight[0]
             self.windows_in_flight[0] = replace(following, tokens=chosen[-1:], continues=False)
         tokens = self._append_tokens(chosen)
@@ -225,7 +240,7 @@ class Sequence:
         draft_results = self._draft_results(window, outcome, result, len(tokens))
         self.commit = self._commit(window, outcome, result)
         invalidated = () if result is WindowResult.ACCEPTED else self._invalidate_windows()
-        if not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
+        if followed or not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
             self.shape = (
                 None  # otherwise the windows in flight must return before the shape changes
             )

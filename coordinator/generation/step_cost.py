@@ -54,7 +54,7 @@ class StepCostMeter:
             return None
         if record.continues:
             interval = now - sequence.window_returned_at
-            return StepCost(interval, interval)
+            return StepCost(interval, min(interval, modelled_cycle))
         if record.speculative:
             seconds = modelled_pass + (self._pass_overhead or 0.0)
             return StepCost(seconds, now - sequence.window_returned_at, speculative=True)

@@ -39,6 +39,7 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner
 from worker.engine.hardware import compile_seconds, default_memory_limit
 from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
+from worker.engine.relay import relayed_tokens
 from worker.engine.sensors import Sensors, own_version
 from worker.engine.stage_engine import StageEngine
 from worker.engine.warm_up import warm_up
@@ -236,6 +237,8 @@ class LocalPipeline:
         for engine, one in zip(self._engines, stamps, strict=True):
             one.mark(StageStep.STARTED)
             frame = engine.process(frame, one)
+        if (message := relayed_tokens(frame)) is not None:
+            self._engines[0].receive_tokens(message)
         return frame
 
     def _post_result(self, own: FrameStamps, result: Frame | ClusterError) -> None:
@@ -330,6 +333,8 @@ class LocalPipelines:
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self.sensors = Sensors()
         self._last: LocalPipeline | None = None
+        self._ahead: LocalPipeline | None = None
+        """A pipeline that was made before its epoch."""
 
     @staticmethod
     def default_prefill_chunk() -> int:
@@ -353,6 +358,10 @@ class LocalPipelines:
 
         Raises NotReadyError while an earlier pipeline is stuck, and the errors of `LocalPipeline.start`.
         """
+        if self._ahead is not None and self._ahead.epoch == epoch:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        await self.drop_ahead()
         if self._last is not None:
             await self._wait_for_end(self._last.thread)
             self._last = None
@@ -364,6 +373,16 @@ class LocalPipelines:
         with byte_bar("loading the model", log) as show:
             await pipeline.start(show)
         return pipeline
+
+    async def make_ahead(self, epoch: int, on_progress: OnProgress) -> None:
+        """Make the pipeline that `make` returns for `epoch`, while another model serves."""
+        self._ahead = await self.make(epoch, on_progress)
+
+    async def drop_ahead(self) -> None:
+        """Free a pipeline that was made ahead and is not used."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            await ahead.close()
 
     def use_all_memory(self) -> Capacity:
         """Let the present pipeline use memory that was reserved when it was made. Return its capacity."""

@@ -134,10 +134,12 @@ def test_only_a_stage_that_knows_the_token_continues(checkpoints: Checkpoints) -
     plain = in_turn(path, SamplingParams(presence_penalty=0.5), 1)
     with pytest.raises(ProtocolError, match="cannot continue"):
         plain.begin(plain.commit(1), [plain.window(2, ahead=True)])
-    first = Chain(path, (2,)).engines[0]
+    stages = Chain(path, (2,)).engines
     window = Segment(0, 0, 0, (), open=True, sample=True, continues=True)
-    with pytest.raises(ProtocolError, match="another stage"):
-        first.process(Frame(EPOCH, 0, (Admit(0, 8, 1),), (window,)))
+    with pytest.raises(ProtocolError, match="unknown token"):
+        stages[0].process(Frame(EPOCH, 0, (Admit(0, 8, 1),), (window,)))
+    with pytest.raises(ProtocolError, match="cannot use"):
+        stages[1].receive_tokens(Frame(EPOCH, 0))
 
 
 # ---- whole answers

@@ -33,6 +33,7 @@ from worker.cache.last_stage_state import LastStageState
 from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import SequenceCache, copies_of
 from worker.engine.backup import ReceivedBackup, StageBackups
+from worker.engine.relay import RelayedTokens
 from worker.engine.tensor_bytes import from_bytes, plain_view, to_bytes
 from worker.model.stage import Run, Stage
 from worker.model.verdict import Verdict
@@ -102,6 +103,10 @@ class StageEngine:
         self.budget = budget
         self.sequences: dict[int, SequenceCache] = {}
         self.prefixes: dict[int, PrefixEntry] = {}
+        self.relayed: RelayedTokens | None = None
+        """Tokens that continue windows, on the first of several stages."""
+        if first and verifier is None:
+            self.relayed = RelayedTokens(epoch, stage.modules.config.vocab_size)
         self.backups = StageBackups(stage.modules.span)
         self.frames_done = 0
         self.last_finished = 0.0
@@ -158,6 +163,10 @@ class StageEngine:
         MLX updates a K/V cache in place only if no unfinished work reads it. Otherwise it copies the cache, which takes
         memory and time.
         """
+        if not (self.first and self.verifier is not None):
+            return (
+                False  # the token comes from another stage, and the next stage waits for the rows
+            )
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
         most = MAX_COPIED_BYTES[backend()]
         return sum(s.kv_nbytes for s in held if s is not None) <= most
@@ -209,8 +218,6 @@ class StageEngine:
         for segment in frame.segments:
             if segment.seq_id in seen:
                 raise ProtocolError(f"sequence {segment.seq_id} has two segments in one frame")
-            if segment.continues and not (self.first and self.verifier is not None):
-                raise ProtocolError("a segment continues where another stage chooses the token")
             if segment.tokens and max(segment.tokens) >= vocab:
                 raise ProtocolError(f"token {max(segment.tokens)}: the vocabulary has {vocab}")
             seen.add(segment.seq_id)
@@ -229,6 +236,8 @@ class StageEngine:
             case Evict():
                 self.sequences.pop(op.seq_id, None)
                 self.backups.received.pop(op.seq_id, None)
+                if self.relayed is not None:
+                    self.relayed.forget_sequence(op.seq_id)
                 if self.verifier is not None:
                     self.verifier.evict(op.seq_id)
             case SavePrefix():
@@ -241,6 +250,16 @@ class StageEngine:
                 self.backups.make_backup(op, self._sequence(op.seq_id), self._last_state(op))
             case RestoreBackup():
                 self.backups.restore_backup(op, self._sequence(op.seq_id), self._last_state(op))
+
+    def receive_tokens(self, message: Frame) -> None:
+        """Keep the tokens that the last stage has relayed. Raises ProtocolError on any other stage than the first."""
+        if self.relayed is None:
+            raise ProtocolError("tokens were relayed to a stage that cannot use them")
+        self.relayed.receive_tokens(message, self.sequences)
+
+    def lacks_tokens(self, frame: Frame) -> bool:
+        """Return whether `frame` must wait for tokens that the last stage has not relayed yet."""
+        return self.relayed is not None and self.relayed.lacks(frame)
 
     def receive_backup(self, seq_id: int, backup: ReceivedBackup) -> None:
         """Keep a backup that the coordinator has written, until a frame restores it."""
@@ -311,15 +330,19 @@ class StageEngine:
             raise ProtocolError(f"sequence {seq_id} is not admitted here") from None
 
     def _mark(self, segment: Segment) -> Segment:
-        if segment.cancelled or self._sequence(segment.seq_id).stack.stale:
-            return replace(segment, cancelled=True)
-        return segment
+        stale = segment.cancelled or self._sequence(segment.seq_id).stack.stale
+        if not stale and segment.continues and self.relayed is not None:
+            stale = self.relayed.token_of(segment) is None
+        return replace(segment, cancelled=True) if stale else segment
 
     # ---- rows
 
     def _tokens(self, segments: Sequence[Segment]) -> mx.array:
         """Return the tokens of segments that run, on the first stage: `[rows]`."""
         ahead = [segment for segment in segments if segment.continues]
+        if ahead and self.relayed is not None:
+            relayed = [(self.relayed.token_of(s),) if s.continues else s.tokens for s in segments]
+            return mx.array([token for tokens in relayed for token in tokens], mx.uint32)
         known = [token for segment in segments for token in segment.tokens]
         if not ahead or self.verifier is None:
             return mx.array(known, mx.uint32)

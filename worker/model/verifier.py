@@ -124,7 +124,10 @@ class Verifier:
     def _verified_runs(self, runs: Sequence[Run]) -> list[VerifiedRun]:
         verified, start = [], 0
         for _, segment in runs:
-            verified.append(VerifiedRun(segment, self.states[segment.seq_id], start))
+            state = self.states[segment.seq_id]
+            if segment.continues and state.params.needs_host:
+                raise ProtocolError(f"sequence {segment.seq_id} cannot continue by itself")
+            verified.append(VerifiedRun(segment, state, start))
             start += segment.width
         return verified
 

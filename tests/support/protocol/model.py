@@ -30,6 +30,7 @@ from tests.support.stages.token_stages import (
     tokens_of,
     truth,
 )
+from worker.engine.relay import relayed_tokens
 from worker.engine.stage_engine import StageEngine
 
 
@@ -112,11 +113,14 @@ class World:
     coordinator: ModelCoordinator
     stages: list[StageEngine]
     channels: list[deque[Frame]]
+    ring: deque[Frame] = field(default_factory=deque)
+    """Tokens that the last of several stages has relayed to the first."""
     news: frozenset[News] = frozenset()
     stale_frames: tuple[Frame, ...] = ()
     stale_news: frozenset[News] = frozenset()
     stale_results: tuple[Frame, ...] = ()
     """The frames of `stale_frames` that had passed all stages."""
+    stale_tokens: tuple[Frame, ...] = ()
     ledger: Ledger = field(default_factory=Ledger)
     crashes: int = 0
     """Maximum number of crashes still to come."""
@@ -132,6 +136,7 @@ class World:
         self.coordinator.reset(stages, epoch)
         self.stages = make_stages(stages, epoch)
         self.channels = [deque() for _ in range(stages + 1)]
+        self.ring = deque()
         self.ledger = Ledger()
         self._pump()
 
@@ -140,6 +145,7 @@ class World:
         clone = copy.copy(self)
         clone.stages = list(self.stages)
         clone.channels = [deque(channel) for channel in self.channels]
+        clone.ring = deque(self.ring)
         return clone
 
     def key(self) -> int:
@@ -148,12 +154,13 @@ class World:
             (
                 self.coordinator.key(),
                 tuple(map(stage_key, self.stages)),
-                tuple(tuple(map(_frame_key, channel)) for channel in self.channels),
+                tuple(tuple(map(_frame_key, channel)) for channel in (*self.channels, self.ring)),
                 self.news,
                 self.ledger.key(),
                 self.crashes,
                 tuple(frame.number for frame in self.stale_frames),
                 len(self.stale_results),
+                tuple(frame.number for frame in self.stale_tokens),
                 self.stale_news,
             )
         )
@@ -167,8 +174,10 @@ class World:
         if self.coordinator.can_send():
             yield "send", World.send
         for at, channel in enumerate(self.channels):
-            if channel:
+            if channel and not (at == 0 and self.stages[0].lacks_tokens(channel[0])):
                 yield f"pass {at}", partial(World.pass_on, at=at)
+        if self.ring:
+            yield "relay", World.relay
         if len(self.stages) == 1 and len(self.channels[0]) > 1 and self.channels[0][1].continues:
             yield "ahead", World.run_ahead
         for stage, news in product(range(len(self.stages)), self.news):
@@ -227,6 +236,13 @@ class World:
         self.channels[at + 1].append(out)
         if stage.verifier is not None:
             self.ledger = self.ledger.answered(out)
+            message = relayed_tokens(out) if len(self.stages) > 1 else None
+            self.ring += [] if message is None else [message]
+
+    def relay(self, _: Chooser) -> None:
+        """Let the first stage receive tokens of the last."""
+        stage = self.stages[0] = clone_stage(self.stages[0])
+        stage.receive_tokens(self.ring.popleft())
 
     def run_ahead(self, _: Chooser) -> None:
         """Let a single stage begin the second frame of its channel before it has finished the first."""
@@ -248,6 +264,7 @@ class World:
         self.crashes -= 1
         self.stale_frames = tuple(frame for channel in self.channels for frame in channel)
         self.stale_results = tuple(self.channels[-1])
+        self.stale_tokens = tuple(self.ring)
         self.stale_news, self.news = self.news, frozenset()
         self.coordinator = self.coordinator.clone()
         self._plan(left, self.coordinator.epoch + 1)
@@ -272,7 +289,7 @@ class World:
 
     def _check_stale(self, stage: StageEngine) -> None:
         """Assert that frames and signals of an older plan change nothing, at any time."""
-        if not self.stale_frames and not self.stale_news:
+        if not self.stale_frames and not self.stale_news and not self.stale_tokens:
             return
         before = stage_key(stage)
         for frame in self.stale_frames:
@@ -281,6 +298,12 @@ class World:
             except StaleEpochError:
                 continue
             raise AssertionError(f"a frame of epoch {frame.epoch} ran in epoch {stage.epoch}")
+        for message in self.stale_tokens if stage.relayed is not None else ():
+            try:
+                stage.receive_tokens(message)
+            except StaleEpochError:
+                continue
+            raise AssertionError(f"tokens of epoch {message.epoch} were kept in {stage.epoch}")
         for news in self.stale_news:
             deliver(stage, self.coordinator.epoch - 1, news)
         assert stage_key(stage) == before
@@ -299,7 +322,7 @@ class World:
     def check_end(self) -> None:
         """Assert the contract of an end: all requests have ended, and nothing is left."""
         assert self.coordinator.done(), "requests are left, and no step is possible"
-        assert not any(self.channels)
+        assert not any(self.channels) and not self.ring
         for stage in self.stages:
             assert not stage.sequences, stage.sequences
             assert list(stage.prefixes) == list(self.stages[0].prefixes)

@@ -28,13 +28,15 @@ from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
-from tests.support.stages.fake_last_stage import FakeLastStage, LuckyLastStage
+from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, LuckyLastStage
+from worker.engine.relay import RelayedTokens, relayed_tokens
 
 T = TypeVar("T")
 
 SKIP_SECONDS = 1e-5
 """Seconds. Time of a stage for a frame that it skips."""
 
+RELAYS = True
 ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
 
 
@@ -76,7 +78,7 @@ class Timing:
 
     A frame takes `stage` in each stage, and `hop` between neighbours. Each further row of windows adds `row`, and each
     draft in the last stage adds `draft`. By default the cost does not depend on the content of a frame, as if reading
-    the weights took all the time.
+    the weights took all the time. The coordinator takes `apply` from a result to the frames that follow from it.
     """
 
     stages: int
@@ -84,6 +86,7 @@ class Timing:
     hop: float = 0.001
     row: float = 0.0
     draft: float = 0.0
+    apply: float = 0.0
 
     def of(self, frame: Frame, stage: int) -> float:
         """Return the seconds of a frame in a stage."""
@@ -116,6 +119,8 @@ class SimulatedPipeline:
         self._free_at = [0.0] * self.stages
         self._hops: list[deque[Frame]] = [deque() for _ in range(self.stages + 1)]
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+        self._relayed = RelayedTokens(self.epoch, VOCAB)
+        self._parked: deque[Frame] = deque()
 
     def send_frame(self, frame: Frame) -> None:
         """Send a frame through the stages."""
@@ -129,15 +134,36 @@ class SimulatedPipeline:
             assert self.last.come_back() is frame
             times = [self.timing.of(frame, stage) for stage in range(self.stages)]
             stage_us = tuple(int(seconds * 1e6) for seconds in times)
-            self._results.put_nowait(decode(encode(replace(frame, stage_us=stage_us))))
-            return
+            result = decode(encode(replace(frame, stage_us=stage_us)))
+            self._loop.call_later(self.timing.apply, self._results.put_nowait, result)
+        elif stage == 0 and self.stages > 1:
+            self._parked.append(frame)
+            self._run_parked()
+        else:
+            self._run(frame, stage)
+
+    def _run_parked(self) -> None:
+        """Let stage 0 run the frames whose tokens have arrived, in order."""
+        while self._parked and not self._relayed.lacks(self._parked[0]):
+            self._run(self._parked.popleft(), 0)
+
+    def _run(self, frame: Frame, stage: int) -> None:
         start = max(self._loop.time(), self._free_at[stage])
         # The last stage knows the invalidated windows and skips them. The others may not know them yet.
         invalidated = frame.segments and all(outcome.cancelled for outcome in frame.outcomes)
         skipped = invalidated and stage == self.stages - 1
         self._free_at[stage] = start + (SKIP_SECONDS if skipped else self.timing.of(frame, stage))
         self._hops[stage + 1].append(frame)
-        self._loop.call_at(self._free_at[stage] + self.timing.hop, self._arrive, stage + 1)
+        arrives = self._free_at[stage] + self.timing.hop
+        self._loop.call_at(arrives, self._arrive, stage + 1)
+        message = relayed_tokens(frame) if stage == self.stages - 1 > 0 else None
+        if message is not None:
+            self._loop.call_at(arrives, self._relay, message)
+
+    def _relay(self, message: Frame) -> None:
+        """Let stage 0 receive relayed tokens."""
+        self._relayed.receive_tokens(message, self.last.sequences)
+        self._run_parked()
 
     async def receive_frame(self) -> Frame:
         """Wait for the next frame from the last stage and return it."""
@@ -206,6 +232,7 @@ class Simulation:
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
         self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
+        self.scheduler.relays = RELAYS
         pipeline = SimulatedPipeline(timing, last or FakeLastStage())
         self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
 

@@ -261,6 +261,8 @@ def clone_stage(engine: StageEngine) -> StageEngine:
     for sequence in clone.sequences.values():
         sequence.stack.windows = list(sequence.stack.windows)
     clone.prefixes = dict(engine.prefixes)
+    if engine.relayed is not None:
+        clone.relayed = engine.relayed.copy()
     if isinstance(engine.verifier, TruthfulVerifier):
         clone.verifier = TruthfulVerifier(Chooser(), dict(engine.verifier.expected))
     return clone
@@ -274,7 +276,8 @@ def stage_key(engine: StageEngine) -> Hashable:
     verifier = engine.verifier
     expects = tuple(verifier.expected.items()) if isinstance(verifier, TruthfulVerifier) else ()
     prefixes = tuple((number, tuple(tokens_of(p))) for number, p in engine.prefixes.items())
-    return engine.epoch, engine.frames_done, held, prefixes, expects
+    relayed = () if engine.relayed is None else engine.relayed.newest
+    return engine.epoch, engine.frames_done, held, prefixes, expects, relayed
 
 
 def _stack_key(sequence: SequenceCache) -> tuple[Hashable, ...]:

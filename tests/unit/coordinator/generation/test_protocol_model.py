@@ -41,6 +41,7 @@ def scheduled(
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
+    scheduler.relays = True
     stops = (
         frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2))
         if stop is not None
@@ -106,6 +107,22 @@ def test_a_single_stage_runs_ahead(
     walk = scheduled(1, lengths, leaves=leaves, crashes=crashes, mtp="off", stop=stop)
     print(walk)
     assert walk.met["ahead"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths", "leaves", "crashes", "stop"),
+    [(2, (4,), 1, 1, None), (2, (5,), 1, 0, 2), (2, (4, 3), 0, 0, 2), (3, (5,), 1, 0, 2)],
+)
+def test_stages_run_ahead_with_relayed_tokens(
+    stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, stop: int | None
+) -> None:
+    """The first stage continues with tokens that the last stage relays, and the contract holds.
+
+    Relayed tokens arrive before or after the frame that continues with them, and before or after the outcome.
+    """
+    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="off", stop=stop)
+    print(walk)
+    assert walk.met["relay"]
 
 
 def test_a_prompt_in_one_chunk() -> None:
