@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.head.attention import KVFormat
+from mtp.head.tiled_attention import tiled_attention
 from mtp.kernels import packed_linear
 from mtp.kernels.cuda import CudaKernel
 from mtp.kernels.dense_rows import DenseRows
@@ -72,6 +73,23 @@ def test_dense_rows_agree_and_ignore_other_rows(outputs: int, rows: int) -> None
     found = product(x)
     assert error_of(found, x.astype(mx.float32) @ w.astype(mx.float32).T) < TOLERANCE
     assert same(found, mx.concatenate([product(x[i : i + 1]) for i in range(rows)]))
+
+
+@pytest.mark.parametrize("keys", [300, 512])
+def test_attention_of_one_query_does_not_depend_on_its_buffer(keys: int) -> None:
+    """MLX takes another kernel for a slice of a buffer of 256 n tokens than for keys that a restored cache holds."""
+    heads, dim, buffer = 2, 64, 768
+    held = [mx.random.normal((1, heads, buffer, dim)).astype(mx.bfloat16) for _ in range(2)]
+    slices = [one[:, :, :keys] for one in held]
+    copies = [mx.contiguous(one) for one in slices]
+    q = mx.random.normal((1, 4, 1, dim)).astype(mx.bfloat16)
+    mx.eval(held, copies, q)
+    found = [
+        tiled_attention(q, *kv, keys - 1, dim**-0.5, queries=1)
+        for kv in (slices, copies, [one[:, :, :keys] for one in copies])
+    ]
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 @pytest.fixture(scope="module")
