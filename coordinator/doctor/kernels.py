@@ -12,20 +12,12 @@ import mlx.core as mx
 
 from coordinator.doctor.finding import Finding, Verdict
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.exact.arithmetic import Arithmetic
-from mtp.exact.range_probe import choose_range
-from mtp.exact.ranged_rows import cuts
-from mtp.exact.row_range import Product as ProductKind
-from mtp.exact.row_range import candidates
 
 WINDOW = 8
 """Rows of the widest window that is tried."""
 
 LARGEST_MATRIX = 32 * 10**6
 """Elements. Larger matrices, above all lm_head, are tried with fewer outputs, which does not change the kernel."""
-
-PRICED_ROWS = 16
-"""Rows of the largest call that is tried to price --exact. Decoding uses fewer."""
 
 ROUNDS = 5
 """Rounds of a timing, whose median counts."""
@@ -139,34 +131,14 @@ def check_exactness(config: ModelConfig, dtype: mx.Dtype, *, full: bool = False)
     values: dict[str, Any] = {"exact": exact, "widths": widths, "dtype": str(dtype)}
     if exact == WINDOW:
         return Finding("exactness", Verdict.OK, f"exact to windows of {WINDOW}", "", values)
-    price = values["exact_price"] = exact_price(config, dtype)
     inexact = ", ".join(name for name, width in widths.items() if width == exact)
     figure = f"exact to windows of {exact}" if exact > 1 else "not exact in any window"
     advice = (
         f"Rows of wider windows round differently in: {inexact}. With drafts, and with concurrent requests, an "
-        f"answer may differ where two tokens are nearly equally likely. Use --exact for equal answers, which costs "
-        f"about {price:.0%} of the speed without drafts here, or --mtp {exact - 1 or 'off'} for one request at a time."
+        f"answer may differ where two tokens are nearly equally likely. Use --exact for equal answers; the check "
+        f"'exact mode' has its price. --mtp {exact - 1 or 'off'} is enough for one request at a time."
     )
     return Finding("exactness", Verdict.WARN, figure, advice, values)
-
-
-def exact_price(config: ModelConfig, dtype: mx.Dtype) -> float:
-    """Return by how much the products of one token take longer with --exact, as a share, measured on random weights.
-
-    Raises UsageError if --exact is impossible here.
-    """
-    arithmetic = Arithmetic.here()
-    plain = exact = 0.0
-    for product in products(config):
-        copies = [product.rows(dtype) for _ in range(COPIES)]
-        kind = ProductKind.DENSE if product.bits is None else ProductKind.AFFINE
-        kind = kind if product.mode == "affine" else ProductKind.BLOCK_FLOAT
-        x = mx.random.normal((PRICED_ROWS, product.inputs)).astype(dtype)
-        rows = choose_range(copies[0], [x], candidates(arithmetic, kind))
-        ((_, _, size),) = cuts(1, rows)
-        seconds = interleaved_seconds(copies, x, (1, size))
-        plain, exact = plain + seconds[1], exact + seconds[size]
-    return exact / plain - 1
 
 
 def interleaved_seconds(

@@ -101,7 +101,6 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.workers",
         "mtp.checkpoint.format",
         "mtp.depth",
-        "mtp.exact",
         "proto.rpc",
         "proto.trust",
         "worker.engine",
