@@ -34,7 +34,7 @@ from tests.support.processes.processes import Cluster, running_cluster
 
 PAGES = (0, 1, 10)
 GOALS = {1: 0.01, 10: 0.03}
-"""Share of the tokens a second that so many pages may cost at most."""
+"""Upper bound on the lost share of tokens a second, by the number of pages."""
 
 TOKENS = 64
 """Tokens of one answer: under a second, so that a round of three answers has one state of the machine."""
@@ -44,6 +44,9 @@ RESAMPLES = 2000
 """Resamples of the rounds for each interval. More change its third digit."""
 
 READ_BYTES = 1 << 16
+SETTLE_SECONDS = 0.1
+"""Seconds between the change of the open pages and an answer, so that the change itself is not measured."""
+
 BODY = {
     "prompt": "def main():",
     "max_tokens": TOKENS,
@@ -79,8 +82,7 @@ def open_pages(url: str, count: int) -> Iterator[None]:
         pages = [socket.create_connection((address.hostname, address.port)) for _ in range(count)]
         for page in pages:
             page.sendall(f"GET /v1/events HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
-            head = page.recv(READ_BYTES)
-            assert head.startswith(b"HTTP/1.1 200"), head
+            read_snapshot(page)
             selector.register(page, selectors.EVENT_READ)
         stop = threading.Event()
 
@@ -92,6 +94,7 @@ def open_pages(url: str, count: int) -> Iterator[None]:
 
         reader = threading.Thread(target=read)
         reader.start()
+        time.sleep(SETTLE_SECONDS)
         try:
             yield
         finally:
@@ -99,6 +102,15 @@ def open_pages(url: str, count: int) -> Iterator[None]:
             reader.join()
             for page in pages:
                 page.close()
+            time.sleep(SETTLE_SECONDS)
+
+
+def read_snapshot(page: socket.socket) -> None:
+    """Read the response's head and its first event."""
+    received = page.recv(READ_BYTES)
+    assert received.startswith(b"HTTP/1.1 200"), received
+    while b"event: snapshot" not in received or b"\n\n" not in received:
+        received += page.recv(READ_BYTES)
 
 
 def measure_answer(cluster: Cluster, client: httpx.Client) -> Measurement:
@@ -145,15 +157,15 @@ def with_interval(rounds: Sequence[Round], statistic: Statistic) -> tuple[float,
 
 
 def speed_ratio(count: int) -> Statistic:
-    """Return the statistic: tokens a second with `count` pages over those without, the median of the rounds."""
-    return lambda rounds: statistics.median(r[0].seconds / r[count].seconds for r in rounds)
+    """Return the statistic: tokens a second with `count` pages over those without."""
+    return lambda rounds: middle_mean([r[0].seconds / r[count].seconds for r in rounds])
 
 
 def cpu_share(count: int) -> Statistic:
     """Return the statistic: additional processor time of the coordinator over the time of an answer without pages."""
 
     def share(rounds: Sequence[Round]) -> float:
-        """Return the share. The means leave out the rounds that other programs changed most."""
+        """Return the share."""
         more = middle_mean([r[count].coordinator - r[0].coordinator for r in rounds])
         return more / statistics.median(r[0].seconds for r in rounds)
 
@@ -161,7 +173,7 @@ def cpu_share(count: int) -> Statistic:
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Return the mean of the middle half of `values`."""
+    """Return the mean of the middle half of `values`: those are left out that other programs changed most."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
