@@ -8,9 +8,12 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from coordinator.api.http_connection import Connections, HttpConnection
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +22,12 @@ GRACE_SECONDS = 5
 
 END_SECONDS = 5
 """Seconds. Maximum time for clients to receive the error event after `GRACE_SECONDS`."""
+
+HANDSHAKE_SECONDS = 10.0
+"""Seconds. Maximum time of a TLS handshake."""
+
+BACKLOG = 256
+"""Connections that wait to be accepted. The event loop accepts all of them at once, which takes about 10 ms."""
 
 
 class HttpServer(uvicorn.Server):
@@ -68,6 +77,29 @@ class HttpServer(uvicorn.Server):
             answers = f"{count} answer{'s' * (count > 1)}"
             log.info("ending %s within %d s; again to stop", answers, GRACE_SECONDS)
         self.handle_exit(number, None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on `sockets`. uvicorn has no option for the time of a handshake."""
+        await self.lifespan.startup()
+        connection = partial(
+            HttpConnection,
+            Connections(),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        tls = self.config.ssl
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection,
+                sock=listener,
+                ssl=tls,
+                backlog=BACKLOG,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn.Server does, and end late answers meanwhile."""

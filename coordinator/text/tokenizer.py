@@ -47,6 +47,9 @@ class ChatPrompt:
 PIECE_CHARACTERS = 131_072
 """Characters that are encoded at a time to find the length of a long text. Encoding them takes about 0.1 s."""
 
+SHORT_CHARACTERS = 16_384
+"""Characters. Shorter texts are encoded on the calling thread, which stops all others for up to about 10 ms."""
+
 CUT_TOKENS = 16
 """Tokens that a cut between two pieces may add."""
 
@@ -114,7 +117,7 @@ class Tokenizer:
         try:
             if self._max_tokens is not None and len(text) > PIECE_CHARACTERS:
                 self._check_length(text, self._max_tokens)
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode_text(text, add_special_tokens=add_special_tokens)
         except RequestError:
             raise
         except BaseException as error:
@@ -125,11 +128,17 @@ class Tokenizer:
                 ) from error
             raise
 
+    def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """Encode `text`. The backend lets other threads run during a batch, but not during a single text."""
+        if len(text) <= SHORT_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
     def _check_length(self, text: str, limit: int) -> None:
         """Raise RequestError once the first pieces of `text` have more than `limit` tokens."""
         tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
-            piece = self._backend.encode(text[start : start + PIECE_CHARACTERS]).ids
+            piece = self._encode_text(text[start : start + PIECE_CHARACTERS]).ids
             tokens += max(0, len(piece) - CUT_TOKENS)
             if tokens > limit:
                 raise RequestError(

@@ -13,6 +13,13 @@ _running: set[asyncio.Task[None]] = set()
 """Strong references to the tasks. The event loop keeps weak references only."""
 
 
+BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
+"""Events that may wait for a client, and more of them for each request. About 2 KB each with log-probabilities.
+
+The connection ends a client that reads nothing for STALL_SECONDS. Until then the answer must not fill the memory.
+"""
+
+
 class _Run:
     """One request of a Merge: the index of its choice, and its task."""
 
@@ -38,8 +45,8 @@ class Merge:
 
     def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
         self._generator = generator
-        # Unbounded, because each request has its own token limit.
         self._queue: asyncio.Queue[tuple[_Run, GenerationEvent | BaseException]] = asyncio.Queue()
+        self._backlog = BACKLOG + BACKLOG_OF_REQUEST * len(requests)
         self._runs = [self._start(index, request) for index, request in enumerate(requests)]
 
     async def next_event(self, seconds: float) -> tuple[int, GenerationEvent] | None:
@@ -87,6 +94,10 @@ class Merge:
         async for event in self._generator.generate(request):
             self._queue.put_nowait((run, event))
             finished = isinstance(event, Finished)
+            if not run.cancelled and self._queue.qsize() > self._backlog:
+                error = ClusterError("the client did not read its answer. Read it faster.")
+                self._queue.put_nowait((run, error))
+                run.cancel()
         if not finished:
             raise ClusterError("the request ended without a result. Send it again.")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.api.request.body import Body
+from coordinator.api.request.body import Body, Many
 from coordinator.api.request.errors import field_error
 from coordinator.text.model_info import Json
 from coordinator.text.output_format import OutputFormat
@@ -58,7 +58,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: Any | None = None
 
@@ -73,7 +73,7 @@ class Message(Body):
     """One message. System messages may stand anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
     @property
     def blocks(self) -> list[Block]:
@@ -151,9 +151,9 @@ class PromptBody(Body):
     """The fields that decide the prompt."""
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[TextBlock] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -59,7 +59,8 @@ async def generate(request: Request) -> Response:
     async def prepare(api: Api, request: Request) -> PreparedAnswer:
         """Tokenize the prompt. Raises RequestError, naming the invalid field."""
         if body.raw:
-            tokens = await asyncio.to_thread(api.tokenizer.encode, body.prompt or "")
+            text = body.prompt or ""
+            tokens = await api.large_work.run(len(text), partial(api.tokenizer.encode, text))
             answer = await text_answer(
                 api, body.settings("prompt"), [tokens], new_id("gen-"), output=body.output
             )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from coordinator.api.request.body import Body
+from coordinator.api.request.body import Body, Many
 from coordinator.api.request.errors import field_error
 from coordinator.api.request.settings import GenerationSettings
 from coordinator.text.model_info import Json
@@ -150,7 +150,7 @@ class Message(Body):
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -192,8 +192,8 @@ class Tool(Body):
 class ChatBody(ModelBody):
     """The body of `POST /api/chat`. Without messages it only asks whether the model is loaded."""
 
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = None
+    tools: Many[Tool] | None = None
 
 
 class GenerateBody(ModelBody):

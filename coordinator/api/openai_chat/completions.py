@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -62,7 +62,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return await asyncio.to_thread(api.tokenizer.encode, prompt)
+        return await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
     return check_prompt(api, prompt)
 
 

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from coordinator.api.openai_chat.formats import ResponseFormat, StructuredOutputs
-from coordinator.api.request.body import Body
+from coordinator.api.request.body import Body, Many
 from coordinator.api.request.errors import field_error
 from coordinator.api.request.reasoning import ReasoningEffort
 from coordinator.api.request.settings import MAX_CHOICES, GenerationSettings
@@ -65,7 +65,7 @@ def _shape(description: str) -> WrapValidator:
 
 Stop = Annotated[str | list[str], _shape("a string or a list of strings")]
 Prompt = Annotated[
-    str | list[str] | list[int] | list[list[int]],
+    str | Many[str] | Many[int] | Many[list[int]],
     _shape("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 
@@ -251,7 +251,7 @@ class Message(Body):
     content: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_details: list[Any] | None = None
     provider_specific_fields: Any | None = None
@@ -323,8 +323,8 @@ class ChatBody(GenerationBody):
 
     prompt_field = "messages"
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Many[Message] = Field(min_length=1)
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None

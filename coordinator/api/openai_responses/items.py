@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from coordinator.api.request.body import Body
+from coordinator.api.request.body import Body, Many
 from coordinator.api.request.chat import call_message, with_system_first
 from coordinator.text.model_info import Json
 
@@ -28,7 +28,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -51,7 +51,7 @@ class CallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Many[TextPart]
     id: str | None = None
     status: Status | None = None
 
@@ -61,8 +61,8 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[TextPart] | None = None
-    content: list[TextPart] | None = None
+    summary: Many[TextPart] | None = None
+    content: Many[TextPart] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from coordinator.api.openai_responses.items import Item, MessageItem
-from coordinator.api.request.body import Body
+from coordinator.api.request.body import Body, Many
 from coordinator.api.request.errors import field_error
 from coordinator.api.request.reasoning import ReasoningEffort
 from coordinator.api.request.settings import GenerationSettings
@@ -85,14 +85,14 @@ class ResponsesBody(Body):
     """The body of `POST /v1/responses`."""
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Annotated[Tool | WebSearchTool, Field(discriminator="type")]] | None = None
+    tools: Many[Annotated[Tool | WebSearchTool, Field(discriminator="type")]] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.request.context import ApiOptions, api_of
 from coordinator.api.request.errors import request_error
+from coordinator.api.request.json_bounds import JsonBounds
+from coordinator.api.request.large_work import LARGE_BYTES
 from coordinator.trust.key_ring import Scope
 
 
@@ -24,6 +27,10 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
 
 ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
 ADMIN_PREFIX = "/v1/cluster/"
@@ -96,26 +103,45 @@ async def read_body(request: Request, kind: type[B]) -> B:
     Raises RequestError for invalid content, HTTPException 413 for a body that is too large and 408 for one that is
     too slow.
     """
-    options = api_of(request).options
-    try:
-        async with asyncio.timeout(options.body_seconds):
-            content = await _read_bytes(request, options.max_body_bytes)
-    except TimeoutError:
-        raise HTTPException(
-            408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
-        ) from None
-    except ClientDisconnect:
-        raise HTTPException(400, "request body: the client disconnected while sending") from None
+    api = api_of(request)
+    options, context = api.options, api.model.context_length if api.model else 0
+    with api.large_work.reading() as reserve:
+        try:
+            async with asyncio.timeout(options.body_seconds):
+                content = await _read_bytes(
+                    request, options.max_body_bytes, JsonBounds(context), reserve
+                )
+        except TimeoutError:
+            raise HTTPException(
+                408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
+            ) from None
+        except ClientDisconnect:
+            raise HTTPException(
+                400, "request body: the client disconnected while sending"
+            ) from None
+        if len(content) <= LARGE_BYTES:
+            return parse_body(kind, content)
+        return await api.large_work.run(len(content), partial(parse_body, kind, content))
+
+
+def parse_body(kind: type[B], content: bytes | bytearray) -> B:
+    """Return `content` as a `kind`. Raises RequestError for invalid content."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
         raise request_error(error) from error
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+async def _read_bytes(
+    request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]
+) -> bytearray:
+    """Return the body. `bounds` counts its values, and `reserve` is called for the bytes of a large one."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > limit:
             raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
-    return bytes(content)
+        bounds.add_part(chunk)
+        if len(content) > LARGE_BYTES:
+            reserve(len(chunk))
+    return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,10 +50,11 @@ async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
     render = partial(api.tokenizer.chat_prompt, tools=chat.tools, template_kwargs=kwargs)
-    prompt = await asyncio.to_thread(render, chat.messages)
+    size = sum(len(message.get("content") or "") for message in chat.messages)
+    prompt = await api.large_work.run(size, partial(render, chat.messages))
     if any("name" in message for message in chat.messages):
         without = [{k: v for k, v in m.items() if k != "name"} for m in chat.messages]
-        if await asyncio.to_thread(render, without) == prompt:
+        if await api.large_work.run(size, partial(render, without)) == prompt:
             api.hints.report_hint("messages[].name")
     return prompt
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from starlette.requests import Request
 
 from coordinator.api.request.hints import HintLog
+from coordinator.api.request.large_work import LargeWork
 from coordinator.generation.request import Generator
 from coordinator.models.admin import ModelAdmin
 from coordinator.models.loader import ModelLoader
@@ -68,6 +69,7 @@ class Api:
     invite: Callable[[], Invitation] | None = None
     """A function that makes an invitation for a machine; None if machines cannot join."""
     hints: HintLog = field(default_factory=HintLog)
+    large_work: LargeWork = field(default_factory=LargeWork)
 
     @cached_property
     def compiler(self) -> GrammarCompiler:

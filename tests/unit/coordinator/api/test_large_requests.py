@@ -1,0 +1,154 @@
+"""Bounds of request bodies: the number of their values, their memory, and the time for which others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.api.request import body as body_module
+from coordinator.api.request import json_bounds, large_work
+from coordinator.api.request.json_bounds import JsonBounds
+from coordinator.api.request.large_work import LARGE_BYTES, LargeWork
+from proto.errors import CapacityError, RequestError
+from tests.support.api.api_client import PATIENCE, ApiClient
+
+STRINGS = ["plain", 'quo"te', "back\\slash", '\\"', "\\\\", ",:{[", "é\n", "end\\"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_values_are_counted_outside_of_strings(size: int) -> None:
+    """The counts do not depend on the text of strings, or on the borders of parts."""
+    text = json.dumps({"a": STRINGS, ",{": [{"b:": 1}, [], [2, 3]]}).encode()
+    bounds = JsonBounds(0)
+    for start in range(0, len(text), size):
+        bounds.add_part(text[start : start + size])
+    assert bounds.fields == 2 + 4 + 3  # objects, lists, fields
+    assert bounds.items == 1 + 7 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "word"),
+    [
+        (b'{"role": "user", "content": "a"}', "fields"),
+        (b"[]", "fields"),
+        (b"1", "values"),
+        (b'"a"', "values"),
+    ],
+)
+async def test_a_body_of_many_values_is_refused(
+    monkeypatch: pytest.MonkeyPatch, unit: bytes, word: str
+) -> None:
+    """A body with more values than the bounds is a 400 that names the bound, before it is parsed."""
+    monkeypatch.setattr(json_bounds, "MAX_FIELDS", 200)
+    monkeypatch.setattr(json_bounds, "MAX_ITEMS", 300)
+    monkeypatch.setattr(body_module, "parse_body", None)
+    content = b'{"messages": [' + b",".join([unit] * 1000) + b"]}"
+    async with ApiClient().http() as client:
+        response = await client.post("/v1/chat/completions", content=content)
+    assert response.status_code == 400
+    assert word in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "messages", 1),
+        ("/v1/completions", "prompt", {}),
+        ("/v1/messages", "messages", 1),
+        ("/v1/responses", "input", 1),
+        ("/api/chat", "messages", 1),
+    ],
+)
+async def test_a_list_of_errors_costs_one_error(path: str, field: str, value: object) -> None:
+    """A list with thousands of wrong values is refused at its first one, within a fraction of the time of all."""
+    content = json.dumps({"model": "tiny", "max_tokens": 1, field: [value] * 15_000})
+    async with ApiClient().http() as client:
+        before = time.process_time()
+        response = await client.post(path, content=content)
+        assert response.status_code == 400
+        assert time.process_time() - before < 0.2  # all errors take 0.5 s of an idle processor
+
+
+async def test_others_are_answered_while_a_large_text_is_encoded() -> None:
+    """The event loop runs while the tokenizer works on a text of the largest body."""
+    client = ApiClient(context_length=10**7)
+    longest, ended = 0.0, asyncio.Event()
+
+    async def tick() -> None:
+        """Measure how long the event loop does not run."""
+        nonlocal longest
+        while not ended.is_set():
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - began)
+
+    ticking = asyncio.create_task(tick())
+    began = time.perf_counter()
+    async with client.http() as http:
+        prompt = "some words of a text " * 12_000
+        response = await http.post(
+            "/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1}
+        )
+    whole = time.perf_counter() - began
+    ended.set()
+    await ticking
+    assert response.status_code == 200, response.text
+    assert longest < whole / 2
+
+
+async def test_large_work_runs_one_at_a_time_beside_small_work() -> None:
+    """Of large requests one is worked on at a time, and a small one does not wait for them."""
+    work, running, most = LargeWork(), 0, 0
+
+    def compute() -> None:
+        """Count the calls at the same time."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+
+    large = [asyncio.create_task(work.run(LARGE_BYTES + 1, compute)) for _ in range(4)]
+    await asyncio.sleep(0.02)
+    async with asyncio.timeout(PATIENCE):
+        await work.run(10, lambda: None)
+        assert not all(task.done() for task in large)
+        await asyncio.gather(*large)
+    assert most == 1
+
+
+async def test_the_memory_of_large_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large body above the memory of all is a 429 with Retry-After; small ones are answered. All is free again."""
+    monkeypatch.setattr(large_work, "MAX_OPEN_BYTES", 10 * LARGE_BYTES)
+    client = ApiClient()
+    work = client.app.state.api.large_work
+    async with client.http() as http:
+        with work.reading() as reserve:
+            reserve(8 * LARGE_BYTES)
+            large: dict[str, Any] = {"model": "tiny", "prompt": "a" * 4 * LARGE_BYTES}
+            response = await http.post("/v1/completions", json=large)
+            assert (response.status_code, response.headers["retry-after"]) == (429, "5")
+            small = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+            assert (await http.post("/v1/completions", json=small)).status_code == 200
+        assert work.open_bytes == 0
+        response = await http.post("/v1/completions", json=large)
+        assert response.status_code == 400  # longer than the context
+    assert work.open_bytes == 0
+
+
+def test_a_reservation_above_the_bound_is_refused() -> None:
+    """A refused reservation takes no memory from others."""
+    work = LargeWork()
+    with work.reading() as reserve, pytest.raises(CapacityError):
+        reserve(large_work.MAX_OPEN_BYTES + 1)
+    assert work.open_bytes == 0
+
+
+def test_bounds_name_what_is_too_much() -> None:
+    """The error says how many values are allowed."""
+    with pytest.raises(RequestError, match=r"more than \d+ values"):
+        JsonBounds(0).add_part(b"," * (json_bounds.MAX_ITEMS + 1))
