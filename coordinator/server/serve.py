@@ -6,6 +6,7 @@ HTTP answers from the start. While the model is downloaded, `/status` shows the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -64,6 +65,8 @@ async def serve(options: ServeOptions) -> None:
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
     )
+    # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
+    gc.freeze()
     trust = open_trust(options)
     server = _Server(options, listener, trust)
     async with AsyncExitStack() as stack:
