@@ -35,6 +35,9 @@ WIDTHS = (1, 2, 4, 5, 1)
 BATCHES = (1, 4, 8)
 """Sequences at once. With windows of 5 tokens they cover every kernel by number of rows."""
 
+FRAMES_OF_BATCH = 2 + len(WIDTHS)
+"""Frames of one number of sequences: the prompts, the windows, and the end of the sequences."""
+
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
 
@@ -129,10 +132,12 @@ def warm_up_steps(
     verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if last else None
     drafts = 2 if verifier is not None and verifier.drafter is not None else 0
     engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
-    log.info("compiling kernels")
     frames = WarmUp(engine, drafts)
     try:
         for _ in frames.run():
+            if frames.done % FRAMES_OF_BATCH == 0:
+                done = f"{frames.done} of {FRAMES_OF_BATCH * len(BATCHES)} frames"
+                log.info("compiling kernels", extra={"done": done})
             yield
             expect(COMPILE_SECONDS)
     except Exception as error:

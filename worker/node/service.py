@@ -27,9 +27,10 @@ from worker.engine import hardware, sensors
 from worker.fetch.provide import provide
 from worker.node.access import AccessInterceptor
 from worker.node.backups import read_backup, write_backup
-from worker.node.binding import Binding, Result
+from worker.node.binding import Result
 from worker.node.lease import Lease
 from worker.node.link_test import LinkTestService
+from worker.node.load_progress import repeat_progress
 from worker.node.node import WorkerNode
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         task = asyncio.create_task(self.node.load(request, on_progress))
         task.add_done_callback(lambda _: progress.put_nowait(pb.LoadProgress()))
         try:
-            while (message := await progress.get()).WhichOneof("body"):
+            async for message in repeat_progress(progress):
                 yield message
             yield pb.LoadProgress(result=await task)
         except ClusterError as error:
