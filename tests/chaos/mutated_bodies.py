@@ -1,0 +1,159 @@
+"""The memory of a coordinator over thousands of mutated HTTP bodies, as the fuzz targets make them.
+
+`python -m tests.chaos.mutated_bodies --count 20000` starts a run. Every 1,000 bodies it prints the coordinator's
+resident memory, and at the end the memory after a collection and after malloc_trim, to tell leaks from fragmentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.bench.report import lines, publish
+from tests.fuzz.corpus import corpus
+from tests.fuzz.mutation import SEPARATOR, mutate
+from tests.support.processes.processes import as_coordinator, ending, launch, running_workers
+from tests.support.processes.task_count import TASKS
+
+CLIENTS = 4
+EVERY = 1000
+"""Bodies between two samples."""
+
+ANSWER_SECONDS = 1.0
+"""Seconds after which a client leaves its answer. Mutated bodies may ask for thousands of tokens."""
+
+
+async def send_bodies(
+    url: str, count: int, pid: int, seed: int
+) -> tuple[list[float], Counter[str]]:
+    """Send `count` bodies from CLIENTS clients. Return the memory after every EVERY bodies, in MB, and the statuses."""
+    originals, rng = corpus("http"), random.Random(seed)
+    memory, statuses, sent = [_resident(pid)], Counter[str](), 0
+
+    async def work(client: httpx.AsyncClient) -> None:
+        """Send bodies until all are sent."""
+        nonlocal sent
+        while sent < count:
+            sent += 1
+            number = sent
+            path, _, body = mutate(rng.choice(originals), originals, rng).partition(SEPARATOR)
+            statuses[await _send(client, path, body)] += 1
+            if number % EVERY == 0:
+                memory.append(_resident(pid))
+                print(f"{number:6} {memory[-1]:7.1f} MB {dict(statuses)}", flush=True)
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        await asyncio.gather(*(work(client) for _ in range(CLIENTS)))
+    return memory, statuses
+
+
+async def _send(client: httpx.AsyncClient, path: bytes, body: bytes) -> str:
+    """Send one body, and read its answer for ANSWER_SECONDS. Return its status."""
+    target = path.decode("latin-1")
+    if not target.isascii() or not target.startswith("/") or not target.isprintable():
+        target = "/v1/chat/completions"
+    try:
+        headers = {"Content-Type": "application/json"}
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return str((await client.post(target, content=body, headers=headers)).status_code)
+    except TimeoutError:
+        return "left"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return type(error).__name__
+
+
+def _resident(pid: int) -> float:
+    return psutil.Process(pid).memory_info().rss / 1e6
+
+
+def describe(folder: Path, pid: int) -> dict[str, Any]:
+    """Return what an inspected coordinator reports about its memory."""
+    file = folder / f"{pid}.memory"
+    file.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGUSR2)
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline, "the coordinator did not describe its memory"
+        time.sleep(0.05)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the types of which there are more objects after the run."""
+    earlier = dict(before["objects"])
+    more = {name: n - earlier.get(name, 0) for name, n in after["objects"]}
+    return [f"{name} +{n}" for name, n in sorted(more.items(), key=lambda p: -p[1]) if n > 100]
+
+
+def main() -> None:
+    """Run the study from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trace", action="store_true", help="trace the allocations of Python")
+    given = parser.parse_args()
+    env = {"PYTHONTRACEMALLOC": "5"} if given.trace else {}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with running_workers(folder, "builtin", 1) as (worker,):
+            arguments = [
+                "serve",
+                "--port",
+                "0",
+                "--no-mdns",
+                "--model",
+                "builtin",
+                "--worker",
+                worker.address,
+            ]
+            module = "tests.support.processes.inspected_coordinator"
+            process = launch(folder, "coordinator", module, arguments, env={TASKS: made, **env})
+            with ending(process):
+                coordinator = as_coordinator(process)
+                asyncio.run(
+                    send_bodies(coordinator.url, 200, process.pid, 0)
+                )  # imports and first uses
+                before = describe(folder, process.pid)
+                memory, statuses = asyncio.run(
+                    send_bodies(coordinator.url, given.count, process.pid, given.seed)
+                )
+                time.sleep(10)
+                after = describe(folder, process.pid)
+                tracebacks = process.text().count("Traceback")
+    for name in ("resident", "collected", "trimmed", "traced"):
+        print(f"{name:10} {before[name] / 1e6:8.1f} -> {after[name] / 1e6:8.1f} MB")
+    print("threads", before["threads"], "->", after["threads"])
+    print("python threads", before["python_threads"], "->", after["python_threads"])
+    print("more objects:", ", ".join(growth(before, after)) or "none")
+    print(*after["allocations"], sep="\n")
+    print("tracebacks", tracebacks, dict(statuses))
+    figures = {
+        "count": given.count,
+        "memory": memory,
+        "before": before,
+        "after": after,
+        "statuses": statuses,
+    }
+    numbers = [EVERY * n for n in range(len(memory))]
+    publish(
+        "mutated_bodies",
+        figures,
+        {"coordinator": lines(numbers, {"resident": memory}, "bodies", "MB")},
+    )
+
+
+if __name__ == "__main__":
+    main()
