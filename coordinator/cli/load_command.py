@@ -39,7 +39,8 @@ def load(
 ) -> None:
     """Serve another model without a restart. The key needs the scope admin.
 
-    The present model serves until the files of the new one are there. Its open answers have a minute to finish.
+    The present model serves until the new one is loaded, where memory allows, and else until the files of the new one
+    are there. Its open answers have a minute to finish.
     """
     url = server_url(url, port)
     report = _report(call("POST", url, PATH, api_key, 202, content={"model": model}))
@@ -51,6 +52,8 @@ def load(
                 show(report.done, report.total)
                 time.sleep(POLL_SECONDS)
                 report = _report(call("GET", url, PATH, api_key))
+    if report.note:
+        typer.echo(report.note)
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
     if report.running and wait:

@@ -60,7 +60,9 @@ def apply(view: View, event: Event, now: float) -> View:
         case ModelChanged(why_not_alone):
             settings = replace(view.settings, why_not_alone=why_not_alone)
             ended = replace(_end_plan(view, ""), settings=settings, alone_problem="", replan=False)
-            return replace(ended, recovering=True, gathered=0.0, since=now, retry_at=0.0)
+            # The workers are known already, so this process does not wait for them before it serves alone.
+            waited = 0.0 if ended.usable() else settings.wait
+            return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)
         case PlanKept():
             return replace(view, replan=False, considered=_usable_ids(view))
         case PlanPostponed():

@@ -1,8 +1,7 @@
 """The change of the served model without a restart.
 
-The files of the next model are downloaded and opened while the present one serves. In single-node mode both are in
-memory for a moment if they fit. Otherwise, and with workers, which hold one stage each, the present model first
-finishes its answers.
+The files of the next model are downloaded and opened while the present one serves. If the memory of all machines has
+room for both, the next model is also loaded while the present one serves. Otherwise the present model ends first.
 """
 
 from __future__ import annotations
@@ -19,10 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.plan_start import LoadState
+from coordinator.generation.loop import GenerationLoop
 from coordinator.models.admin import ModelAdmin
 from coordinator.models.catalog import ModelFacts
 from coordinator.pipeline.base import PipelineSource
-from coordinator.pipeline.local import LocalSource
+from coordinator.pipeline.local import LocalPipeline, LocalSource
+from coordinator.planning.capacity import Capacity
 from coordinator.server.model_parts import served_model
 from coordinator.server.options import ServeOptions
 from coordinator.server.served_parts import OpenedModel, ServedParts
@@ -57,8 +59,8 @@ class Host(Protocol):
         """Send all requests from now on to `parts`."""
         ...
 
-    def pause_requests(self, reason: str) -> None:
-        """Answer all requests from now on with 503 and `reason`."""
+    def pause_requests(self, reason: str, *, hold: bool) -> None:
+        """Answer all requests from now on with 503 and `reason`, or with `hold` let them wait for the next parts."""
         ...
 
 
@@ -176,10 +178,11 @@ class ModelSwitch:
                 exc_info=not known,
             )
             text = error.public if isinstance(error, ClusterError) else "internal error"
-            self._report = LoadReport(name, "failed", error=text)
+            note = self._report.note if self._report else ""
+            self._report = LoadReport(name, "failed", error=text, note=note)
         else:
             self._arguments[name] = argument
-            self._report = LoadReport(name, "ready")
+            self._set_phase("ready")
             log.info("model changed", extra={"model": name})
 
     def _open(self, argument: str, path: Path) -> OpenedModel:
@@ -192,8 +195,9 @@ class ModelSwitch:
         used = before.model.local.status().memory_used
         try:
             model.local.model.capacity(used)
-        except MemoryLimitError:
-            await self._finish_answers(before, model)
+        except MemoryLimitError as error:
+            self._report_end_first(error)
+            await self._finish_answers(before, model, hold=False)
             await self._start_or_return(before, partial(self._start_alone, model))
             return
         model.local.reserved_bytes = lambda: used
@@ -213,13 +217,63 @@ class ModelSwitch:
     async def _change_cluster(
         self, manager: ClusterManager, before: ServedParts, model: OpenedModel
     ) -> None:
-        """Change the model of the workers. They hold one stage each, so the present model ends first."""
+        """Change the model of the workers, or of this process if there are none."""
         served = served_model(model.checkpoint, model.options, model.mode)
         if problem := await manager.problem_with(served, model.why_not_alone):
             raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
+        kept = await self._load_ahead(manager, before, model)
         model.local.reserved_bytes = manager.local_worker_bytes
-        await self._finish_answers(before, model)
-        await self._start_or_return(before, partial(self._start_cluster, manager, model))
+        try:
+            await self._finish_answers(before, model, hold=kept)
+            await self._start_or_return(before, partial(self._start_cluster, manager, model))
+        finally:
+            await model.local.drop_ahead()
+
+    async def _load_ahead(
+        self, manager: ClusterManager, before: ServedParts, model: OpenedModel
+    ) -> bool:
+        """Load the model beside the present one, which serves meanwhile. Return False if that is not possible."""
+        loop = before.loop
+        try:
+            if manager.view.usable():
+                served = served_model(model.checkpoint, model.options, model.mode)
+                ahead = await manager.plan_ahead(served)
+                await self._make_room(loop, ahead.room)
+                self._set_phase("loading")
+                await self._show_loads(asyncio.create_task(ahead.run()), lambda: ahead.loads)
+            else:
+                used = before.model.local.status().memory_used
+                model.local.model.capacity(used)  # raises MemoryLimitError
+                model.local.reserved_bytes = lambda: used + manager.local_worker_bytes()
+                self._set_phase("loading")
+                await model.local.make_ahead(manager.view.epoch + 1, self._show)
+        except ClusterError as error:
+            loop.limit_room(loop.scheduler.capacity)
+            self._report_end_first(error)
+            return False
+        self._add_note("the present model serves until the next one is loaded")
+        return True
+
+    async def _make_room(self, loop: GenerationLoop, room: Capacity) -> None:
+        """Let the requests of the present model keep to `room`. Raises MemoryLimitError if open ones take too long."""
+        try:
+            async with asyncio.timeout(FINISH_SECONDS):
+                while True:
+                    if loop.limit_room(room):
+                        return
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise MemoryLimitError("the open answers need the memory of the next model") from None
+
+    async def _show_loads(self, task: asyncio.Task[None], loads: Callable[[], LoadState]) -> None:
+        """Report the progress of the workers until `task` has ended, and raise its error."""
+        try:
+            while not task.done():
+                self._show(*loads().totals)
+                await asyncio.wait({task}, timeout=POLL_SECONDS)
+        finally:
+            task.cancel()
+        task.result()
 
     async def _start_cluster(self, manager: ClusterManager, model: OpenedModel) -> ServedParts:
         self._set_phase("loading")
@@ -227,10 +281,9 @@ class ModelSwitch:
         await manager.change_model(served, model.local.make, model.why_not_alone)
         parts = self._host.make_parts(model, manager)
         starting = asyncio.create_task(self._start_parts(parts))
-        while not starting.done():
-            self._show(*manager.loads.totals)
-            await asyncio.wait({starting}, timeout=POLL_SECONDS)
-        starting.result()
+        await self._show_loads(starting, lambda: manager.loads)
+        if isinstance(parts.loop.pipeline, LocalPipeline):
+            parts.loop.use_capacity(model.local.use_all_memory())
         return parts
 
     async def _start_or_return(
@@ -258,8 +311,8 @@ class ModelSwitch:
             await parts.close()
             raise
 
-    async def _finish_answers(self, before: ServedParts, model: OpenedModel) -> None:
-        self._host.pause_requests(f"The server changes to the model {model.name}.")
+    async def _finish_answers(self, before: ServedParts, model: OpenedModel, *, hold: bool) -> None:
+        self._host.pause_requests(f"The server changes to the model {model.name}.", hold=hold)
         self._serves = False
         # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
         await self._end_answers(before, model.name)
@@ -277,7 +330,18 @@ class ModelSwitch:
 
     def _set_phase(self, phase: LoadPhase) -> None:
         assert self._report is not None
-        self._report = LoadReport(self._report.model, phase)
+        self._report = LoadReport(self._report.model, phase, note=self._report.note)
+
+    def _report_end_first(self, error: ClusterError) -> None:
+        """Say that the present model ends before the next one loads."""
+        log.warning(
+            "the present model ends before the next one loads", extra={"reason": str(error)}
+        )
+        self._add_note(f"the present model ends before the next one loads: {error.public}")
+
+    def _add_note(self, note: str) -> None:
+        assert self._report is not None
+        self._report = replace(self._report, note=note)
 
     def _show(self, done: int, total: int) -> None:
         assert self._report is not None

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from coordinator.api.auto_load import AutoLoad
+from coordinator.api.held_requests import HeldRequests
 from coordinator.api.http_server import HttpServer
 from coordinator.api.request.context import ApiOptions
 from coordinator.api.request.host_check import HostCheck
@@ -102,6 +103,7 @@ class _Server:
         self.manager: ClusterManager | None = None
         self.parts: ServedParts | None = None
         self._lasting: LastingParts | None = None
+        self._held: HeldRequests | None = None
         auto_load = AutoLoad(self.app, self.api_options) if options.auto_load else None
         self._auto_load = auto_load
         self.http = HttpServer(
@@ -121,6 +123,7 @@ class _Server:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
 
     async def _end_answers(self) -> None:
+        self._release_requests()
         if self.parts is not None:
             await self.parts.close()
 
@@ -219,14 +222,24 @@ class _Server:
         parts.app.state.live_feed.trace = LiveTrace(parts.loop.frames, parts.loop.collect_trace)
         parts.app.state.live_feed.start()
         self.app.app = parts.app
+        self._release_requests()
 
-    def pause_requests(self, reason: str) -> None:
+    def _release_requests(self) -> None:
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+
+    def pause_requests(self, reason: str, *, hold: bool) -> None:
         """See Host."""
         assert self.parts is not None
         assert self._lasting is not None
         self._end_pages()
         source = self.parts.app.state.api.status
-        self.app.app = starting_app(source, self.api_options, reason, self._lasting.switch)
+        paused = starting_app(source, self.api_options, reason, self._lasting.switch)
+        self.app.app = paused
+        if hold:
+            self._held = HeldRequests(paused, self.app, self.api_options)
+            self.app.app = self._held
 
 
 async def _run(

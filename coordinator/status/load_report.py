@@ -10,13 +10,17 @@ LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The last change of the model. `done` of `total` bytes of the phase are processed; `error` is for people."""
+    """The last change of the model. `done` of `total` bytes of the phase are processed.
+
+    `note` says whether the present model stays until the next one is ready. It and `error` are for people.
+    """
 
     model: str
     phase: LoadPhase
     done: int = 0
     total: int = 0
     error: str = ""
+    note: str = ""
 
     @property
     def running(self) -> bool:

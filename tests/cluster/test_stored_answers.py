@@ -8,8 +8,10 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +169,22 @@ def test_a_cluster_changes_its_model(pool: Pool, toy: Path, tmp_path: Path, port
         assert listed == {"builtin": True, "toy": False}
         asked = {"prompt": "def f(", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
         body = asked | {"stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as reply:
+        with (
+            answers_meanwhile(server.url, asked | {"max_tokens": 4}) as meanwhile,
+            client.stream("POST", "/v1/completions", json=body) as reply,
+        ):
             lines = reply.iter_lines()
             next(lines)
             started = client.post("/v1/models/load", json={"model": "toy"})
             assert started.status_code == 202, started.text
             assert list(lines)[-2] == "data: [DONE]", "the open answer finishes"
-        wait_until_ready(client, "toy")
+            report = wait_until_ready(client, "toy")
+        assert report["note"] == "the present model serves until the next one is loaded"
+        # Requests wait for the next model, and the server refuses none.
+        answering = [model for status, model in meanwhile if status == 200]
+        assert len(answering) == len(meanwhile)
+        assert answering == sorted(answering)
+        assert set(answering) == {"builtin", "toy"}
         nodes = client.get("/status").json()["nodes"]
         assert sum(node["span"] is not None for node in nodes) == 2
         # The name of the first model changes the model again.
@@ -199,7 +210,32 @@ def wait_until_ended(client: httpx.Client) -> dict[str, Any]:
     raise AssertionError("the change of the model did not end")
 
 
-def wait_until_ready(client: httpx.Client, model: str) -> None:
-    """Wait until a model serves."""
+def wait_until_ready(client: httpx.Client, model: str) -> dict[str, Any]:
+    """Wait until a model serves, and return the report of the change."""
     report = wait_until_ended(client)
     assert (report["model"], report["phase"]) == (model, "ready"), report
+    return report
+
+
+@contextmanager
+def answers_meanwhile(url: str, body: dict[str, Any]) -> Iterator[list[tuple[int, str]]]:
+    """Send a request again and again. Yield the list of the statuses and models of the answers so far."""
+    found: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        """Send requests until `stop`, and one more."""
+        with httpx.Client(base_url=url, headers=MINE, timeout=PATIENCE) as client:
+            last = False
+            while not last:
+                last = stop.is_set()
+                reply = client.post("/v1/completions", json=body)
+                found.append((reply.status_code, reply.json().get("model", reply.text)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()

@@ -79,9 +79,9 @@ class Host:
         self.parts = parts
         self.events.append(f"publish {parts.model.name}")
 
-    def pause_requests(self, reason: str) -> None:
+    def pause_requests(self, reason: str, *, hold: bool) -> None:
         """See Host."""
-        self.events.append("pause")
+        self.events.append("hold" if hold else "pause")
 
 
 @pytest.fixture
