@@ -6,13 +6,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from coordinator.generation.backup import Backup, total_bytes
 from coordinator.generation.backups import BackupInFlight
 from coordinator.generation.scheduler import Scheduler
+from coordinator.generation.sequence import Sequence
 from coordinator.pipeline.base import Pipeline
 from proto.errors import ClusterError
+from proto.frame import Evict
 from proto.rpc.background_tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
+
+LONGEST_RESTORE = 5.0
+"""Seconds. Longest expected transfer of a prefix to the stages. A longer one may take more time than to compute it."""
+
+SHORTEST_TRANSFER = 1e-3
+"""Seconds. Lower bound of a measured transfer, whose clock may not advance."""
 
 
 class BackupTransfer:
@@ -22,6 +31,8 @@ class BackupTransfer:
         self._scheduler = scheduler
         self._clock = clock
         self._background = BackgroundTasks()
+        self._bytes_per_second = 0.0
+        """Speed of the newest transfer."""
 
     def read_soon(self, pipeline: Pipeline, made: BackupInFlight) -> None:
         """Start to read a backup that the stages have made."""
@@ -35,12 +46,50 @@ class BackupTransfer:
             log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
         else:
             backups.complete_backup(made, tokens, states)
+            seconds = max(self._clock() - started, SHORTEST_TRANSFER)
+            self._bytes_per_second = sum(len(state.data) for state in states) / seconds
             log.debug(
                 "backup read",
                 extra={"seq_id": made.seq_id, "tokens": tokens, "bytes": backups.nbytes},
             )
         now = self._clock()
         backups.end_backup(made, now - started, now)
+
+    def restore_prefix(
+        self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]
+    ) -> None:
+        """Give the stages the backup of a prefix of a new sequence, if they lack it, and call `then` afterwards.
+
+        The sequence waits meanwhile. Without a pipeline the next one restores the backup.
+        """
+        scheduler = self._scheduler
+        backup = scheduler.backups.kept.get(sequence.seq_id)
+        if pipeline is None or backup is None or not pipeline.makes_backups:
+            return
+        entry = scheduler.prefixes.find_entry(sequence.tokens)
+        written = sum(one.restoring or one.restorable_tokens > 0 for one in scheduler.waiting)
+        held = 0 if entry is None else len(entry.tokens)
+        pays = total_bytes([backup]) <= self._bytes_per_second * LONGEST_RESTORE
+        if pays and backup.tokens > held and written < pipeline.capacity.sequences:
+            sequence.restoring = True
+            self._background.spawn(self._write_prefix(pipeline, sequence, backup, then))
+
+    async def _write_prefix(
+        self, pipeline: Pipeline, sequence: Sequence, backup: Backup, then: Callable[[], None]
+    ) -> None:
+        scheduler, tokens = self._scheduler, backup.tokens
+        try:
+            await pipeline.write_backup(sequence.seq_id, sequence.tokens[:tokens], backup.states)
+        except ClusterError as error:
+            log.debug("prefix not restored", extra={"error": str(error)})
+            tokens = 0
+        if scheduler.epoch != pipeline.epoch:
+            return  # the sequence is part of another plan now
+        if sequence in scheduler.waiting:
+            sequence.await_backup(tokens)
+        elif tokens:  # its client has left
+            scheduler.ops.append(Evict(sequence.seq_id))
+        then()
 
     async def restore(self, pipeline: Pipeline) -> dict[int, int]:
         """Give the stages the backups of the running sequences, the oldest first, until the pipeline fails.

@@ -3,6 +3,8 @@
 A plan that ends takes the state of every sequence with it, because its layers move to other workers. The coordinator
 keeps a copy of this state, up to some token. The next plan restores it and computes only the tokens after it.
 
+Backups of prompts stay after their sequences, for later prompts that begin with the same tokens.
+
 A backup costs the time of its transfer. The pause after it is a multiple of this time, which is long in a calm cluster
 and short after a failure.
 """
@@ -10,8 +12,9 @@ and short after a failure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from coordinator.generation.backup import Backup, PrefixBackups, Tokens, total_bytes
 from coordinator.generation.sequence import Sequence as GenerationSequence
 from proto.backup import LayerState
 from proto.operation import BackUp
@@ -32,40 +35,17 @@ DEFAULT_BYTES = 2**30
 """Bytes. Memory for backups: two or three sequences of 4,096 tokens of Qwen3.5-27B, which have 420 MB each."""
 
 
-@dataclass
-class Backup:
-    """The state of a sequence after its first `tokens` tokens, by layer."""
-
-    tokens: int = 0
-    layers: dict[int, list[LayerState]] = field(default_factory=dict)
-
-    def add_states(self, tokens: int, states: Iterable[LayerState]) -> None:
-        """Advance the backup to `tokens` tokens."""
-        for state in states:
-            kept = self.layers.setdefault(state.layer, [])
-            if not state.appends:
-                kept.clear()
-            kept.append(state)
-        self.tokens = tokens
-
-    @property
-    def states(self) -> list[LayerState]:
-        """The states of all layers, in the order in which they were made."""
-        return [state for layer in self.layers.values() for state in layer]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(len(state.data) for state in self.states)
-
-
 @dataclass(frozen=True)
 class BackupInFlight:
-    """The backup of the first `tokens` tokens of a sequence, which frame number `frame` makes."""
+    """The backup of the first `tokens` tokens of a sequence, which frame number `frame` makes.
+
+    `prefix` has these tokens if other prompts may begin with them.
+    """
 
     seq_id: int
     tokens: int
     frame: int
+    prefix: Tokens | None = None
 
 
 class Backups:
@@ -76,9 +56,12 @@ class Backups:
         self.enabled = True
         """False while the stages run in this process."""
         self.kept: dict[int, Backup] = {}
+        self.prefixes = PrefixBackups()
         self.in_flight: BackupInFlight | None = None
         self.due: int | None = None
         """The sequence whose next segment is sent with a backup."""
+        self.ready = False
+        """True if a backup may be made now."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
         self._next_at = 0.0
@@ -93,7 +76,7 @@ class Backups:
     @property
     def nbytes(self) -> int:
         """Bytes of all backups."""
-        return sum(backup.nbytes for backup in self.kept.values())
+        return total_bytes((*self.kept.values(), *self.prefixes.kept.values()))
 
     def tokens_of(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are backed up."""
@@ -103,16 +86,25 @@ class Backups:
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
         self.due, self.stormy = None, now < self._storm_until
-        if not self.enabled or self.in_flight is not None or now < self._next_at:
+        self.ready = self.enabled and self.in_flight is None and now >= self._next_at
+        if not self.ready:
             return
         missing = {s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id) for s in running}
         seq_id = max(missing, key=lambda one: missing[one], default=None)
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
 
-    def begin_backup(self, seq_id: int, tokens: int, frame: int) -> BackUp:
+    def start_from_prefix(self, sequence: GenerationSequence) -> None:
+        """Let a new sequence begin with the longest backup of a prompt that its own prompt begins with."""
+        if (found := self.prefixes.find_longest(sequence.tokens)) is not None:
+            self.kept[sequence.seq_id] = found.copy()
+
+    def begin_backup(
+        self, seq_id: int, tokens: int, frame: int, prefix: Tokens | None = None
+    ) -> BackUp:
         """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`."""
-        self.due, self.in_flight = None, BackupInFlight(seq_id, tokens, frame)
+        self.due, self.ready = None, False
+        self.in_flight = BackupInFlight(seq_id, tokens, frame, prefix)
         return BackUp(seq_id, self.tokens_of(seq_id))
 
     def returned(self, frame: int) -> BackupInFlight | None:
@@ -127,7 +119,12 @@ class Backups:
         if made is not self.in_flight:
             return
         if tokens == made.tokens:
-            self.kept.setdefault(made.seq_id, Backup()).add_states(tokens, states)
+            backup = self.kept.setdefault(made.seq_id, Backup())
+            backup.add_states(tokens, states)
+            if made.prefix is not None:
+                self.prefixes.add_prefix(made.prefix, backup.copy())
+        while self.prefixes.kept and self.nbytes > self.limit:
+            self.prefixes.drop_oldest()
         if self.nbytes > self.limit:
             del self.kept[max(self.kept)]  # the youngest sequence is the cheapest to compute again
 

@@ -162,6 +162,7 @@ class GenerationLoop:
             )
         log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
         try:
+            self._backups.restore_prefix(self.pipeline, sequence, self._send_frames)
             self._send_frames()
             while True:
                 event = await queue.get()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator.generation.backups import Backups
+from coordinator.generation.backups import MIN_NEW_TOKENS, Backups
 from coordinator.generation.prefix_cache import PrefixCache
 from coordinator.generation.sequence import Sequence
 from coordinator.planning.capacity import Capacity
 from proto.frame import DropPrefix, Op, RestorePrefix, SavePrefix
 from proto.operation import RestoreBackup
+
+NEAR_PREFIX = 512
+"""Tokens. Distance to the end of a prefix within which no other backup of the sequence is made: one usual chunk."""
 
 
 class NextHeader:
@@ -45,6 +48,8 @@ class NextHeader:
         if sequence.restorable_tokens:
             self.ops.append(RestoreBackup(sequence.seq_id, sequence.restorable_tokens))
             sequence.start_after(sequence.restorable_tokens)
+            if (restored := prompt[: sequence.scheduled_tokens]) in self.backups.prefixes.kept:
+                self.save_prefix(sequence, restored)
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(len(entry.tokens))
@@ -61,9 +66,19 @@ class NextHeader:
             sequence.saved_prefix = len(tokens)
 
     def queue_backup(self, sequence: Sequence, held: int, frame: int) -> None:
-        """Let frame number `frame` back up `sequence`, of which the stages then hold `held` tokens, if that is due."""
-        if sequence.seq_id == self.backups.due and held > self.backups.tokens_of(sequence.seq_id):
-            self.ops.append(self.backups.begin_backup(sequence.seq_id, held, frame))
+        """Let frame number `frame` back up `sequence`, of which the stages then hold `held` tokens, if that is due.
+
+        A prefix that the stages save now, or have saved, is backed up first. Just before it the sequence itself is not,
+        because only one backup is in flight.
+        """
+        backups, seq_id, prefix = self.backups, sequence.seq_id, tuple(sequence.tokens[:held])
+        if not backups.ready or held <= backups.tokens_of(seq_id):
+            return
+        boundary = next(iter(sequence.prefix_boundaries), 0)
+        if held >= MIN_NEW_TOKENS and (held == boundary or self.prefixes.has_entry(prefix)):
+            self.ops.append(backups.begin_backup(seq_id, held, frame, prefix))
+        elif seq_id == backups.due and not held < boundary <= held + NEAR_PREFIX:
+            self.ops.append(backups.begin_backup(seq_id, held, frame))
 
     def queue_commit(self, sequence: Sequence) -> None:
         """Queue the commit of the last window of `sequence`, if it has one."""

@@ -79,6 +79,10 @@ class PrefixCache:
             self.entries.move_to_end(best.number)
         return best
 
+    def has_entry(self, tokens: Tokens) -> bool:
+        """Return whether there is an entry for exactly `tokens`."""
+        return any(entry.tokens == tokens for entry in self.entries.values())
+
     def boundaries(self, prompt: Tokens, start: int, turn: int = 0) -> list[int]:
         """Return the positions in `prompt` after `start` where entries are worth saving. Remember the prompt.
 
@@ -109,8 +113,7 @@ class PrefixCache:
 
         Return no entry if one for `tokens` exists, or if it exceeds the whole budget.
         """
-        known = any(entry.tokens == tokens for entry in self.entries.values())
-        if known or not self._fits(len(tokens)):
+        if self.has_entry(tokens) or not self._fits(len(tokens)):
             return None, []
         nbytes = self.capacity.entry_bytes(len(tokens))
         dropped = self._make_room(nbytes)

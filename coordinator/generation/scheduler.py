@@ -97,7 +97,7 @@ class Scheduler:
             sequence.reset_for_plan()
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
-            sequence.restorable_tokens = restored.get(sequence.seq_id, 0)
+            sequence.await_backup(restored.get(sequence.seq_id, 0))
         left = restored.keys() - {sequence.seq_id for sequence in self.waiting}
         self.ops += [Evict(seq_id) for seq_id in left]
         outcome = FrameOutcome()
@@ -134,6 +134,7 @@ class Scheduler:
             )
         sequence = Sequence(self._next_seq, request, now)
         self._next_seq += 1
+        self.backups.start_from_prefix(sequence)
         self.waiting.append(sequence)
         return sequence
 

@@ -208,6 +208,10 @@ class Sequence:
         params = self.request.params
         return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
 
+    def await_backup(self, tokens: int) -> None:
+        """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted."""
+        self.restorable_tokens, self.restoring = tokens, False
+
     def start_after(self, tokens: int) -> None:
         """Continue after the first `tokens` tokens, which the stages restore."""
         self.scheduled_tokens = self.computed_tokens = self.cached_tokens = tokens

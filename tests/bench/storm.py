@@ -19,13 +19,14 @@ from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
 from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline
+from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from proto.backup import LayerState
 from proto.errors import WorkerLostError
 from proto.frame import Frame
 from proto.params import SamplingParams
 from tests.chaos.pauses import spread
-from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
+from tests.support.protocol.simulation import ROOM, SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
 CLIENTS = 8
@@ -74,6 +75,7 @@ class FailingSource:
     every: float
     down: float
     backups: bool
+    room: Capacity = ROOM
     epoch: int = 0
     present: SimulatedPipeline | None = None
 
@@ -90,7 +92,9 @@ class FailingSource:
             await asyncio.sleep(self.down)
         self.epoch += 1
         last = FakeLastStage(self.epoch)
-        self.present = BackedPipeline(self.timing, last, self.epoch, makes_backups=self.backups)
+        self.present = BackedPipeline(
+            self.timing, last, self.epoch, self.room, makes_backups=self.backups
+        )
         return self.present
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
