@@ -33,19 +33,17 @@ def connection_limit() -> int:
 
 @dataclass
 class Connections:
-    """The bound on open connections. `idle` has those without a request, the longest idle first."""
+    """The bound on open connections. `waiting` has those without a complete request, the longest wait first."""
 
     limit: int = field(default_factory=connection_limit)
-    idle: dict[HttpConnection, None] = field(default_factory=dict)
-    ended: int = 0
-    """Idle connections that were ended for newer ones."""
+    waiting: dict[HttpConnection, None] = field(default_factory=dict)
 
 
 class HttpConnection(H11Protocol):
     """A connection whose client must send its requests and read its answers in time.
 
-    Beyond the limit, the connection that is idle for the longest time is ended. Without an idle one the new
-    connection is refused with status 503.
+    Beyond the limit, the connection is ended that waits for the rest of a request for the longest time. If all have
+    complete requests, the new connection is refused with status 503.
     """
 
     def __init__(self, bound: Connections, **arguments: Any) -> None:
@@ -59,10 +57,15 @@ class HttpConnection(H11Protocol):
         """True while no request is open."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the server waits for a request or for its body."""
+        return self.is_idle or self.cycle.more_body
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection, or refuse it."""
         super().connection_made(transport)
-        if len(self.connections) > self._bound.limit and not self._end_longest_idle():
+        if len(self.connections) > self._bound.limit and not self._end_longest_wait():
             transport.write(_refusal())
             transport.close()
             return
@@ -70,15 +73,15 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._bound.idle.pop(self, None)
+        self._bound.waiting.pop(self, None)
         self._stop_deadline()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         """Read requests as uvicorn does."""
         super().handle_events()
-        if not self.is_idle:
-            self._bound.idle.pop(self, None)
+        if not self.is_waiting:
+            self._bound.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -91,16 +94,15 @@ class HttpConnection(H11Protocol):
         self._start_deadline(STALL_SECONDS)
 
     def _become_idle(self) -> None:
-        self._bound.idle.pop(self, None)
-        self._bound.idle[self] = None
+        self._bound.waiting.pop(self, None)
+        self._bound.waiting[self] = None
         self._start_deadline(HEAD_SECONDS)
 
-    def _end_longest_idle(self) -> bool:
-        """End the connection that is idle for the longest time. Return False if none is idle."""
-        for oldest in self._bound.idle:
+    def _end_longest_wait(self) -> bool:
+        """End the connection whose request is incomplete for the longest time. Return False if there is none."""
+        for oldest in self._bound.waiting:
             if oldest is not self:
-                self._bound.idle.pop(oldest)
-                self._bound.ended += 1
+                self._bound.waiting.pop(oldest)
                 oldest.transport.abort()
                 return True
         return False

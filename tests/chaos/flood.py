@@ -159,6 +159,12 @@ def long_model(folder: Path) -> Path:
     return made
 
 
+def as_json(row: Row) -> dict[str, Any]:
+    """Return a row as plain JSON values."""
+    received = {"counts": dict(row.received.counts), "longest": row.received.longest}
+    return {**vars(row), "peaks": asdict(row.peaks), "received": received}
+
+
 def table(rows: list[Row]) -> str:
     """Return the rows as a table in Markdown."""
     title = (
@@ -227,7 +233,7 @@ def main() -> None:
         print(" ", str(record)[:600])
     figures = {
         "seconds": given.seconds,
-        "rows": [asdict(row) for row in rows],
+        "rows": [as_json(row) for row in rows],
         "tracebacks": tracebacks,
     }
     numbers = list(range(len(rows)))

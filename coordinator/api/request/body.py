@@ -18,6 +18,7 @@ from coordinator.api.request.errors import request_error
 from coordinator.api.request.json_bounds import JsonBounds
 from coordinator.api.request.large_work import LARGE_BYTES
 from coordinator.trust.key_ring import Scope
+from proto.errors import ClusterError
 
 
 class Body(BaseModel):
@@ -64,7 +65,8 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     if any(matches):
         yield
     elif ring and named:
-        with ring.open_request(named, scope_of(request.url.path)):
+        owner = request.state.owner if starts_answer(request) else ""
+        with ring.open_request(named, scope_of(request.url.path), owner):
             yield
     else:
         raise HTTPException(
@@ -88,6 +90,11 @@ def _sent_key(request: Request) -> bytes:
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
+
+
+def starts_answer(request: Request) -> bool:
+    """Return whether a request may start an answer. Others, such as a look at a stored one, last a moment."""
+    return request.method == "POST" and not request.url.path.endswith("/cancel")
 
 
 def scope_of(path: str) -> Scope:
@@ -135,13 +142,25 @@ def parse_body(kind: type[B], content: bytes | bytearray) -> B:
 async def _read_bytes(
     request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]
 ) -> bytearray:
-    """Return the body. `bounds` counts its values, and `reserve` is called for the bytes of a large one."""
-    content = bytearray()
+    """Return the body. `bounds` counts its values, and `reserve` is called for the bytes of a large one.
+
+    A body that one of them refuses is read to its end, because most clients read no answer before.
+    """
+    content, size, refusal = bytearray(), 0, None
     async for chunk in request.stream():
-        content += chunk
-        if len(content) > limit:
+        size += len(chunk)
+        if size > limit:
             raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
-        bounds.add_part(chunk)
-        if len(content) > LARGE_BYTES:
-            reserve(len(chunk))
+        if refusal is not None:
+            continue
+        try:
+            bounds.add_part(chunk)
+            if size > LARGE_BYTES:
+                reserve(len(chunk))
+            content += chunk
+        except ClusterError as error:
+            refusal = error
+            content.clear()
+    if refusal is not None:
+        raise refusal
     return content

@@ -151,13 +151,17 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
         writer.close()
 
 
-async def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the limit the longest idle connection ends. With requests on all, a new client gets status 503."""
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
+async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Above the limit the longest incomplete request ends. With complete ones on all, a new client gets status 503."""
     monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 3)
     app = App()
     app.hold.clear()
     async with listening(app) as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in idle:
+            writer.write(sent)
+        await reach(app, 3 if sent else 0)
         await asyncio.sleep(0.05)
         busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         async with asyncio.timeout(PATIENCE):
