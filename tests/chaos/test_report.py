@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 from tests.chaos.faults import KINDS, SURVIVOR, schedule
 from tests.chaos.load import Answer
+from tests.chaos.outages import stretches
 from tests.chaos.pauses import Episode, Injected, episodes
 from tests.chaos.test_chaos import FAULTS, SEED
 from tests.support.processes.resource_use import FEW, ResourceUse, grown
@@ -76,3 +78,34 @@ def test_growing_resources_are_named() -> None:
     assert grown([start, early, ResourceUse(20 + FEW, 12, 20, 95.0)]) == []
     assert grown([start, early, ResourceUse(20, 12, 30 + FEW + 1, 90.0)]) == ["tasks 30 to 37"]
     assert grown([start]) == []
+
+
+def test_every_second_of_a_storm_has_one_part() -> None:
+    """The parts of an outage follow each other without a gap, and a plan that only grows is no outage of a fault."""
+    joined = {**record(HURT + 7, "changing the plan"), "reason": "w3 joined"}
+    log = [
+        record(NOTICED, "cluster: waiting for workers"),
+        record(NOTICED + 0.1, "pipeline failed"),
+        record(LOADING, "cluster: loading"),
+        record(SERVING, "cluster: serving"),
+        record(SERVING + 0.5, "backups restored"),
+        record(REBUILT, "sequences rebuilt"),
+        joined,
+        record(HURT + 7, "cluster: loading"),
+        record(HURT + 8, "cluster: serving"),
+        record(HURT + 8.5, "backups restored"),
+    ]
+    found = list(stretches([HURT], log, HURT - 1, HURT + 9))
+    lengths: Counter[str] = Counter()
+    for one in found:
+        lengths[one.part] += one.end - one.start
+    wanted = {
+        "progress": 3.0,
+        "detection": 2.0,
+        "plan and load": 1.0,
+        "restore": 0.5,
+        "prefill": 2.0,
+        "growth": 1.5,
+    }
+    assert {part: round(seconds, 6) for part, seconds in lengths.items()} == wanted
+    assert all(a.end == b.start for a, b in pairwise(found))
