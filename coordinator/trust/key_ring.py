@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,8 @@ class KeyRing:
         self._file = self._directory / "keys.json"
         self._version = -1
         self._keys: list[ApiKey] = []
+        self.count_background: Callable[[str], int] = lambda owner: 0
+        """Returns the answers of an owner that run in the background and have no client."""
         self._open: dict[str, int] = {}
         self._recent: dict[str, deque[float]] = {}
 
@@ -102,9 +104,10 @@ class KeyRing:
         return found
 
     @contextlib.contextmanager
-    def open_request(self, key: ApiKey, scope: Scope) -> Iterator[None]:
+    def open_request(self, key: ApiKey, scope: Scope, owner: str = "") -> Iterator[None]:
         """Count a request of `key` while the block runs.
 
+        A request that starts an answer has an `owner`, whose answers in the background count as open requests.
         Raises AccessError when the key does not permit `scope`, and CapacityError above a limit of the key.
         """
         if scope not in key.scopes:
@@ -119,8 +122,11 @@ class KeyRing:
             raise CapacityError(
                 f"The key {key.name} has reached its request limit.", retry_after=wait
             )
-        if key.streams and self._open.get(key.name, 0) >= key.streams:
-            raise CapacityError(f"The key {key.name} has reached its limit of open requests.")
+        background = self.count_background(owner) if owner else 0
+        if key.streams and self._open.get(key.name, 0) + background >= key.streams:
+            raise CapacityError(
+                f"The key {key.name} has reached its limit of open requests, {background} of them in the background."
+            )
         if key.requests_per_minute:
             recent.append(now)
         self._open[key.name] = self._open.get(key.name, 0) + 1

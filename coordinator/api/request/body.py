@@ -93,8 +93,9 @@ def _sent_key(request: Request) -> bytes:
 
 
 def starts_answer(request: Request) -> bool:
-    """Return whether a request may start an answer. Others, such as a look at a stored one, last a moment."""
-    return request.method == "POST" and not request.url.path.endswith("/cancel")
+    """Return whether a request may start an answer. Other requests read, continue or cancel a stored one."""
+    continues = "last-event-id" in request.headers
+    return request.method == "POST" and not continues and not request.url.path.endswith("/cancel")
 
 
 def scope_of(path: str) -> Scope:

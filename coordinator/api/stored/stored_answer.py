@@ -115,6 +115,11 @@ class StoredAnswer:
         """Return the object that clients retrieve now."""
         return self.writer.result(self._status)
 
+    @property
+    def has_clients(self) -> bool:
+        """True while a client reads the events."""
+        return self._clients > 0
+
     def stream(self, after: int = -1) -> Response:
         """Return the stream of the events after number `after`."""
         self._clients += 1

@@ -45,6 +45,8 @@ class StoredAnswers:
         self._api = api
         self._restore = restore
         self._running: dict[str, StoredAnswer] = {}
+        if api.options.key_ring is not None:
+            api.options.key_ring.count_background = self.count_background
 
     # ---- life
 
@@ -63,6 +65,11 @@ class StoredAnswers:
     async def fail_all(self, error: ClusterError) -> None:
         """End all answers with `error`."""
         await asyncio.gather(*(answer.fail(error) for answer in list(self._running.values())))
+
+    def count_background(self, owner: str) -> int:
+        """Return the answers of `owner` in progress that have no client."""
+        running = self._running.values()
+        return sum(one.record.owner == owner and not one.has_clients for one in running)
 
     @property
     def in_progress(self) -> int:

@@ -168,6 +168,7 @@ async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
         "done": 5,
         "total": 10,
         "error": "",
+        "note": "",
     }
     assert loader.report.running
 
