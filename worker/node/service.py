@@ -41,6 +41,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 STOP_SECONDS = 1.0
 """Seconds. Maximum time that open calls may take to end when the server stops."""
 
+KEEPALIVE_SECONDS = 60.0
+"""Seconds. Silence of a connection after which the worker pings it. gRPC would ping after two hours, or never.
+
+A machine that loses its power closes no connection. Its connections would fill the descriptors of the worker.
+"""
+
+KEEPALIVE_REPLY_SECONDS = 20.0
+"""Seconds. Maximum time until the reply to that ping. Then the connection is closed."""
+
 
 class WorkerService(pb_grpc.WorkerServicer):
     """The control calls. Every ClusterError becomes its gRPC status."""
@@ -380,13 +389,27 @@ def make_server(node: WorkerNode) -> grpc.aio.Server:
         trust.on_removed = interceptor.end_calls_of
         interceptors.append(interceptor)
     server = grpc.aio.server(
-        options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)),
+        options=(*CHANNEL_OPTIONS, *_keepalive_options(), ("grpc.so_reuseport", 0)),
         maximum_concurrent_rpcs=64,
         interceptors=interceptors,
     )
     pb_grpc.add_WorkerServicer_to_server(WorkerService(node), server)
     server.add_generic_rpc_handlers((DataPlane(node).handler(), LinkTestService(trust).handler()))
     return server
+
+
+def _stream_of(context: Context) -> StreamBinding:
+    return StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
+
+
+def _keepalive_options() -> tuple[tuple[str, int], ...]:
+    """Return the options that close the connections of machines that have vanished, also those without a call."""
+    return (
+        ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
+        ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
 
 
 async def _answer(context: Context, work: Awaitable[T]) -> T:
