@@ -166,7 +166,7 @@ def encode(frame: Frame) -> bytes:
     return b"".join((prefix, header, bytes(_gap(len(header))), frame.tensor))
 
 
-def decode(data: bytes) -> Frame:
+def decode(data: bytes | bytearray) -> Frame:
     """Invert `encode`. The tensor is a view into `data`, not a copy.
 
     Raises VersionError for another protocol version and ProtocolError for malformed bytes. Allocates at
@@ -181,7 +181,7 @@ def decode(data: bytes) -> Frame:
         raise ProtocolError(f"malformed frame header: {type(error).__name__}") from error
 
 
-def _header_bytes(data: bytes) -> int:
+def _header_bytes(data: bytes | bytearray) -> int:
     if len(data) < _PREFIX.size:
         raise ProtocolError(f"frame of {len(data)} bytes is shorter than its prefix")
     magic, version, header_bytes, zero = _PREFIX.unpack_from(data)
@@ -203,7 +203,7 @@ def _gap(header_bytes: int) -> int:
     return -(_PREFIX.size + header_bytes) % ALIGNMENT
 
 
-def _read_frame(data: bytes, end: int) -> Frame:
+def _read_frame(data: bytes | bytearray, end: int) -> Frame:
     """Return the frame of `data`, whose header ends at byte `end`."""
     header = memoryview(data)[_PREFIX.size : end]
     reader = msgpack.Unpacker(max_buffer_size=len(header), object_pairs_hook=_unique, **_LIMITS)

@@ -5,6 +5,7 @@ Times are nanoseconds of `time.monotonic_ns`. A step that did not take place has
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from enum import IntEnum, auto
@@ -17,7 +18,7 @@ class StageStep(IntEnum):
     """The steps of a frame in a stage, in order."""
 
     RECEIVED = 0
-    """The event loop has the frame's bytes."""
+    """The reader has the frame's bytes."""
     STARTED = auto()
     """The engine thread takes the frame."""
     DECODED = auto()
@@ -32,10 +33,8 @@ class StageStep(IntEnum):
     """The result is in the memory of the host."""
     ENCODED = auto()
     """The outgoing frame is encoded."""
-    FORWARDED = auto()
-    """The event loop takes the outgoing frame."""
     WRITTEN = auto()
-    """gRPC has accepted the outgoing frame."""
+    """The socket has accepted the outgoing frame."""
 
 
 class CoordinatorStep(IntEnum):
@@ -46,7 +45,7 @@ class CoordinatorStep(IntEnum):
     ENCODED = auto()
     """The frame is encoded."""
     WRITTEN = auto()
-    """gRPC has accepted the frame."""
+    """The socket has accepted the frame."""
     RECEIVED = auto()
     """The event loop has the bytes of the result."""
     DECODED = auto()
@@ -81,30 +80,34 @@ class FrameStamps:
 
 
 class StampRing:
-    """The stamps of the newest RING_FRAMES frames. Only the event loop's thread may call its methods."""
+    """The stamps of the newest RING_FRAMES frames. Any thread may call its methods."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._stamps: deque[FrameStamps] = deque(maxlen=RING_FRAMES)
 
     def add_frame(self, stage: int, steps: type[IntEnum]) -> FrameStamps:
         """Add a frame, mark its first step, and return its stamps."""
         stamps = FrameStamps(stage, steps)
         stamps.times[0] = time.monotonic_ns()
-        self._stamps.append(stamps)
+        with self._lock:
+            self._stamps.append(stamps)
         return stamps
 
     def find_frame(self, epoch: int, number: int) -> FrameStamps | None:
         """Return the stamps of a frame. The search begins with the newest."""
-        for stamps in reversed(self._stamps):
-            if stamps.number == number and stamps.epoch == epoch:
-                return stamps
+        with self._lock:
+            for stamps in reversed(self._stamps):
+                if stamps.number == number and stamps.epoch == epoch:
+                    return stamps
         return None
 
     def since(self, moment_ns: int) -> list[FrameStamps]:
         """Return the frames whose first step was at `moment_ns` or later, oldest first."""
         newest = []
-        for stamps in reversed(self._stamps):
-            if stamps.times[0] < moment_ns:
-                break
-            newest.append(stamps)
+        with self._lock:
+            for stamps in reversed(self._stamps):
+                if stamps.times[0] < moment_ns:
+                    break
+                newest.append(stamps)
         return newest[::-1]

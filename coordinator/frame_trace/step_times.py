@@ -29,8 +29,7 @@ PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
         Phase("compute", StageStep.BUILT, StageStep.COMPUTED),
         Phase("read", StageStep.COMPUTED, StageStep.READ),
         Phase("encode", StageStep.READ, StageStep.ENCODED),
-        Phase("hand over", StageStep.ENCODED, StageStep.FORWARDED),
-        Phase("write", StageStep.FORWARDED, StageStep.WRITTEN),
+        Phase("write", StageStep.ENCODED, StageStep.WRITTEN),
     ),
     CoordinatorStep: (
         Phase("encode", CoordinatorStep.SCHEDULED, CoordinatorStep.ENCODED),
@@ -49,7 +48,7 @@ PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
 class Hop:
     """One frame between two processes, in nanoseconds of the coordinator's clock.
 
-    It starts when the sender's event loop takes the frame, and ends when the receiver's has its bytes.
+    It starts when the sender has encoded the frame, and ends when the receiver has its bytes.
     """
 
     number: int
@@ -67,7 +66,7 @@ def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
         sender = by_stage.get(max(by_stage) if is_coordinator else receiver.stage - 1)
         if sender is None or sender is receiver:
             continue
-        left = CoordinatorStep.ENCODED if sender.stage == COORDINATOR else StageStep.FORWARDED
+        left = CoordinatorStep.ENCODED if sender.stage == COORDINATOR else StageStep.ENCODED
         came = CoordinatorStep.RECEIVED if is_coordinator else StageStep.RECEIVED
         sent = {(frame.epoch, frame.number): frame.times[left] for frame in sender.frames}
         for frame in receiver.frames:

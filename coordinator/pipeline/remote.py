@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -29,7 +30,9 @@ from proto.errors import (
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import CoordinatorStep, StampRing
 from proto.rpc.channels import open_channel
-from proto.rpc.data_plane import RESULTS, TOKEN_BYTES, StreamBinding
+from proto.rpc.data_plane import RESULTS, TOKEN_BYTES, StreamBinding, ticket_in
+from proto.rpc.data_socket import dial
+from proto.rpc.frame_reader import LoopFrameReader
 from proto.rpc.link import Link
 from proto.rpc.status_codes import from_status
 from proto.span import Span
@@ -66,6 +69,8 @@ class RemotePipeline:
         self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
         self._failure: ClusterError | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._link: Link | None = None
 
     async def open(self, worker_ids: Sequence[str]) -> None:
         """Bind every stage into the plan, the last one first, then open both ends of the data plane.
@@ -92,11 +97,7 @@ class RemotePipeline:
                 )
             )
         self.suspect = self.workers[0].address
-        last_worker = self.workers[-1]
-        self._channel = open_channel(
-            last_worker.address, last_worker.trust, Role.WORKER, last_worker.node
-        )
-        self._reader = asyncio.create_task(self._read(self._binding(self.stages - 1)))
+        await self._open_results(self._binding(self.stages - 1))
         self._link = Link(
             self.workers[0].address,
             self._binding(0),
@@ -119,6 +120,7 @@ class RemotePipeline:
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
         data = encode(frame)
         stamps.mark(CoordinatorStep.ENCODED)
+        assert self._link is not None, "the pipeline is open"
         self._link.send(data, partial(stamps.mark, CoordinatorStep.WRITTEN))
         self.stall_detector.record_sent(self.clock())
 
@@ -158,23 +160,55 @@ class RemotePipeline:
             message = f"no frame has moved for {stalled:.1f} s, and {suspect} waits for one"
             self._fail(DeadlineError(message), suspect)
 
-    async def _read(self, binding: StreamBinding) -> None:
-        address = self.workers[-1].address
+    async def _open_results(self, binding: StreamBinding) -> None:
+        """Open the connection of the results. Raises the last stage's refusal, or DeadlineError."""
+        worker = self.workers[-1]
+        self._channel = open_channel(worker.address, worker.trust, Role.WORKER, worker.node)
         method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             RESULTS
         )
         call = method(b"", metadata=binding.to_metadata())
         try:
-            async for data in call:
-                self._queue_result(data)
-            self._fail(WorkerLostError(f"{address} ended its results"), address)
+            async with asyncio.timeout(self.hop_timeout):
+                metadata = await call.initial_metadata()
+                if call.done():  # refused: the worker sent a status instead
+                    raise await _error_of(call, worker.address)
+        except TimeoutError:
+            raise DeadlineError(
+                f"opening the results of {worker.address} timed out after {self.hop_timeout:g} s"
+            ) from None
         except grpc.aio.AioRpcError as error:
-            details, trailing = error.details(), error.trailing_metadata()
-            self._fail(from_status(error.code().name, details, trailing, address), address)
-        except ClusterError as error:
-            self._fail(error, address)
+            raise await _error_of(call, worker.address) from error
+        ticket = ticket_in(metadata)
+        connection, _ = await asyncio.to_thread(
+            dial, worker.address, worker.trust, worker.node, ticket, self.hop_timeout
+        )
+        reader = LoopFrameReader(connection, self._queue_result)
+        self._reader = asyncio.create_task(self._watch_results(call, reader))
 
-    def _queue_result(self, data: bytes) -> None:
+    async def _watch_results(
+        self, call: grpc.aio.UnaryStreamCall[bytes, bytes], reader: LoopFrameReader
+    ) -> None:
+        """Fail when the results end: by the status of the call, or by an invalid frame."""
+        address = self.workers[-1].address
+        status = asyncio.create_task(_error_of(call, address))
+        try:
+            both: set[asyncio.Future[Any]] = {status, reader.ended}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if reader.ended.done() and (error := reader.ended.exception()) is not None:
+                assert isinstance(error, ClusterError)
+                self._fail(error, address)
+                return
+            # A worker that ends its results closes both. Its status says why.
+            await asyncio.wait({status}, timeout=CLOSE_SECONDS)
+            lost = WorkerLostError(f"{address} ended its results")
+            self._fail(status.result() if status.done() else lost, address)
+        finally:
+            status.cancel()
+            reader.close()
+            call.cancel()
+
+    def _queue_result(self, data: bytes | bytearray) -> None:
         received_ns = time.monotonic_ns()
         frame = decode(data)
         if stamps := self.stamps.find_frame(frame.epoch, frame.number):
@@ -244,14 +278,22 @@ class RemotePipeline:
 
     async def close(self) -> None:
         """Close the streams. Both the source and the loop may call it, in any order."""
-        if self._reader is None:
-            return
-        self._reader.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.wait({self._reader})
-                await self._link.close()
-                await self._channel.close()
+                if self._reader is not None:
+                    self._reader.cancel()
+                    await asyncio.wait({self._reader})
+                if self._link is not None:
+                    await self._link.close()
+                if self._channel is not None:
+                    await self._channel.close()
+
+
+async def _error_of(call: grpc.aio.UnaryStreamCall[bytes, bytes], address: str) -> ClusterError:
+    """Wait for a call to end, and return the error of its status."""
+    code = await call.code()
+    details, trailing = await call.details(), await call.trailing_metadata()
+    return from_status(code.name, details, trailing, address)
 
 
 def _check_outcomes(frame: Frame) -> None:

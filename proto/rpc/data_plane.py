@@ -1,19 +1,18 @@
-"""The raw byte streams that carry frames: their gRPC methods and the metadata that opens them.
+"""The calls that open data connections: their gRPC methods, and the metadata that binds them to a plan.
 
-Generic handlers with identity serializers serve both: one message is one frame, as
-`proto.frame.encode` wrote it.
+The server checks the caller, then sends a ticket in its initial metadata. The caller opens a data connection with it
+(`proto.rpc.data_socket`), and frames travel there, as `proto.frame.encode` wrote them. The calls themselves carry no
+messages. They stay open as long as their connection, and their status says why it ended.
 
-`FRAMES`, stream to stream: the sender of a hop opens it and sends every frame of the epoch in order.
-The receiver checks the sender, then sends its initial metadata. It sends no message, and its status
-says why the hop ended.
+`FRAMES`: the sender of a hop calls it and sends every frame of the epoch in order.
 
-`RESULTS`, one empty message to a stream: the coordinator opens it at the last stage and receives the
-frames that passed all stages. They have outcomes and no tensors.
+`RESULTS`: the coordinator calls it at the last stage and receives the frames that passed all stages. They have outcomes
+and no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from proto.errors import ProtocolError
@@ -32,6 +31,10 @@ CHANNEL_OPTIONS = (
 TOKEN_BYTES = 16
 """Bytes of a plan token: enough that nothing can guess it during an epoch."""
 
+TICKET_BYTES = 32
+"""Bytes of a ticket: enough that nothing can guess it while its call is open."""
+
+_TICKET = "mtp-ticket-bin"
 _EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-token-bin"
 
 
@@ -70,6 +73,19 @@ class StreamBinding:
         if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
             raise ProtocolError(f"stream metadata {_TOKEN} is missing or malformed")
         return cls(_decimal(found, _EPOCH), _decimal(found, _STAGE), sender, token)
+
+
+def ticket_metadata(ticket: bytes) -> tuple[tuple[str, bytes], ...]:
+    """Return the initial metadata that gives a caller its ticket."""
+    return ((_TICKET, ticket),)
+
+
+def ticket_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """Invert `ticket_metadata`. Raises ProtocolError when the ticket is missing or malformed."""
+    ticket = dict(metadata or ()).get(_TICKET)
+    if not isinstance(ticket, bytes) or len(ticket) != TICKET_BYTES:
+        raise ProtocolError("the worker sent no ticket for a data connection")
+    return ticket
 
 
 def _decimal(found: dict[str, str | bytes], name: str) -> int:

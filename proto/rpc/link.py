@@ -1,10 +1,8 @@
-"""The outgoing hop: one long-lived gRPC stream that carries frames to the next stage in order."""
+"""The outgoing hop: a gRPC call that is open as long as the hop, and the data connection that carries its frames."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Callable
 
 import grpc
@@ -12,16 +10,12 @@ import grpc.aio
 
 from proto.errors import ClusterError, DeadlineError
 from proto.rpc.channels import open_channel
-from proto.rpc.data_plane import FRAMES, StreamBinding
+from proto.rpc.data_plane import FRAMES, StreamBinding, ticket_in
+from proto.rpc.data_socket import dial
+from proto.rpc.frame_writer import FrameWriter
 from proto.rpc.status_codes import from_status
 from proto.trust.identity import Role
 from proto.trust.node_trust import NodeTrust
-
-SLOWEST_LINK = 4e6
-"""Bytes per second of a bad wireless link. It extends the timeout by five seconds for a frame of 20 MB."""
-
-PROBES = 3
-"""Round trips that measure a hop. The shortest counts, because other work only makes them longer."""
 
 CLOSE_SECONDS = 1.0
 """Seconds. Maximum wait for the tasks of a link to end."""
@@ -47,15 +41,16 @@ class Link:
         self.timeout = timeout
         self._binding = binding
         self._on_failure = on_failure
-        self._queue: asyncio.Queue[tuple[bytes, Callable[[], None]]] = asyncio.Queue()
-        self._writing_since: float | None = None
+        self._trust = trust
+        self._node = node
         # A separate connection for each plan: a new plan must not reuse a connection that has silently died.
         options = (("grpc.use_local_subchannel_pool", 1),)
         self._channel = open_channel(address, trust, Role.WORKER, node, options)
+        self._writer: FrameWriter | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> float:
-        """Open the stream, wait until the receiver accepts it, and return the measured seconds of one hop.
+        """Open the call and its data connection, and return the measured seconds of one hop.
 
         Raises the error that the receiver refuses with, or DeadlineError when it does not answer.
         """
@@ -65,7 +60,7 @@ class Link:
         self._call = method(metadata=self._binding.to_metadata())
         try:
             async with asyncio.timeout(self.timeout):
-                await self._call.initial_metadata()
+                metadata = await self._call.initial_metadata()
         except TimeoutError:
             raise DeadlineError(
                 f"opening a stream to {self.address} timed out after {self.timeout:g} s"
@@ -74,78 +69,50 @@ class Link:
             raise await self._failure() from error
         if self._call.done():  # refused: the receiver sent a status instead
             raise await self._failure()
-        self._task = asyncio.create_task(self._run(), name=f"link to {self.address}")
-        return await self._measure_hop(method)
-
-    async def _measure_hop(self, method: grpc.aio.StreamStreamMultiCallable[bytes, bytes]) -> float:
-        """Return half of the shortest round trip: that of opening another stream on the warm connection.
-
-        A failure is not an error here, because the status of the link's own stream reports it. The result is then 0.
-        """
-        shortest = math.inf
-        for _ in range(PROBES):
-            started = time.monotonic()
-            probe = method(metadata=self._binding.to_metadata())
-            try:
-                async with asyncio.timeout(self.timeout):
-                    await probe.initial_metadata()
-            except (TimeoutError, grpc.aio.AioRpcError):
-                break
-            finally:
-                probe.cancel()
-            shortest = min(shortest, time.monotonic() - started)
-        return 0.0 if shortest == math.inf else shortest / 2
+        connection, seconds = await asyncio.to_thread(
+            dial, self.address, self._trust, self._node, ticket_in(metadata), self.timeout
+        )
+        broken: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
+        self._writer = FrameWriter(connection, self.address, self.timeout, broken.set_result)
+        self._task = asyncio.create_task(self._watch(broken), name=f"link to {self.address}")
+        return seconds
 
     def send(self, data: bytes, on_written: Callable[[], None]) -> None:
-        """Queue an encoded frame. `on_written` is called once gRPC has accepted it."""
-        self._queue.put_nowait((data, on_written))
+        """Write or queue an encoded frame. Any thread may call it; see FrameWriter."""
+        assert self._writer is not None, "the link is open"
+        self._writer.send(data, on_written)
 
     @property
     def queued(self) -> int:
         """Number of frames that wait to be written."""
-        return self._queue.qsize()
+        return 0 if self._writer is None else self._writer.queued
 
     @property
     def stall(self) -> float:
         """Seconds since the current write began; 0 while no write is in progress."""
-        return 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
+        return 0.0 if self._writer is None else self._writer.stall
 
     async def close(self) -> None:
-        """End the stream and close its connection."""
+        """End the hop and close its connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=2 * CLOSE_SECONDS)
+        if self._writer is not None:
+            self._writer.close()
         await self._channel.close()
 
-    async def _run(self) -> None:
-        """Write queued frames until the receiver or a deadline ends the stream."""
-        writer = asyncio.create_task(self._write())
+    async def _watch(self, broken: asyncio.Future[ClusterError]) -> None:
+        """Report the failure of the hop: by the status of the call, or by a write that failed or was late."""
         status = asyncio.create_task(self._failure())
         try:
-            await asyncio.wait({writer, status}, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done() and isinstance(writer.exception(), TimeoutError):
-                late = DeadlineError(f"{self.address} accepted no frame for {self.timeout:g} s")
-                self._on_failure(late)
-            else:
-                self._on_failure(await status)
+            await asyncio.wait({status, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done() and not isinstance(broken.result(), DeadlineError):
+                # A receiver that refuses a frame closes both. Its status says why.
+                await asyncio.wait({status}, timeout=CLOSE_SECONDS)
+            self._on_failure(status.result() if status.done() else broken.result())
         finally:
-            writer.cancel()
             status.cancel()
-            # A write to an ended stream also raises, possibly later. The status already gives the cause.
-            ended, _ = await asyncio.wait({writer, status}, timeout=CLOSE_SECONDS)
-            for task in ended:
-                _ = task.cancelled() or task.exception()
-
-    async def _write(self) -> None:
-        while True:
-            data, on_written = await self._queue.get()
-            self._writing_since = time.monotonic()
-            deadline = self.timeout + len(data) / SLOWEST_LINK
-            # Not wait_for, which loses a cancellation that arrives when the write completes.
-            async with asyncio.timeout(deadline):
-                await self._call.write(data)
-            self._writing_since = None
-            on_written()
+            await asyncio.wait({status}, timeout=CLOSE_SECONDS)
 
     async def _failure(self) -> ClusterError:
         """Wait for the stream to end, and return the error of its status."""

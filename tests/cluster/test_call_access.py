@@ -19,7 +19,8 @@ from coordinator.trust.authority import Authority
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.channels import add_port, open_channel
+from proto.rpc.bind import bind_listener
+from proto.rpc.channels import open_channel
 from proto.rpc.data_plane import FRAMES, RESULTS, StreamBinding
 from proto.rpc.link_test import REACH, STREAM
 from proto.trust.identity import Role, host_name, new_id
@@ -30,7 +31,7 @@ from worker.node.binding import Binding, Place
 from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
 from worker.node.node import WorkerNode
-from worker.node.service import make_server
+from worker.node.port import served
 
 DEADLINE = 20.0
 TOKEN = bytes(16)
@@ -69,19 +70,15 @@ async def secured_worker(folder: Path, stage: int = 1) -> AsyncIterator[SecuredW
     authority = make_authority(folder)
     trust = trust_of(authority, Role.WORKER)
     node = WorkerNode(Identity("w", None, 2**30, LocalModels(None), trust=trust))
-    server = make_server(node)
-    port = add_port(server, "127.0.0.1:0", trust)
-    worker = SecuredWorker(authority, trust, node, f"127.0.0.1:{port}")
+    listener = bind_listener("test", "127.0.0.1", 0)
+    worker = SecuredWorker(authority, trust, node, f"127.0.0.1:{listener.getsockname()[1]}")
     trust.removed = frozenset({worker.removed})
     place = Place(1, stage, 2, TOKEN, worker.previous if stage else "")
     node.binding = Binding(place, node.machinery, lambda: None)
     node.binding.bound = True
-    await server.start()
-    try:
+    async with served(node, listener):
         yield worker
-    finally:
-        await server.stop(0)
-        await node.close()
+    await node.close()
 
 
 async def call(

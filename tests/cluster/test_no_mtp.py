@@ -13,12 +13,13 @@ import pytest
 from coordinator.generation.request import GenerationRequest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
+from proto.rpc.bind import bind_listener
 from tests.conftest import Checkpoints
 from tests.support.processes.in_process_coordinator import running_coordinator
 from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
 from worker.node.node import WorkerNode
-from worker.node.service import make_server
+from worker.node.port import served
 
 
 @asynccontextmanager
@@ -27,14 +28,10 @@ async def worker(model: Path) -> AsyncIterator[str]:
     models = LocalModels(model)
     await asyncio.to_thread(models.open, model)
     node = WorkerNode(Identity("w", None, 2**32, models, bytes_per_second=1e11))
-    server = make_server(node)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-        await node.close()
+    listener = bind_listener("test", "127.0.0.1", 0)
+    async with served(node, listener):
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    await node.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -23,9 +24,12 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Hello, Signal, to_message
-from proto.errors import StaleEpochError, UsageError
+from proto.errors import ClusterError, StaleEpochError, UsageError
 from proto.frame import VERSION, Frame, decode, encode
-from proto.rpc.data_plane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding
+from proto.rpc.data_plane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding, ticket_in
+from proto.rpc.data_socket import dial
+from proto.rpc.frame_reader import LoopFrameReader
+from proto.rpc.frame_writer import FrameWriter
 from proto.span import Span
 from tests.cluster.conftest import Pool
 from tests.support.checkpoints.checkpoints import write_checkpoint
@@ -331,6 +335,12 @@ async def test_an_impossible_load_is_refused(worker: str, toy: Path, tmp_path: P
         await client.close()
 
 
+async def data_connection(address: str, call: Any) -> socket.socket:
+    """Return the data connection of a call."""
+    ticket = ticket_in(await call.initial_metadata())
+    return (await asyncio.to_thread(dial, address, None, "", ticket, 10.0))[0]
+
+
 GARBAGE = {
     "no frame": b"GET / HTTP/1.1",
     "empty": b"",
@@ -362,20 +372,26 @@ async def test_a_malformed_frame_ends_the_plan_and_not_the_worker(
                 back, hop = channel.unary_stream(RESULTS), channel.stream_stream(FRAMES)
                 results = back(b"", metadata=metadata, timeout=10)
                 frames = hop(metadata=metadata, timeout=10)
-                await frames.initial_metadata()
-                await results.initial_metadata()
-                if epoch == 1:
-                    await frames.write(bytes_sent)
-                    with pytest.raises(grpc.aio.AioRpcError) as ended:
-                        await results.read()
-                    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-                    assert "failed: " in (ended.value.details() or "")
-                    assert (await client.describe()).state == pb.WORKER_STATE_FAILED
-                else:
-                    await frames.write(encode(Frame(epoch, 0)))
-                    frame = await results.read()
-                    assert isinstance(frame, bytes)
-                    assert decode(frame).number == 0
+                received: asyncio.Queue[bytes | bytearray] = asyncio.Queue()
+                reader = LoopFrameReader(
+                    await data_connection(worker, results), received.put_nowait
+                )
+                errors: list[ClusterError] = []
+                connection = await data_connection(worker, frames)
+                writer = FrameWriter(connection, worker, 10.0, errors.append)
+                try:
+                    if epoch == 1:
+                        writer.send(bytes_sent, lambda: None)
+                        assert await results.code() is grpc.StatusCode.UNAVAILABLE
+                        assert "failed: " in (await results.details() or "")
+                        assert (await client.describe()).state == pb.WORKER_STATE_FAILED
+                    else:
+                        writer.send(encode(Frame(epoch, 0)), lambda: None)
+                        async with asyncio.timeout(10):
+                            assert decode(await received.get()).number == 0
+                finally:
+                    reader.close()
+                    writer.close()
     finally:
         await client.unload(2)
         await client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from proto.frame import Frame, decode, encode
 from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
+from proto.rpc.frame_writer import FrameWriter
 from proto.rpc.link import Link
 from proto.trust.identity import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
@@ -43,12 +45,25 @@ MAX_QUEUED_BYTES = 2**30
 
 @dataclass
 class Traffic:
-    """Counters of the data plane, which start at 0 with the process."""
+    """Counters of the data plane, which start at 0 with the process. Any thread may count."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     messages_in: int = 0
     messages_out: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_received(self, data: bytes | bytearray) -> None:
+        """Add a message that arrived."""
+        with self._lock:
+            self.bytes_in += len(data)
+            self.messages_in += 1
+
+    def count_sent(self, data: bytes) -> None:
+        """Add a message that leaves."""
+        with self._lock:
+            self.bytes_out += len(data)
+            self.messages_out += 1
 
 
 @dataclass
@@ -58,7 +73,7 @@ class Tally:
     frames: int = 0
     nbytes: int = 0
 
-    def count_frame(self, data: bytes) -> None:
+    def count_frame(self, data: bytes | bytearray) -> None:
         """Add one encoded frame."""
         self.frames += 1
         self.nbytes += len(data)
@@ -96,14 +111,6 @@ class Place:
         return self.stage == self.num_stages - 1
 
 
-@dataclass(frozen=True)
-class Result:
-    """An encoded frame that leaves the stage, and its stamps."""
-
-    data: bytes
-    stamps: FrameStamps
-
-
 class Binding:
     """One stage in one plan, made on the event loop. Methods of the engine thread say so.
 
@@ -120,12 +127,17 @@ class Binding:
         self._stamps = machinery.stamps
         self.engine: StageEngine | None = None
         self.link: Link | None = None
-        self.results: asyncio.Queue[Result | ClusterError] = asyncio.Queue()
+        self.results: FrameWriter | None = None
+        """The connection to the coordinator, on the last stage once the coordinator has opened it."""
+        self.ended: asyncio.Queue[ClusterError] = asyncio.Queue()
+        """The error that ends the call of the results."""
         self.fault: pb.Fault | None = None
+        self.hop_timeout = 0.0
+        """Seconds. Longest time in which the receiver of a frame must accept it."""
         self.bound = False
         """True while the stage accepts frames."""
         self._received, self._started = Tally(), Tally()
-        """Frames received, counted on the event loop, and frames started, counted on the engine thread."""
+        """Frames received, counted by their reader, and frames started, counted on the engine thread."""
         self._closed = False
         self._on_failure = on_failure
 
@@ -143,6 +155,7 @@ class Binding:
         Raises StaleEpochError when the plan ends during the call, and the errors of opening the link.
         """
         seconds = 0.0
+        self.hop_timeout = request.hop_timeout_ms / 1000
         if request.next_address:
             self.link = self._make_link(request, worker_id, trust)
             seconds = await self.link.open()
@@ -161,7 +174,7 @@ class Binding:
         return Link(
             request.next_address,
             StreamBinding(place.epoch, place.stage + 1, worker_id, place.token),
-            timeout=request.hop_timeout_ms / 1000,
+            timeout=self.hop_timeout,
             on_failure=lambda error: self._fail(
                 pb.FAULT_KIND_LINK, str(error), request.next_worker_id
             ),
@@ -181,7 +194,7 @@ class Binding:
         self.thread.submit(self._drop_engine)
         if self.link is not None:
             _background.spawn(self.link.close())
-        self.results.put_nowait(StaleEpochError("this plan has ended"))
+        self.ended.put_nowait(StaleEpochError("this plan has ended"))
 
     def _drop_engine(self) -> None:
         """Free the engine. Runs on the engine thread."""
@@ -194,7 +207,7 @@ class Binding:
             return
         log.error("stage failed", extra={"error": message, "epoch": self.place.epoch})
         self.fault = pb.Fault(kind=kind, message=message[:500], peer=peer)
-        self.results.put_nowait(NotReadyError(f"this stage failed: {message}"))
+        self.ended.put_nowait(NotReadyError(f"this stage failed: {message}"))
         self._on_failure()
 
     # ---- frames
@@ -218,8 +231,8 @@ class Binding:
         if not allowed:
             raise AccessError("the plan names another sender for the frames of this stage")
 
-    def enqueue_frame(self, data: bytes) -> None:
-        """Queue a frame for the engine. Raises ProtocolError when the queue is full."""
+    def enqueue_frame(self, data: bytes | bytearray) -> None:
+        """Queue a frame for the engine. Raises ProtocolError when the queue is full. Runs on the reader's thread."""
         frames = self._received.frames - self._started.frames
         nbytes = self._received.nbytes - self._started.nbytes
         if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
@@ -227,12 +240,11 @@ class Binding:
                 f"a frame of {len(data)} bytes exceeds the queue, which holds {frames} frames of {nbytes} bytes"
             )
         self._received.count_frame(data)
-        self.traffic.bytes_in += len(data)
-        self.traffic.messages_in += 1
+        self.traffic.count_received(data)
         stamps = self._stamps.add_frame(self.place.stage, StageStep)
         self.thread.submit_frame(partial(self._process, data, stamps))
 
-    def _process(self, data: bytes, stamps: FrameStamps) -> None:
+    def _process(self, data: bytes | bytearray, stamps: FrameStamps) -> None:
         """Process one frame. Runs on the engine thread."""
         stamps.mark(StageStep.STARTED)
         self._started.count_frame(data)
@@ -251,10 +263,19 @@ class Binding:
         self._runner.run(engine, frame, stamps, done, self._engine_failed)
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
-        """Pass a processed frame to the event loop. Runs on the engine thread."""
-        encoded = encode(out)
+        """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
+        data = encode(out)
         stamps.mark(StageStep.ENCODED)
-        self.thread.post(self._forward, Result(encoded, stamps))
+        target = self.results if self.place.last else self.link
+        if self._closed:
+            return
+        if target is None:
+            self.thread.post(
+                self._fail, pb.FAULT_KIND_PROTOCOL, "no receiver of results is connected"
+            )
+            return
+        self.traffic.count_sent(data)
+        target.send(data, partial(stamps.mark, StageStep.WRITTEN))
 
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
@@ -265,17 +286,6 @@ class Binding:
         log.error("engine failed", exc_info=error)
         message = f"{type(error).__name__}: {error}"
         self.thread.post(self._fail, pb.FAULT_KIND_ENGINE, message)
-
-    def _forward(self, result: Result) -> None:
-        if self._closed:
-            return
-        result.stamps.mark(StageStep.FORWARDED)
-        self.traffic.bytes_out += len(result.data)
-        self.traffic.messages_out += 1
-        if self.place.last:
-            self.results.put_nowait(result)
-        elif self.link is not None:
-            self.link.send(result.data, partial(result.stamps.mark, StageStep.WRITTEN))
 
     # ---- signals
 

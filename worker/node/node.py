@@ -14,6 +14,7 @@ from proto.control import Signal
 from proto.errors import NotReadyError, StaleEpochError
 from proto.progress import OnProgress
 from proto.rpc.data_plane import StreamBinding
+from proto.rpc.data_socket import DataTickets
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.memory import release_weights
 from worker.engine.sensors import Sensors
@@ -36,6 +37,7 @@ class WorkerNode:
         self.identity = identity
         self.machinery = Machinery()
         self.sensors = Sensors()
+        self.tickets = DataTickets(identity.trust)
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.lease: Lease | None = None
         self.epoch = 0

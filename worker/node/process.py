@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-import grpc.aio
-
 from proto.address import join_address
 from proto.announcement import Announcement
-from proto.errors import UsageError
 from proto.rpc.bind import bind_listener
-from proto.rpc.channels import add_port
 from proto.terminal.keep_awake import keep_awake
-from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth
 from worker.engine.memory import set_limits
 from worker.node.announce import announced
@@ -26,7 +22,7 @@ from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
 from worker.node.node import WorkerNode
 from worker.node.options import WorkerOptions, remember_port, remembered_port
-from worker.node.service import STOP_SECONDS, make_server
+from worker.node.port import served
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +46,6 @@ async def run(options: WorkerOptions) -> None:
     node = WorkerNode(identity)
     await node.machinery.thread.call(partial(set_limits, options.memory_limit))
     identity.bytes_per_second = await node.machinery.thread.call(measured_bandwidth)
-    server = make_server(node)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -60,9 +55,9 @@ async def run(options: WorkerOptions) -> None:
         stack.push_async_callback(node.close)
         reading = asyncio.create_task(node.sensors.refresh(), name="sensors")
         stack.callback(reading.cancel)
-        port = _bind(server, options, trust)
-        await server.start()
-        stack.push_async_callback(server.stop, STOP_SECONDS)
+        listener = _bind(options)
+        port = int(listener.getsockname()[1])
+        await stack.enter_async_context(served(node, listener))
         remember_port(options.state_dir, options.name, port)
         if options.mdns:
             await stack.enter_async_context(announced(_announcement(identity, port), options.host))
@@ -88,18 +83,10 @@ def _announcement(identity: Identity, port: int) -> Announcement:
     return replace(announcement, cluster=me.cluster, node=me.node)
 
 
-def _bind(server: grpc.aio.Server, options: WorkerOptions, trust: NodeTrust | None) -> int:
+def _bind(options: WorkerOptions) -> socket.socket:
     port = options.port or remembered_port(options.state_dir, options.name, options.host)
-    address = join_address(options.host, port)
-    # gRPC would log lines of its own for an address that it cannot use.
-    bind_listener(f"--listen {address}", options.host, port).close()
-    try:
-        return add_port(server, address, trust)
-    except RuntimeError as error:
-        raise UsageError(
-            f"--listen {address}: the address is unavailable; another worker may use it. Choose another port, "
-            "or 0 for any free one"
-        ) from error
+    flags = f"--listen {join_address(options.host, port)}"
+    return bind_listener(flags, options.host, port)
 
 
 async def _drain(node: WorkerNode) -> None:

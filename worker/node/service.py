@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
@@ -17,17 +18,24 @@ from proto import cluster_pb2_grpc as pb_grpc
 from proto.control import Hello, check_version, from_message
 from proto.errors import AccessError, BusyError, ClusterError, NotReadyError, ProtocolError
 from proto.frame import VERSION
-from proto.frame_stamps import StageStep
 from proto.rpc.call_bounds import MAX_TRANSFERS, check_size, first_message
 from proto.rpc.channels import peer_of
-from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, SERVICE, StreamBinding
+from proto.rpc.data_plane import (
+    CHANNEL_OPTIONS,
+    FRAMES,
+    RESULTS,
+    SERVICE,
+    StreamBinding,
+    ticket_metadata,
+)
+from proto.rpc.frame_reader import FrameReader
+from proto.rpc.frame_writer import FrameWriter
 from proto.rpc.status_codes import to_status
 from proto.span import Span
 from worker.engine import hardware, sensors
 from worker.fetch.provide import provide
 from worker.node.access import AccessInterceptor
 from worker.node.backups import read_backup, write_backup
-from worker.node.binding import Result
 from worker.node.lease import Lease
 from worker.node.link_test import LinkTestService
 from worker.node.load_progress import repeat_progress
@@ -329,7 +337,7 @@ class WorkerService(pb_grpc.WorkerServicer):
 
 
 class DataPlane:
-    """The two raw byte streams."""
+    """The two calls that open data connections."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
@@ -347,38 +355,49 @@ class DataPlane:
     async def frames(
         self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
-        """Receive frames from the previous stage or, at stage 0, from the coordinator."""
+        """Receive frames from the previous stage or, at stage 0, from the coordinator, until either side ends."""
         try:
-            binding = self._binding_of(context)
+            binding = self.node.binding_of(_stream_of(context))
             if self.node.identity.trust is not None:
                 binding.check_sender(peer_of(context))
-            await context.send_initial_metadata(())
-            async for data in requests:
-                binding.enqueue_frame(data)
+            reader = FrameReader(await self._connection(context), binding.enqueue_frame)
+            try:
+                await reader.ended
+            finally:
+                reader.close()
         except ClusterError as error:
             await _abort(context, error)
         return
         yield b""  # unreachable. It makes this function the generator that gRPC needs
 
     async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Yield to the coordinator the frames that the last stage has processed."""
+        """Send to the coordinator the frames that the last stage has processed, until the plan ends."""
         try:
-            binding = self._binding_of(context)
+            binding = self.node.binding_of(_stream_of(context))
             if not binding.place.last:
                 raise AccessError(
                     f"stage {binding.place.stage} is not the last stage and has no results"
                 )
-            await context.send_initial_metadata(())
-            while isinstance(item := await binding.results.get(), Result):
-                yield item.data
-                item.stamps.mark(StageStep.WRITTEN)
-            raise item
+            writer = binding.results = FrameWriter(
+                await self._connection(context),
+                "the coordinator",
+                binding.hop_timeout,
+                binding.ended.put_nowait,
+            )
+            try:
+                raise await binding.ended.get()
+            finally:
+                writer.close()
         except ClusterError as error:
             await _abort(context, error)
+        yield b""  # unreachable, as above
 
-    def _binding_of(self, context: Context) -> Binding:
-        stream = StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
-        return self.node.binding_of(stream)
+    async def _connection(self, context: Context) -> socket.socket:
+        """Give the caller a ticket, and return the data connection that it opens."""
+        peer = peer_of(context) if self.node.identity.trust is not None else None
+        with self.node.tickets.issued(peer) as ticket:
+            await context.send_initial_metadata(ticket_metadata(ticket.value))
+            return await ticket.wait_for_connection()
 
 
 def make_server(node: WorkerNode) -> grpc.aio.Server:

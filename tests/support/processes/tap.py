@@ -1,4 +1,4 @@
-"""A gRPC proxy that records every message in both directions.
+"""A proxy that records every message in both directions, on gRPC calls and on data connections.
 
 A tap in front of each worker records everything that crosses the network: control calls, signals and the frames of
 every hop.
@@ -7,6 +7,8 @@ every hop.
 from __future__ import annotations
 
 import asyncio
+import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from proto.rpc.data_plane import CHANNEL_OPTIONS
+from proto.rpc.background_tasks import BackgroundTasks
+from proto.rpc.bind import bind_listener
+from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, ticket_in
+from proto.rpc.data_socket import PREAMBLE, PROBES
+from proto.rpc.frame_writer import LENGTH
+from proto.rpc.shared_port import SharedPort
 
 START_SECONDS = 60.0
 
@@ -43,19 +50,59 @@ class Tap:
     messages: list[Message]
     address: str = ""
     _server: Any = field(default=None, repr=False)
+    _methods: dict[bytes, str] = field(default_factory=dict, repr=False)
+    """The methods of the calls that wait for their data connections, by ticket."""
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, repr=False)
 
     async def start(self) -> None:
         """Connect to the worker and listen on a free port."""
         self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._server.add_generic_rpc_handlers((_Every(self),))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._folder = tempfile.TemporaryDirectory()
+        path = f"{self._folder.name}/grpc"
+        self._server.add_insecure_port(f"unix:{path}")
         await self._server.start()
+        listener = bind_listener("tap", "127.0.0.1", 0)
+        self._port = SharedPort(listener, path, self._accept_data)
+        self.address = f"127.0.0.1:{self._port.port}"
+        self._port.start()
 
     async def stop(self) -> None:
-        """Close the server and the connection to the worker."""
+        """Close the server and the connections to the worker."""
         await self._server.stop(0)
+        await self._port.close()
+        await self._tasks.close()
         await self._channel.close()
+        self._folder.cleanup()
+
+    def _accept_data(self, ticket: bytes, connection: socket.socket) -> None:
+        self._tasks.spawn(self._forward_data(ticket, connection))
+
+    async def _forward_data(self, ticket: bytes, connection: socket.socket) -> None:
+        """Forward a data connection. Frames travel in one direction, which the method of its call decides."""
+        method = self._methods.pop(ticket)
+        host, _, port = self.target.rpartition(":")
+        client, to_client = await asyncio.open_connection(sock=connection)
+        worker, to_worker = await asyncio.open_connection(host, int(port))
+        to_worker.write(PREAMBLE + ticket)
+        try:
+            for _ in range(PROBES):
+                to_worker.write(await client.readexactly(1))
+                to_client.write(await worker.readexactly(1))
+            inward = method == FRAMES
+            source, target = (client, to_worker) if inward else (worker, to_client)
+            while True:
+                head = await source.readexactly(LENGTH.size)
+                data = await source.readexactly(LENGTH.unpack(head)[0])
+                self.messages.append(Message(self.worker, method, inward, data))
+                target.write(head + data)
+                await target.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # one of them has closed
+        finally:
+            to_client.close()
+            to_worker.close()
 
     async def forward(
         self, method: str, requests: AsyncIterator[bytes], context: Any
@@ -72,7 +119,10 @@ class Tap:
         multi: Any = self._channel.stream_stream(method)
         call = multi(noted(), metadata=metadata)
         try:
-            await context.send_initial_metadata(await call.initial_metadata())
+            metadata = await call.initial_metadata()
+            if method in (FRAMES, RESULTS) and not call.done():
+                self._methods[ticket_in(metadata)] = method
+            await context.send_initial_metadata(metadata)
             async for data in call:
                 self.messages.append(Message(self.worker, method, False, data))
                 yield data

@@ -19,10 +19,10 @@ from worker.node.process import run
 async def start(monkeypatch: pytest.MonkeyPatch, model: Path, layers: Span | None) -> None:
     """Run a worker of `model` that would fail, were it to listen."""
 
-    def listens(node: Any) -> Any:
+    def listens(*arguments: Any) -> Any:
         raise AssertionError("it would listen")
 
-    monkeypatch.setattr("worker.node.process.make_server", listens)
+    monkeypatch.setattr("worker.node.process.bind_listener", listens)
     options = WorkerOptions("127.0.0.1", 0, "w", layers, model, 2**30, mdns=False, state_dir=None)
     async with asyncio.timeout(60):
         await run(options)

@@ -35,7 +35,7 @@ def traces(frames: int = 3, stages: int = 2) -> list[ProcessTrace]:
             received = at + 2 * MS
             times = tuple(received + step * MS for step in StageStep)
             found[stage].append(FrameTimes(1, number, 1, times))
-            at = times[StageStep.FORWARDED]
+            at = times[StageStep.ENCODED]
         came = at + 2 * MS
         after = [came + step * MS for step in range(5)]
         own.append(FrameTimes(1, number, 1, (start, start + MS, start + 2 * MS, *after)))
@@ -46,7 +46,7 @@ def traces(frames: int = 3, stages: int = 2) -> list[ProcessTrace]:
 
 
 def test_hops_join_the_processes() -> None:
-    """Each frame has a hop to every stage and one back, from the sender's event loop to the receiver's."""
+    """Each frame has a hop to every stage and one back, from the sender's encoding to the receiver."""
     found = list(hops(traces()))
     assert sorted({hop.receiver for hop in found}) == [COORDINATOR, 0, 1]
     assert len(found) == 9

@@ -1,0 +1,177 @@
+"""The access rules of data connections: a ticket of an open call, and the certificate of the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
+from proto.frame import Frame, encode
+from proto.rpc import shared_port
+from proto.rpc.bind import bind_listener
+from proto.rpc.data_plane import FRAMES, TICKET_BYTES, StreamBinding, ticket_in
+from proto.rpc.data_socket import PREAMBLE, dial
+from proto.rpc.frame_writer import LENGTH
+from proto.rpc.shared_port import SharedPort
+from proto.trust.identity import Role
+from proto.trust.node_trust import NodeTrust
+from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
+from tests.cluster.test_trust_updates import until
+from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
+
+DEADLINE = 20.0
+SECONDS = 1.5
+
+
+def trust_of_peer(worker: SecuredWorker, peer: str) -> NodeTrust | None:
+    """Return the credentials of one kind of peer."""
+    authority = worker.authority
+    match peer:
+        case "plaintext":
+            return None
+        case "other cluster":
+            other = make_authority(authority.directory / "other")
+            trust = trust_of(other, Role.WORKER, worker.previous)
+            trust.authorities = authority.bundle
+            return trust
+        case "expired":
+            return expired_trust(authority, Role.WORKER)
+        case "coordinator":
+            return trust_of(authority, Role.COORDINATOR)
+        case "worker, not in the plan":
+            return trust_of(authority, Role.WORKER)
+        case _:
+            return trust_of(authority, Role.WORKER, worker.previous)
+
+
+async def opened_call(channel: Any) -> tuple[Any, bytes]:
+    """Return an accepted call of the previous stage, and its ticket."""
+    binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
+    call = channel.stream_stream(FRAMES)(metadata=binding)
+    return call, ticket_in(await call.initial_metadata())
+
+
+def dialled(worker: SecuredWorker, trust: NodeTrust | None, ticket: bytes) -> Any:
+    """Open a data connection on a thread."""
+    return asyncio.to_thread(dial, worker.address, trust, "", ticket, SECONDS)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the peer closes the connection within the deadline. Close it here too."""
+    connection.settimeout(DEADLINE)
+    with connection:
+        try:
+            return connection.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+@pytest.mark.parametrize(
+    "peer", ["plaintext", "other cluster", "expired", "coordinator", "worker, not in the plan"]
+)
+async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
+    """A ticket is worthless without the certificate of the node that it was given to. No frame is read."""
+    async with (
+        secured_worker(tmp_path) as worker,
+        channel_of(worker, "worker, previous stage") as channel,
+        asyncio.timeout(DEADLINE),
+    ):
+        call, ticket = await opened_call(channel)
+        with pytest.raises((WorkerLostError, AccessError, DeadlineError)):
+            await dialled(worker, trust_of_peer(worker, peer), ticket)
+        assert (await call.code()).name == "PERMISSION_DENIED"
+        assert worker.node.machinery.traffic.messages_in == 0
+
+
+async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> None:
+    """The node that made the call sends frames over TLS 1.3. Its removal closes the connection within a second."""
+    async with (
+        secured_worker(tmp_path) as worker,
+        channel_of(worker, "worker, previous stage") as channel,
+        asyncio.timeout(DEADLINE),
+    ):
+        _, ticket = await opened_call(channel)
+        trust = trust_of_peer(worker, "worker, previous stage")
+        connection, seconds = await dialled(worker, trust, ticket)
+        assert isinstance(connection, ssl.SSLSocket)
+        assert connection.version() == "TLSv1.3"
+        assert 0 < seconds < SECONDS
+        frame = encode(Frame(1, 0))
+        connection.sendall(LENGTH.pack(len(frame)) + frame)
+        await until(lambda: worker.node.machinery.traffic.messages_in == 1)
+        worker.trust.install(worker.trust.authorities, worker.trust.removed | {worker.previous})
+        async with asyncio.timeout(1.0):
+            assert await asyncio.to_thread(is_closed, connection)
+
+
+async def test_a_ticket_is_valid_once_and_while_its_call_is_open(tmp_path: Path) -> None:
+    """Unknown tickets, used tickets and those of ended calls are refused before TLS begins."""
+    async with (
+        secured_worker(tmp_path) as worker,
+        channel_of(worker, "worker, previous stage") as channel,
+        asyncio.timeout(DEADLINE),
+    ):
+        trust = trust_of_peer(worker, "worker, previous stage")
+        _, used = await opened_call(channel)
+        connection, _ = await dialled(worker, trust, used)
+        ended_call, ended = await opened_call(channel)
+        ended_call.cancel()
+        await until(lambda: not worker.node.tickets._issued)
+        for ticket in (bytes(TICKET_BYTES), used, ended):
+            with pytest.raises(ClusterError):
+                await dialled(worker, trust, ticket)
+        connection.close()
+
+
+async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
+    """A sender expects one node id in the receiver's certificate, and sends nothing to another worker."""
+    async with (
+        secured_worker(tmp_path) as worker,
+        channel_of(worker, "worker, previous stage") as channel,
+        asyncio.timeout(DEADLINE),
+    ):
+        _, ticket = await opened_call(channel)
+        trust = trust_of_peer(worker, "worker, previous stage")
+        with pytest.raises(AccessError):
+            await asyncio.to_thread(dial, worker.address, trust, "0" * 16, ticket, SECONDS)
+        assert worker.node.machinery.traffic.messages_in == 0
+
+
+async def test_silent_and_surplus_connections_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port closes a connection that does not say what it is, and connections above its bound."""
+    monkeypatch.setattr(shared_port, "FIRST_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr(shared_port, "MAX_CONNECTIONS", 2)
+    accepted: list[bytes] = []
+
+    def on_data(ticket: bytes, connection: socket.socket) -> None:
+        accepted.append(ticket)
+        connection.close()
+
+    port = SharedPort(bind_listener("test", "127.0.0.1", 0), f"{tmp_path}/none", on_data)
+    port.start()
+
+    def connect(first: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", port.port), DEADLINE)
+        connection.sendall(first)
+        return connection
+
+    closed: Callable[[socket.socket], Any] = lambda each: asyncio.to_thread(is_closed, each)  # noqa: E731
+    async with asyncio.timeout(DEADLINE):
+        silent, partial = connect(b""), connect(PREAMBLE[:3])
+        await asyncio.sleep(0.1)
+        surplus = connect(PREAMBLE + bytes(TICKET_BYTES))
+        assert await closed(surplus)
+        assert not accepted
+        assert await closed(silent)
+        assert await closed(partial)
+        assert await closed(connect(PREAMBLE + bytes(range(TICKET_BYTES))))
+        assert accepted == [bytes(range(TICKET_BYTES))]
+    await port.close()

@@ -1,0 +1,149 @@
+"""Frames over data connections: whole and in order, with a deadline for a slow peer and bounds for a false one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from proto.errors import ClusterError, DeadlineError, ProtocolError, WorkerLostError
+from proto.frame import MAX_MESSAGE_BYTES
+from proto.rpc.frame_reader import (
+    PIECE_BYTES,
+    SMALL_BYTES,
+    FrameBuffer,
+    FrameReader,
+    LoopFrameReader,
+)
+from proto.rpc.frame_writer import LENGTH, FrameWriter
+
+DEADLINE = 20.0
+SIZES = (0, 1, 20, SMALL_BYTES - LENGTH.size, SMALL_BYTES, 5 * PIECE_BYTES // 2, 3)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return two connected sockets."""
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def frames_of(data: bytes, most: int) -> list[bytes]:
+    """Return the frames of `data` that arrives in pieces of at most `most` bytes."""
+    buffer, found = FrameBuffer(), []
+    while data:
+        with buffer.room() as room:
+            count = min(most, len(room), len(data))
+            room[:count] = data[:count]
+        data = data[count:]
+        found += [bytes(frame) for frame in buffer.add_received(count)]
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 7, SMALL_BYTES, 2**30])
+def test_frames_arrive_whole_however_they_are_cut(most: int) -> None:
+    """A reader returns the frames that were sent, in order, for any division of the bytes."""
+    sizes = SIZES if most > 100 else (0, 1, 20, 300, 3)
+    sent = [bytes([number]) * size for number, size in enumerate(sizes)]
+    assert frames_of(b"".join(LENGTH.pack(len(f)) + f for f in sent), most) == sent
+
+
+def test_a_length_reserves_no_memory() -> None:
+    """A frame gets memory as its bytes arrive, and a length above the limit is refused."""
+    buffer = FrameBuffer()
+    with buffer.room() as room:
+        room[:4] = LENGTH.pack(MAX_MESSAGE_BYTES)
+    assert buffer.add_received(4) == []
+    with buffer.room() as room:
+        assert len(room) == PIECE_BYTES
+    with FrameBuffer().room() as room:
+        assert len(room) == SMALL_BYTES
+    with pytest.raises(ProtocolError, match="limit"):
+        frames_of(LENGTH.pack(MAX_MESSAGE_BYTES + 1), 4)
+
+
+@pytest.mark.parametrize("kind", [FrameReader, LoopFrameReader])
+async def test_long_and_short_frames_keep_their_order(
+    kind: type[FrameReader] | type[LoopFrameReader], pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """Frames that the sender writes itself never overtake those that wait, and each is reported as written once."""
+    sent = [bytes([n % 251]) * (2_000_000 if n % 5 == 0 else 100) for n in range(40)]
+    received: list[bytes] = []
+    written: list[int] = []
+    failures: list[ClusterError] = []
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def on_frame(data: bytes | bytearray) -> None:
+        received.append(bytes(data))
+        if len(received) == len(sent):
+            loop.call_soon_threadsafe(done.set)
+
+    reader = kind(pair[0], on_frame)
+    writer = FrameWriter(pair[1], "peer", DEADLINE, failures.append)
+    for number, data in enumerate(sent):
+        writer.send(data, lambda number=number: written.append(number))  # type: ignore[misc]
+        await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE):
+        await done.wait()
+        assert received == sent
+        writer.close()
+        await reader.ended
+    assert written == list(range(len(sent)))
+    assert not failures
+    reader.close()
+
+
+async def test_a_peer_that_accepts_nothing_is_late(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """A full socket blocks no sender. The writer counts the wait and reports DeadlineError once."""
+    failures: asyncio.Queue[ClusterError] = asyncio.Queue()
+    writer = FrameWriter(pair[1], "peer", 0.3, failures.put_nowait)
+    started = time.monotonic()
+    for _ in range(5):
+        writer.send(bytes(2**20), lambda: None)
+    assert time.monotonic() - started < 0.25, "the sender waited"
+    assert writer.queued > 0
+    async with asyncio.timeout(DEADLINE):
+        assert isinstance(await failures.get(), DeadlineError)
+    writer.send(b"dropped", lambda: None)
+    await asyncio.sleep(0.05)
+    assert failures.empty()
+    writer.close()
+
+
+async def test_a_peer_that_left_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:
+    """A closed connection fails the next frame with WorkerLostError, and ends its reader without an error."""
+    failures: asyncio.Queue[ClusterError] = asyncio.Queue()
+    writer = FrameWriter(pair[1], "peer", 5.0, failures.put_nowait)
+    reader = FrameReader(pair[0], lambda data: None)
+    reader.close()
+    async with asyncio.timeout(DEADLINE):
+        await reader.ended
+        writer.send(b"frame", lambda: None)
+        assert isinstance(await failures.get(), WorkerLostError)
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", [FrameReader, LoopFrameReader])
+async def test_a_refused_frame_ends_the_connection(
+    kind: type[FrameReader] | type[LoopFrameReader], pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """The error of `on_frame` ends the reader with that error, and the connection with it."""
+
+    def refuse(data: bytes | bytearray) -> None:
+        raise ProtocolError("the queue is full")
+
+    reader = kind(pair[0], refuse)
+    pair[1].sendall(LENGTH.pack(1) + b"x")
+    async with asyncio.timeout(DEADLINE):
+        with pytest.raises(ProtocolError, match="queue is full"):
+            await reader.ended
+    pair[1].settimeout(DEADLINE)
+    assert await asyncio.to_thread(pair[1].recv, 1) == b""

@@ -1,0 +1,30 @@
+"""The worker's port: its gRPC server behind a port that also accepts data connections."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from proto.rpc.channels import add_port
+from proto.rpc.shared_port import SharedPort
+from worker.node.node import WorkerNode
+from worker.node.service import STOP_SECONDS, make_server
+
+
+@asynccontextmanager
+async def served(node: WorkerNode, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve the calls and the data connections of `node` at a bound `listener` while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="mtp-") as folder:  # only this user may enter it
+        path = f"{folder}/grpc"
+        server = make_server(node)
+        add_port(server, f"unix:{path}", node.identity.trust)
+        await server.start()
+        port = SharedPort(listener, path, node.tickets.accept)
+        port.start()
+        try:
+            yield
+        finally:
+            await server.stop(STOP_SECONDS)
+            await port.close()
