@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.api.answer import merge
 from coordinator.api.request.context import ApiOptions
-from coordinator.generation.request import Finished
+from coordinator.generation.request import Finished, GenerationRequest
 from proto.errors import (
     CapacityError,
+    ClusterError,
     MemoryLimitError,
     NotReadyError,
     RequestError,
@@ -264,3 +266,18 @@ async def test_a_body_that_never_ends_is_a_408() -> None:
     async with served.http() as http:
         response = await http.post("/v1/completions", content=endless())
     assert response.status_code == 408
+
+
+async def test_an_answer_that_nobody_reads_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events beyond the backlog are not kept: the request is cancelled, and its last event is an error."""
+    monkeypatch.setattr(merge, "BACKLOG", 10)
+    monkeypatch.setattr(merge, "BACKLOG_OF_REQUEST", 5)
+    generator = FakeGenerator(tiny_tokenizer(), text="word " * 500, window=1)
+    requests = [GenerationRequest((5,), 400, request_id=str(index)) for index in range(2)]
+    unread = merge.Merge(generator, requests)
+    await tasks_end()
+    assert sorted(generator.cancelled) == ["0", "1"]
+    for _ in range(21):  # two requests: 10 + 2 x 5 events, and the one above
+        assert await unread.next_event(PATIENCE)
+    with pytest.raises(ClusterError, match="did not read"):
+        await unread.next_event(PATIENCE)
