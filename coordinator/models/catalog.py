@@ -34,6 +34,8 @@ class ModelFacts:
     """The checkpoint is as published; `convert` makes it smaller and faster."""
     converted: bool = False
     problem: str = ""
+    family: str = ""
+    """The `model_type` of the checkpoint."""
 
 
 class Catalog:
@@ -94,6 +96,12 @@ class Catalog:
             )
 
 
+def quantization_text(checkpoint: Checkpoint) -> str:
+    """Return the quantization of a checkpoint for people, or an empty string."""
+    quantization = checkpoint.config.quantization
+    return f"{quantization['bits']}-bit" if quantization else ""
+
+
 def describe_model(name: str, checkpoint: Checkpoint, *, converted: bool = False) -> ModelFacts:
     """Return the facts of an opened checkpoint."""
     config, mtp = checkpoint.config, checkpoint.mtp
@@ -105,9 +113,10 @@ def describe_model(name: str, checkpoint: Checkpoint, *, converted: bool = False
         sum(checkpoint.part_bytes().values()),
         config.num_layers,
         config.max_positions,
-        f"{config.quantization['bits']}-bit" if config.quantization else "",
+        quantization_text(checkpoint),
         "complete" if mtp.complete else "incomplete" if mtp.present else "missing",
         checkpoint.layout == "raw",
         converted,
         problem,
+        config.model_type,
     )

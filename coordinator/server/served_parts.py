@@ -18,6 +18,7 @@ from coordinator.generation.scheduler import Scheduler
 from coordinator.journal.journal import Journal
 from coordinator.local_engine.generator import effective_mtp_mode
 from coordinator.models.admin import ModelAdmin
+from coordinator.models.catalog import quantization_text
 from coordinator.models.loader import ModelLoader
 from coordinator.pipeline.base import PipelineSource
 from coordinator.pipeline.local import LocalPipelines
@@ -68,6 +69,8 @@ class OpenedModel:
             replace(generation_defaults(path), acceptance=options.acceptance),
             options.served_names,
             fingerprint=self.checkpoint.fingerprint(),
+            family=config.model_type,
+            quantization=quantization_text(self.checkpoint),
         )
         self.local = LocalPipelines(local_model(self.checkpoint, options, self.mode))
         self.why_not_alone = why_not_alone(self.local.model)

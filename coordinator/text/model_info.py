@@ -23,7 +23,8 @@ class ModelInfo:
 
     `context_length` is the maximum number of tokens of prompt and answer together. Requests name the model by `id`
     or by one of `aliases`, which the user chose, or as mlx-lm's clients by `default_model`. `defaults` apply to
-    sampling fields that a request omits. `fingerprint` identifies the checkpoint by its content.
+    sampling fields that a request omits. `fingerprint` identifies the checkpoint by its content. `family` is its
+    `model_type`, and `quantization` a short text, or empty.
     """
 
     id: str
@@ -32,6 +33,8 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = ""
+    family: str = ""
+    quantization: str = ""
 
     def answers_to(self, name: str) -> bool:
         """Return whether `name` means this model."""

@@ -51,7 +51,7 @@ def served() -> Iterator[Served]:
     """Serve a fake generator, with a key and a context of 4,000 tokens."""
     generator = FakeGenerator(tiny_tokenizer(), "Hello 🎉 there", cached=2)
     options = ApiOptions(api_keys=(KEY,), keep_alive_seconds=0.05)
-    api = ApiClient(generator, options=options, context_length=4000)
+    api = ApiClient(generator, options=options, context_length=4000, aliases=("alias",))
     with serving(api.app) as url:
         case = Served(generator, url)
         with case.client:
@@ -182,6 +182,26 @@ def test_tokens_are_counted_as_they_are_used(served: Served) -> None:
     assert served.generator.requests == []
     served.client.messages.create(**asked, max_tokens=5)
     assert count.input_tokens == len(served.generator.requests[0].prompt)
+
+
+def test_models(served: Served) -> None:
+    """The client lists the models, page by page, and retrieves one. Other clients get OpenAI's list."""
+    found = list(served.client.models.list(limit=1))
+    assert [model.id for model in found] == ["tiny", "alias"]
+    page = served.client.models.list(limit=1)
+    assert (page.has_more, page.first_id, page.last_id) == (True, "tiny", "tiny")
+    last = served.client.models.list(before_id="alias")
+    assert [model.id for model in last.data] == ["tiny"]
+    assert not last.has_more
+    one = served.client.models.retrieve("tiny")
+    assert (one.type, one.id, one.display_name) == ("model", "tiny", "tiny")
+    assert (one.created_at.timestamp(), one.max_input_tokens) == (7, 4000)
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        served.client.models.list(after_id="unknown")
+    with pytest.raises(anthropic.NotFoundError):
+        served.client.models.retrieve("unknown")
+    plain = httpx.get(str(served.client.base_url).rstrip("/") + "/v1/models", headers={"x-api-key": KEY})
+    assert plain.json()["object"] == "list"
 
 
 def test_errors_are_the_clients_own_exceptions(served: Served) -> None:

@@ -119,6 +119,10 @@ def test_models(served: Served) -> None:
     assert served.client.ps().models[0].context_length == 500
     shown = served.client.show("tiny:latest")
     assert set(shown.capabilities or ()) == {"completion", "tools", "thinking"}
+    assert (shown.modelinfo or {})["qwen3_5_moe.context_length"] == 500
+    for details in (shown.details, served.client.list().models[0].details):
+        assert details is not None
+        assert (details.family, details.quantization_level) == ("qwen3_5_moe", "4-bit")
     assert served.client.chat("qwen:9b", HI).message.content
     assert httpx.get(f"{served.url}/api/version").json()["version"].count(".") == 2
     assert httpx.head(served.url).status_code == 200

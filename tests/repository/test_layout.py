@@ -148,6 +148,7 @@ ARROWS: dict[str, set[str]] = {
     }
     | WIRE,
     "coordinator.api.openai_chat": {
+        "coordinator.api.anthropic",
         "coordinator.api.answer",
         "coordinator.api.request",
         "coordinator.api.stored",
@@ -174,7 +175,8 @@ ARROWS: dict[str, set[str]] = {
         "coordinator.api.answer",
         "coordinator.api.request",
         "coordinator.text",
-    },
+    }
+    | WIRE,
     "coordinator.api.answer": {
         "coordinator.api.request",
         "coordinator.generation",

@@ -40,7 +40,13 @@ async def tags(request: Request) -> Response:
     api = api_of(request)
     others = [] if api.model_loader is None else await api.model_loader.list_models()
     entries = [
-        _entry(found.name, found.name, found.nbytes, api.model.created, found.quantization)
+        _entry(
+            found.name,
+            found.name,
+            found.nbytes,
+            api.model.created,
+            _details(found.family, found.quantization),
+        )
         for found in others
         if found.name not in api.model.listed_names
     ]
@@ -68,12 +74,13 @@ async def show(request: Request) -> Response:
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
+    family = api.model.family
     return JSONResponse(
         {
-            "details": _details(),
+            "details": _details(family, api.model.quantization),
             "model_info": {
-                "general.architecture": "qwen3_5",
-                "qwen3_5.context_length": api.model.context_length,
+                "general.architecture": family,
+                f"{family}.context_length": api.model.context_length,
             },
             "capabilities": capabilities,
             "modified_at": utc_time(api.model.created),
@@ -103,17 +110,18 @@ async def manage(request: Request) -> Response:
 def _entries(api: Api) -> list[Json]:
     """Return the entries of the served model."""
     created, size = api.model.created, _size(api)
-    return [_entry(name, api.model.id, size, created) for name in api.model.listed_names]
+    details = _details(api.model.family, api.model.quantization)
+    return [_entry(name, api.model.id, size, created, details) for name in api.model.listed_names]
 
 
-def _entry(name: str, model: str, nbytes: int, created: int, quantization: str = "") -> Json:
+def _entry(name: str, model: str, nbytes: int, created: int, details: Json) -> Json:
     return {
         "name": tagged_name(name),
         "model": tagged_name(name),
         "modified_at": utc_time(created),
         "size": nbytes,
         "digest": hashlib.sha256(model.encode()).hexdigest(),
-        "details": {**_details(), "quantization_level": quantization},
+        "details": details,
     }
 
 
@@ -122,12 +130,12 @@ def _size(api: Api) -> int:
     return sum(node.memory_used for node in api.status.status().nodes)
 
 
-def _details() -> Json:
+def _details(family: str, quantization: str) -> Json:
     return {
         "parent_model": "",
         "format": "safetensors",
-        "family": "qwen3_5",
-        "families": ["qwen3_5"],
+        "family": family,
+        "families": [family] if family else [],
         "parameter_size": "",
-        "quantization_level": "",
+        "quantization_level": quantization,
     }

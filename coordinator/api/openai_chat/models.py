@@ -9,6 +9,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.api.anthropic.models import (
+    anthropic_model,
+    anthropic_page,
+    wants_anthropic_format,
+)
 from coordinator.api.request.body import Body, read_body
 from coordinator.api.request.context import Api, api_of
 from coordinator.api.request.errors import ModelNotLoadedError
@@ -35,7 +40,10 @@ async def models(request: Request) -> Response:
     """List the served model under its id and the names of --served-model-name, then those that can be loaded."""
     api = api_of(request)
     served = [{**describe_model(api.model), "id": name} for name in api.model.listed_names]
-    return JSONResponse({"object": "list", "data": [*served, *await _loadable(api)]})
+    listed = [*served, *await _loadable(api)]
+    if wants_anthropic_format(request):
+        return JSONResponse(anthropic_page(request, listed))
+    return JSONResponse({"object": "list", "data": listed})
 
 
 @load_router.get("/v1/models/load")
@@ -59,14 +67,15 @@ async def load_model(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """Describe the model with the id or alias `name`."""
     api = api_of(request)
+    found = describe_model(api.model)
     try:
         check_model(api, name)
     except ModelNotLoadedError:
-        found = [entry for entry in await _loadable(api) if entry["id"] == name]
-        if not found:
+        loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
+        if not loadable:
             raise
-        return JSONResponse(found[0])
-    return JSONResponse(describe_model(api.model))
+        found = loadable[0]
+    return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
 
 
 def describe_model(model: ModelInfo) -> Json:

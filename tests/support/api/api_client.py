@@ -94,6 +94,8 @@ class ApiClient:
             self.aliases,
             created=7,
             fingerprint=self.fingerprint,
+            family="qwen3_5_moe",
+            quantization="4-bit",
         )
         tokenizer = self.generator.tokenizer
         self.app = create_app(
