@@ -68,7 +68,6 @@ def why_impossible(kind: str) -> str | None:
         return why_no_network()
     reasons = {
         "disk": why_no_small_disk,
-        "descriptors": why_no_limits,
         "allocations": why_no_limits,
         "memory": why_no_memory_group,
     }
@@ -190,7 +189,7 @@ class Faults:
             case "descriptors":
                 worker = fault.victim != COORDINATOR
                 address = self.team.workers[fault.victim].address if worker else self.address
-                host.exhaust_descriptors(pid, address)
+                host.exhaust_descriptors(address)
             case "memory":
                 host.limit_memory()
             case "allocations":

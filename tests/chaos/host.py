@@ -27,7 +27,7 @@ DESCRIPTORS = 256
 """Limit of descriptors. macOS gives this number to every process by default."""
 
 CONNECTIONS = 300
-"""Number of idle connections that exhaust DESCRIPTORS."""
+"""Number of idle connections that exhaust DESCRIPTORS. A process has this limit from its start, as `ulimit` sets it."""
 
 SPARE_BYTES = 4 * 2**20
 """Memory that a process under memory pressure may allocate beyond what it has."""
@@ -50,7 +50,7 @@ class Host:
         self.disk.mkdir()
         self.group: Path | None = None
         self._connections: list[socket.socket] = []
-        self._prefix: list[str] = []
+        self._prefix = ["sh", "-c", f'ulimit -S -n {DESCRIPTORS} && exec "$@"', "sh"]
         if why_no_small_disk() is None:
             mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.disk)]
             _run(*mount)
@@ -94,14 +94,12 @@ class Host:
                     while ballast.write(bytes(size)):
                         pass
 
-    def exhaust_descriptors(self, pid: int, address: str) -> int:
-        """Limit the descriptors of a process, and open idle connections to it. Return their number."""
-        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
+    def exhaust_descriptors(self, address: str) -> int:
+        """Open idle connections to a process at `address` until it takes no more. Return their number."""
         host, _, port = address.rpartition(":")
         for _ in range(CONNECTIONS):
             with contextlib.suppress(OSError):
-                self._connections.append(socket.create_connection((host, int(port)), 0.2))
+                self._connections.append(socket.create_connection((host, int(port)), 0.1))
         return len(self._connections)
 
     def limit_memory(self) -> None:
@@ -131,9 +129,8 @@ class Host:
         if self.group is not None:
             self._limit_file.write_text("max" if self._limit_file.name == "memory.max" else "-1")
         if pid is not None:
-            for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):
-                _, hard = resource.prlimit(pid, limit)
-                resource.prlimit(pid, limit, (hard, hard))
+            _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+            resource.prlimit(pid, resource.RLIMIT_AS, (hard, hard))
 
     # ---- memory groups
 

@@ -237,8 +237,7 @@ class Run:
             self.report.not_back.append(f"{fault}: {self.health()}")
         self.injected.append(Injected(fault.kind, started, time.time()))
         self.report.faults[fault.kind] += 1
-        if fault.kind in KINDS or self.status()["epoch"] != epoch:
-            self.replan()
+        self.replan()
         repaired = time.time()
         # On a busy machine the next fault would otherwise end a plan that has not computed anything.
         if not wait_until(lambda: asking.latest > repaired, BACK_SECONDS):

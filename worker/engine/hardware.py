@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -63,7 +64,13 @@ def default_memory_limit() -> int:
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if isinstance(recommended, int):
             return int(recommended * RECOMMENDED_SHARE)
-    return int(psutil.virtual_memory().total * DEFAULT_SHARE)
+    return int(_total_memory() * DEFAULT_SHARE)
+
+
+@functools.cache
+def _total_memory() -> int:
+    """Return the memory of this machine. It is read once, because a status must not need a free descriptor."""
+    return int(psutil.virtual_memory().total)
 
 
 def chip() -> str:

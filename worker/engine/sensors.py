@@ -6,6 +6,8 @@ The readings are refreshed in the background, because some of them start a progr
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -48,8 +50,9 @@ Readings = tuple[float | None, float | None]
 """A temperature in degrees Celsius and a power in watts."""
 
 
+@functools.cache
 def own_version() -> str:
-    """Return the versions of this program and of MLX, such as `0.1.0, mlx 0.31.0`."""
+    """Return the versions of this program and of MLX, such as `0.1.0, mlx 0.31.0`. They are read once."""
     return f"{version('mtp-cluster')}, mlx {version('mlx')}"
 
 
@@ -71,9 +74,10 @@ class Sensors:
         self.latest = machine_state(None, None)
 
     async def refresh(self) -> None:
-        """Read all sensors every REFRESH_SECONDS until cancelled."""
+        """Read all sensors every REFRESH_SECONDS until cancelled. A reading that fails changes nothing."""
         while True:
-            self.latest = await asyncio.to_thread(read_machine)
+            with contextlib.suppress(OSError):  # no free descriptor for a file of the system
+                self.latest = await asyncio.to_thread(read_machine)
             await asyncio.sleep(REFRESH_SECONDS)
 
 

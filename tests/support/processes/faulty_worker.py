@@ -29,8 +29,10 @@ PART_SECONDS = 1.0
 
 def fault() -> list[str]:
     """Return the words of the fault file, or none if there is no file."""
-    file = Path(os.environ[FAULT])
-    return file.read_text().split() if file.exists() else []
+    try:
+        return Path(os.environ[FAULT]).read_text().split()
+    except OSError:  # no file, or no free descriptor
+        return []
 
 
 def wait_while(name: str) -> None:

@@ -23,6 +23,13 @@ def test_the_environment_can_choose_the_cpu(
     assert asked == chosen
 
 
+def test_the_memory_limit_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status shows the limit, also of a process without a free descriptor."""
+    limit = hardware.default_memory_limit()
+    monkeypatch.setattr("psutil.virtual_memory", None)
+    assert hardware.default_memory_limit() == limit
+
+
 def test_residency_is_renewed_on_macos_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX's refresh interval is set on macOS, and a value of the user is left."""
     monkeypatch.setenv(hardware.REFRESH, "")  # restored after the test

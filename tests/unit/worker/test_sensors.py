@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import math
 from collections.abc import Callable
 
@@ -69,6 +71,34 @@ def test_a_hostile_report_cannot_break_the_status() -> None:
         "power": None,
     }
     assert machine_fields(pb.MachineState()) == {}
+
+
+def test_a_reading_without_descriptors_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a free descriptor keeps its last reading, its version, and reads its sensors later."""
+    found = iter([OSError(errno.EMFILE, "Too many open files"), pb.MachineState(swap_used=7)])
+
+    def read() -> pb.MachineState:
+        """Fail once."""
+        if isinstance(reading := next(found), OSError):
+            raise reading
+        return reading
+
+    async def refresh_twice() -> int:
+        """Refresh until both readings are used."""
+        node = sensors.Sensors()
+        task = asyncio.create_task(node.refresh())
+        while node.latest.swap_used != 7:
+            await asyncio.sleep(0.001)
+            assert not task.done()
+        task.cancel()
+        return node.latest.swap_used
+
+    monkeypatch.setattr(sensors, "read_machine", read)
+    monkeypatch.setattr(sensors, "REFRESH_SECONDS", 0.001)
+    assert asyncio.run(asyncio.wait_for(refresh_twice(), 10)) == 7
+    assert sensors.own_version()
+    monkeypatch.setattr(sensors, "version", None)
+    assert sensors.own_version()
 
 
 def test_a_missing_program_prints_nothing() -> None:
