@@ -4,12 +4,13 @@ import { byId } from "./dom.js";
 
 const NAME = "mtp-api-key";
 
-function stored() {
+// The key, or an empty text.
+export function storedKey() {
   return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "";
 }
 
 export function authorization() {
-  const key = stored();
+  const key = storedKey();
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
@@ -18,7 +19,7 @@ export function askForKey(lacksScope) {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
   const problem = lacksScope ? "This key may not read the status: it needs the scope “metrics”." : "The coordinator refused this key.";
-  byId("key-error").textContent = stored() ? problem : "";
+  byId("key-error").textContent = storedKey() ? problem : "";
   sessionStorage.removeItem(NAME);
   localStorage.removeItem(NAME);
   input.value = "";

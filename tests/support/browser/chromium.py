@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    expect,
+    sync_playwright,
+)
 
 PATIENCE_MS = 60_000
 """Milliseconds. Longest wait for an element, on a machine that runs other tests too."""
@@ -42,7 +49,12 @@ class WatchedPage:
     @classmethod
     def open(cls, browser: Browser, url: str, **context: object) -> WatchedPage:
         """Open `url` in a context of its own; `context` has Playwright's options such as `color_scheme`."""
-        page = browser.new_context(**context).new_page()  # type: ignore[arg-type]
+        return cls.open_tab(browser.new_context(**context), url)  # type: ignore[arg-type]
+
+    @classmethod
+    def open_tab(cls, context: BrowserContext, url: str) -> WatchedPage:
+        """Open `url` in one more tab of `context`."""
+        page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
         watched = cls(page)
         page.on("console", watched._record_message)
@@ -61,10 +73,11 @@ class WatchedPage:
     def ask(self, text: str) -> None:
         """Send `text` in the chat and wait for the end of the answer."""
         self.show("chat")
+        answers = self.page.locator(".message.assistant:not(.streaming)")
+        before = answers.count()
         self.page.fill("#chat-input", text)
         self.page.keyboard.press("Enter")
-        self.page.wait_for_selector(".message.streaming", state="attached")
-        self.page.wait_for_selector(".message.streaming", state="detached")
+        expect(answers).to_have_count(before + 1, timeout=PATIENCE_MS)
 
     def close(self) -> None:
         """Close the page with its context."""
