@@ -15,6 +15,11 @@ from proto.errors import NotReadyError
 
 log = logging.getLogger(__name__)
 
+UVICORN_LOG = logging.getLogger("uvicorn.error.connection")
+"""The log of uvicorn's connections, without its warning for every invalid request: strangers would fill the disk."""
+
+UVICORN_LOG.setLevel(logging.ERROR)
+
 MAX_CONNECTIONS = 1024
 """Connections. Bounds their memory, about 20 KB each. Each answer needs one, and so does each open page."""
 
@@ -49,6 +54,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, bound: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._bound = bound
+        self.logger = UVICORN_LOG
         self._deadline: asyncio.TimerHandle | None = None
         self._unsent = 0
 

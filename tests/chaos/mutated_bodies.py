@@ -31,6 +31,9 @@ CLIENTS = 4
 EVERY = 1000
 """Bodies between two samples."""
 
+PATIENT = "60"
+"""Seconds. Failure timeout: a coordinator without its worker would compute by itself, with more threads and memory."""
+
 ANSWER_SECONDS = 1.0
 """Seconds after which a client leaves its answer. Mutated bodies may ask for thousands of tokens."""
 
@@ -103,22 +106,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1, help="0: the coordinator computes")
     parser.add_argument("--trace", action="store_true", help="trace the allocations of Python")
     given = parser.parse_args()
     env = {"PYTHONTRACEMALLOC": "5"} if given.trace else {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        with running_workers(folder, "builtin", 1) as (worker,):
-            arguments = [
-                "serve",
-                "--port",
-                "0",
-                "--no-mdns",
-                "--model",
-                "builtin",
-                "--worker",
-                worker.address,
-            ]
+        with running_workers(folder, "builtin", given.workers) as workers:
+            flags = [flag for worker in workers for flag in ("--worker", worker.address)]
+            flags += ["--failure-timeout", PATIENT] if workers else ["--single-node"]
+            arguments = ["serve", "--port", "0", "--no-mdns", "--model", "builtin", *flags]
             module = "tests.support.processes.inspected_coordinator"
             process = launch(folder, "coordinator", module, arguments, env={TASKS: made, **env})
             with ending(process):
@@ -132,14 +129,18 @@ def main() -> None:
                 )
                 time.sleep(10)
                 after = describe(folder, process.pid)
+                (node,) = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
                 tracebacks = process.text().count("Traceback")
+                plans = len(process.records("cluster: serving"))
     for name in ("resident", "collected", "trimmed", "traced"):
         print(f"{name:10} {before[name] / 1e6:8.1f} -> {after[name] / 1e6:8.1f} MB")
+    kept = ("memory_used", "memory_cached", "prefix_bytes", "weight_bytes")
+    print("node, MB:", {key: round((node.get(key) or 0) / 1e6, 1) for key in kept})
     print("threads", before["threads"], "->", after["threads"])
     print("python threads", before["python_threads"], "->", after["python_threads"])
     print("more objects:", ", ".join(growth(before, after)) or "none")
     print(*after["allocations"], sep="\n")
-    print("tracebacks", tracebacks, dict(statuses))
+    print("tracebacks", tracebacks, "plans", plans, dict(statuses))
     figures = {
         "count": given.count,
         "memory": memory,

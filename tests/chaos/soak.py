@@ -41,6 +41,9 @@ SURVIVOR = 0
 KILL_SECONDS = 180.0
 """Seconds from kill to kill."""
 
+PATIENT = ("--failure-timeout", "30")
+"""Flags of the coordinator. Silence is no fault on a busy machine, and the kills of this run end connections."""
+
 SAMPLE_SECONDS = 10.0
 QUESTIONS, LONGEST_ANSWER = 12, 48
 """Most questions of a client before it goes, and most tokens of an answer."""
@@ -153,7 +156,18 @@ def coordinating(folder: Path, team: Team) -> Iterator[Coordinator]:
     """Run a coordinator over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     module = "tests.support.processes.counting_coordinator"
-    options = ["serve", "--port", "0", "--no-mdns", "--model", "builtin", *flags, "--nodes", "2"]
+    options = [
+        "serve",
+        "--port",
+        "0",
+        "--no-mdns",
+        "--model",
+        "builtin",
+        *flags,
+        "--nodes",
+        "2",
+        *PATIENT,
+    ]
     with ending(
         launch(folder, "coordinator", module, options, env={TASKS: str(folder)})
     ) as process:

@@ -7,12 +7,16 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api import http_connection
+from coordinator.api import http_connection, http_server
 from coordinator.api.http_server import HttpServer
+from proto.trust.certificates import key_to_pem
+from proto.trust.identity import Role
+from tests.support.trust.cluster_ca import make_authority, trust_of
 
 PATIENCE = 30.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -50,13 +54,19 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: App) -> AsyncIterator[int]:
-    """Serve `app` and yield the port."""
+async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
+    """Serve `app`, with TLS if there is a `folder` for its certificate, and yield the port."""
 
     async def nothing() -> None:
         """Do nothing."""
 
     server = HttpServer(app, nothing, lambda: None, lambda: 0)
+    if folder is not None:
+        trust = trust_of(make_authority(folder), Role.COORDINATOR)
+        server.config.ssl_certfile = folder / "server.pem"
+        server.config.ssl_keyfile = folder / "server.key"
+        (folder / "server.pem").write_text(trust.certificate)
+        (folder / "server.key").write_text(key_to_pem(trust.key))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -107,6 +117,31 @@ async def test_a_slow_head_keeps_no_connection_open(monkeypatch: pytest.MonkeyPa
                 await writer.drain()
         assert time.monotonic() < began + PATIENCE
         writer.close()
+
+
+async def test_a_handshake_that_does_not_go_on_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A client that begins a TLS handshake and sends nothing more loses its connection."""
+    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS", 0.2)
+    async with listening(App(), tmp_path) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01\x02\x00\x01\x00")
+        async with asyncio.timeout(PATIENCE):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+
+
+async def test_invalid_requests_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that is no HTTP is a 400 without a line in the log."""
+    async with listening(App()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        async with asyncio.timeout(PATIENCE):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    assert not caplog.records
 
 
 async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
