@@ -32,6 +32,9 @@ from tests.support.processes.processes import (
 
 WORKERS, CLIENTS = 3, 2
 
+READY_SECONDS = 600.0
+"""Seconds. Longest start of a worker. On a busy machine a start takes minutes, which is no crash."""
+
 LATEST = 8.0
 """Seconds. Latest SIGTERM after all workers are ready. Loading and the first answers take less."""
 
@@ -67,7 +70,7 @@ def end_at_random(folder: Path, chance: random.Random, states: Counter[str]) -> 
     launched = [launch_worker(folder, f"w{i}", "--model", "builtin") for i in range(WORKERS)]
     crashes = []
     try:
-        workers = [as_worker(process) for process in launched]
+        workers = [as_worker(process, READY_SECONDS) for process in launched]
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         coordinator = launch_coordinator(folder, "--model", "builtin", "--dtype", "float32", *flags)
         with ending(coordinator):
