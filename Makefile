@@ -66,7 +66,9 @@ clients: ## install the clients of other projects that tests/clients runs, in Py
 		else echo "npm is not installed, so the clients of node are skipped."; fi
 
 nightly: $(VENV)/.dev ## 200 random faults, a storm of faults, and 100 ends of workers at any moment
-	$(BIN)/python -m tests.chaos.run --faults 200
+	$(BIN)/python -m tests.chaos.run --faults 80 --table .cache/chaos.json
+	$(BIN)/python -m tests.chaos.run --faults 70 --kinds network --table .cache/chaos.json
+	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host --table .cache/chaos.json
 	$(BIN)/python -m tests.chaos.storm
 	$(BIN)/python -m tests.chaos.ends --rounds 20
 

@@ -128,7 +128,7 @@ class Host:
         (self.disk / "ballast").unlink(missing_ok=True)
         if self.group is not None:
             self._limit_file.write_text("max" if self._limit_file.name == "memory.max" else "-1")
-        if pid is not None:
+        if pid is not None and why_no_limits() is None:
             _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
             resource.prlimit(pid, resource.RLIMIT_AS, (hard, hard))
 

@@ -57,6 +57,7 @@ def add_run(file: Path, report: Report) -> str:
     runs = json.loads(file.read_text())["runs"] if file.exists() else []
     runs.append(run_row(report))
     total = sum_runs(runs)
+    file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
     new.write_text(json.dumps({"total": total, "runs": runs}, indent=1) + "\n")
     new.replace(file)
