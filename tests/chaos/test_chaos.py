@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.run import Report, run
+from tests.chaos.faults import GROUPS, why_impossible
+from tests.chaos.run import FEW_WORKERS, Report, run
 
 pytestmark = pytest.mark.chaos
 
@@ -37,3 +38,16 @@ def test_twenty_faults(tmp_path: Path) -> None:
     check(report, 20)
     assert report.over == 0
     assert report.grew == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", ["network", "host"])
+def test_networks_and_machines_fail(tmp_path: Path, group: str) -> None:
+    """Every fault of packets and of machines leaves the answers as they are, and no process crashes."""
+    kinds = [kind for kind in GROUPS[group] if why_impossible(kind) is None]
+    if not kinds:
+        pytest.skip("no fault of this group is possible here")
+    report = run(tmp_path, "builtin", len(kinds), seed=2, workers=FEW_WORKERS, kinds=kinds)
+    check(report, len(kinds))
+    assert report.crashes == []
