@@ -784,7 +784,7 @@ class ConnectRequest(_message.Message):
     hop_timeout_ms: _builtins.int
     """a frame that the next hop does not accept within this time is a fault"""
     previous_node: _builtins.str
-    """node id of the previous stage; empty for stage 0. Secured workers only"""
+    """node id of the previous stage; for stage 0 of the last one. Secured workers only"""
     next_node: _builtins.str
     """node id of the next stage; empty for the last stage. Secured workers only"""
     @_builtins.property
@@ -830,6 +830,45 @@ class ConnectReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectReply: _TypeAlias = ConnectReply  # noqa: Y015
+
+@_typing.final
+class RingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_ADDRESS_FIELD_NUMBER: _builtins.int
+    FIRST_WORKER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_NODE_FIELD_NUMBER: _builtins.int
+    HOP_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    first_address: _builtins.str
+    """host:port of stage 0"""
+    first_worker_id: _builtins.str
+    """the worker at that address"""
+    first_node: _builtins.str
+    """its node id. Secured workers only"""
+    hop_timeout_ms: _builtins.int
+    """as in ConnectRequest"""
+    @_builtins.property
+    def coordinator(self) -> Global___Coordinator: ...
+    def __init__(
+        self,
+        *,
+        coordinator: Global___Coordinator | None = ...,
+        epoch: _builtins.int = ...,
+        first_address: _builtins.str = ...,
+        first_worker_id: _builtins.str = ...,
+        first_node: _builtins.str = ...,
+        hop_timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "epoch", b"epoch", "first_address", b"first_address", "first_node", b"first_node", "first_worker_id", b"first_worker_id", "hop_timeout_ms", b"hop_timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingRequest: _TypeAlias = RingRequest  # noqa: Y015
 
 @_typing.final
 class Signal(_message.Message):

@@ -54,6 +54,11 @@ class WorkerStub:
                 request_serializer=proto_dot_cluster__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=proto_dot_cluster__pb2.ConnectReply.FromString,
                 _registered_method=True)
+        self.ConnectRing = channel.unary_unary(
+                '/mtpcluster.v1.Worker/ConnectRing',
+                request_serializer=proto_dot_cluster__pb2.RingRequest.SerializeToString,
+                response_deserializer=proto_dot_cluster__pb2.ConnectReply.FromString,
+                _registered_method=True)
         self.Signals = channel.stream_stream(
                 '/mtpcluster.v1.Worker/Signals',
                 request_serializer=proto_dot_cluster__pb2.Signal.SerializeToString,
@@ -122,6 +127,14 @@ class WorkerServicer:
     def Connect(self, request, context):
         """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
         Called from the last stage to the first, so that the receiver of a hop is ready before the sender opens it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConnectRing(self, request, context):
+        """Open the link from the last of several stages to the first one, on which the last stage relays the tokens that it
+        chooses. Called on the last stage after the Connect of all stages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,6 +212,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'Connect': grpc.unary_unary_rpc_method_handler(
                     servicer.Connect,
                     request_deserializer=proto_dot_cluster__pb2.ConnectRequest.FromString,
+                    response_serializer=proto_dot_cluster__pb2.ConnectReply.SerializeToString,
+            ),
+            'ConnectRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConnectRing,
+                    request_deserializer=proto_dot_cluster__pb2.RingRequest.FromString,
                     response_serializer=proto_dot_cluster__pb2.ConnectReply.SerializeToString,
             ),
             'Signals': grpc.stream_stream_rpc_method_handler(
@@ -344,6 +362,33 @@ class Worker:
             target,
             '/mtpcluster.v1.Worker/Connect',
             proto_dot_cluster__pb2.ConnectRequest.SerializeToString,
+            proto_dot_cluster__pb2.ConnectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConnectRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mtpcluster.v1.Worker/ConnectRing',
+            proto_dot_cluster__pb2.RingRequest.SerializeToString,
             proto_dot_cluster__pb2.ConnectReply.FromString,
             options,
             channel_credentials,

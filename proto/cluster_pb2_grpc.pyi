@@ -55,6 +55,10 @@ class WorkerStub:
     """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
     Called from the last stage to the first, so that the receiver of a hop is ready before the sender opens it.
     """
+    ConnectRing: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RingRequest, _cluster_pb2.ConnectReply]
+    """Open the link from the last of several stages to the first one, on which the last stage relays the tokens that it
+    chooses. Called on the last stage after the Connect of all stages.
+    """
     Signals: _grpc.StreamStreamMultiCallable[_cluster_pb2.Signal, _cluster_pb2.WorkerStatus]
     """Carry signals to the worker and its status back. One stream per coordinator, open for the whole lease."""
     Unload: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.UnloadRequest, _cluster_pb2.UnloadReply]
@@ -92,6 +96,10 @@ class WorkerAsyncStub(WorkerStub):
     Connect: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ConnectRequest, _cluster_pb2.ConnectReply]  # type: ignore[assignment]
     """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
     Called from the last stage to the first, so that the receiver of a hop is ready before the sender opens it.
+    """
+    ConnectRing: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RingRequest, _cluster_pb2.ConnectReply]  # type: ignore[assignment]
+    """Open the link from the last of several stages to the first one, on which the last stage relays the tokens that it
+    chooses. Called on the last stage after the Connect of all stages.
     """
     Signals: _aio.StreamStreamMultiCallable[_cluster_pb2.Signal, _cluster_pb2.WorkerStatus]  # type: ignore[assignment]
     """Carry signals to the worker and its status back. One stream per coordinator, open for the whole lease."""
@@ -151,6 +159,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.ConnectReply, _abc.Awaitable[_cluster_pb2.ConnectReply]]:
         """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
         Called from the last stage to the first, so that the receiver of a hop is ready before the sender opens it.
+        """
+
+    @_abc_1.abstractmethod
+    def ConnectRing(
+        self,
+        request: _cluster_pb2.RingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ConnectReply, _abc.Awaitable[_cluster_pb2.ConnectReply]]:
+        """Open the link from the last of several stages to the first one, on which the last stage relays the tokens that it
+        chooses. Called on the last stage after the Connect of all stages.
         """
 
     @_abc_1.abstractmethod

@@ -23,6 +23,8 @@ class StageStep(IntEnum):
     """The engine thread takes the frame."""
     DECODED = auto()
     """The header is read."""
+    RELAYED = auto()
+    """The engine thread has the tokens that a parked frame waited for."""
     BEGUN = auto()
     """The engine begins to apply the header."""
     BUILT = auto()

@@ -24,6 +24,7 @@ PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
     StageStep: (
         Phase("queue", StageStep.RECEIVED, StageStep.STARTED),
         Phase("decode", StageStep.STARTED, StageStep.DECODED),
+        Phase("park", StageStep.DECODED, StageStep.RELAYED),
         Phase("begin", StageStep.DECODED, StageStep.BEGUN),
         Phase("build", StageStep.BEGUN, StageStep.BUILT),
         Phase("compute", StageStep.BUILT, StageStep.COMPUTED),
@@ -87,8 +88,10 @@ def phase_times(process: ProcessTrace) -> Iterator[tuple[FrameTimes, Phase, int,
             start, end = frame.times[phase.start], frame.times[phase.end]
             if not start or not end:
                 continue
-            if phase.end == StageStep.COMPUTED and process.steps is StageStep:
+            if process.steps is StageStep and phase.end == StageStep.COMPUTED:
                 start, computed = max(start, computed), end
+            if process.steps is StageStep and phase.end == StageStep.BEGUN:
+                start = max(start, frame.times[StageStep.RELAYED])
             yield frame, phase, start, end
 
 

@@ -51,7 +51,6 @@ class Scheduler:
         self.limits = limits
         self.controller = controller
         self.stages = 1
-        self.relays = False
         self.epoch = 0
         self.capacity = Capacity(sequences=0, kv_tokens=limits.context, prefix_bytes=0)
         """Capacity of the plan. Before the first plan it admits no sequence."""
@@ -202,9 +201,7 @@ class Scheduler:
             chosen = self._next_to_run_ahead(decoding, filled=filled)
             record.follows = next((s.newest_frame for s in chosen if s.windows_in_flight), None)
         segments = [
-            self._window_segment(
-                sequence, shape, record, relay=all_decode and self.stages > 1 and self.relays
-            )
+            self._window_segment(sequence, shape, record, relay=all_decode and self.stages > 1)
             for sequence in chosen
         ]
         if chosen:

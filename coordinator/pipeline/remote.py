@@ -92,11 +92,22 @@ class RemotePipeline:
                     next_worker_id="" if last else worker_ids[stage + 1],
                     plan_token=self._token,
                     hop_timeout_ms=int(self.hop_timeout * 1000),
-                    previous_node="" if stage == 0 else self.workers[stage - 1].node,
+                    previous_node="" if self.stages == 1 else self.workers[stage - 1].node,
                     next_node="" if last else self.workers[stage + 1].node,
                 )
             )
         self.suspect = self.workers[0].address
+        if self.stages > 1:
+            await self.workers[-1].connect_ring(
+                pb.RingRequest(
+                    coordinator=me,
+                    epoch=self.epoch,
+                    first_address=self.workers[0].address,
+                    first_worker_id=worker_ids[0],
+                    first_node=self.workers[0].node,
+                    hop_timeout_ms=int(self.hop_timeout * 1000),
+                )
+            )
         await self._open_results(self._binding(self.stages - 1))
         self._link = Link(
             self.workers[0].address,

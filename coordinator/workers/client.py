@@ -208,6 +208,10 @@ class WorkerClient:
         self.link_seconds = reply.link_us / 1e6
         return reply
 
+    async def connect_ring(self, request: pb.RingRequest) -> None:
+        """Open the link from the worker's stage, the last one, to the first stage of its plan."""
+        await self._call(self._stub.ConnectRing(request, timeout=CONTROL_SECONDS))
+
     async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
         """Install the cluster's authorities, removed nodes and, if given, a new certificate on the worker."""
         reply: pb.TrustReply = await self._call(
@@ -277,7 +281,7 @@ class WorkerClient:
         try:
             async for piece in stream:
                 if piece.HasField("head"):
-                    length = piece.head.length
+                    length, began = piece.head.length, time.monotonic()
                 else:
                     joiner.add_piece(piece)
         except grpc.aio.AioRpcError as error:

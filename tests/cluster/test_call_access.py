@@ -39,6 +39,7 @@ ME = pb.Coordinator(id="coordinator", name="test")
 UNARY = {
     "Describe": pb.DescribeRequest(protocol_version=VERSION),
     "Connect": pb.ConnectRequest(coordinator=ME),
+    "ConnectRing": pb.RingRequest(coordinator=ME),
     "Unload": pb.UnloadRequest(coordinator=ME),
     "ReportTrace": pb.TraceRequest(),
     "ReportState": pb.StateReportRequest(coordinator=ME),

@@ -29,6 +29,7 @@ ALLOWED_ROLES: dict[str, frozenset[Role]] = {
     f"{_CONTROL}Provide": _COORDINATOR,
     f"{_CONTROL}Load": _COORDINATOR,
     f"{_CONTROL}Connect": _COORDINATOR,
+    f"{_CONTROL}ConnectRing": _COORDINATOR,
     f"{_CONTROL}Signals": _COORDINATOR,
     f"{_CONTROL}Unload": _COORDINATOR,
     f"{_CONTROL}ReportState": _COORDINATOR,

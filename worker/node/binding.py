@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from proto.frame import Frame, decode, encode
 from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
+from proto.rpc.frame_reader import OnFrame
 from proto.rpc.frame_writer import FrameWriter
 from proto.rpc.link import Link
 from proto.trust.identity import NodeIdentity, Role
@@ -34,6 +36,7 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner
 from worker.engine.hardware import compile_seconds
 from worker.engine.memory import CacheTrimmer
+from worker.engine.relay import relayed_tokens
 from worker.engine.stage_engine import StageEngine
 
 log = logging.getLogger(__name__)
@@ -97,7 +100,11 @@ class Machinery:
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's place in a plan. `previous_node` is the node id of the previous stage of a secured plan."""
+    """A stage's place in a plan.
+
+    `previous_node` is the node id of the previous stage of a secured plan. The last stage is the previous one of stage
+    0, to which it relays tokens.
+    """
 
     epoch: int
     stage: int
@@ -109,6 +116,19 @@ class Place:
     def last(self) -> bool:
         """True on the last stage."""
         return self.stage == self.num_stages - 1
+
+    def relays(self, stream: StreamBinding) -> bool:
+        """Return whether a data stream carries tokens from the last stage: hop `num_stages`, which ends at stage 0."""
+        return self.stage == 0 and stream.stage == self.num_stages > 1
+
+
+@dataclass(frozen=True)
+class ParkedFrame:
+    """A decoded frame that waits for tokens of the last stage, or behind such a frame."""
+
+    data: bytes | bytearray
+    frame: Frame
+    stamps: FrameStamps
 
 
 class Binding:
@@ -127,6 +147,10 @@ class Binding:
         self._stamps = machinery.stamps
         self.engine: StageEngine | None = None
         self.link: Link | None = None
+        self.ring: Link | None = None
+        """The link of the last of several stages to the first."""
+        self._parked: deque[ParkedFrame] = deque()
+        """Frames on the first stage, in order. Only the engine thread uses it."""
         self.results: FrameWriter | None = None
         """The connection to the coordinator, on the last stage once the coordinator has opened it."""
         self.ended: asyncio.Queue[ClusterError] = asyncio.Queue()
@@ -157,7 +181,12 @@ class Binding:
         seconds = 0.0
         self.hop_timeout = request.hop_timeout_ms / 1000
         if request.next_address:
-            self.link = self._make_link(request, worker_id, trust)
+            self.link = self._make_link(
+                _Peer(request.next_address, request.next_worker_id, request.next_node),
+                StreamBinding(self.place.epoch, self.place.stage + 1, worker_id, self.place.token),
+                request.hop_timeout_ms,
+                trust,
+            )
             seconds = await self.link.open()
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
@@ -165,22 +194,36 @@ class Binding:
         self.bound = True
         return seconds
 
-    def _make_link(
-        self, request: pb.ConnectRequest, worker_id: str, trust: NodeTrust | None
-    ) -> Link:
-        if (trust is None) != (request.next_node == ""):
-            raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
+    async def open_ring(
+        self, request: pb.RingRequest, worker_id: str, trust: NodeTrust | None = None
+    ) -> float:
+        """Open the link of the last stage to the first one, and return the seconds of one hop."""
         place = self.place
+        if not place.last or place.stage == 0 or self.ring is not None:
+            raise ProtocolError(f"stage {place.stage} of {place.num_stages} opens no ring now")
+        peer = _Peer(request.first_address, request.first_worker_id, request.first_node)
+        stream = StreamBinding(place.epoch, place.num_stages, worker_id, place.token)
+        self.ring = self._make_link(peer, stream, request.hop_timeout_ms, trust)
+        return await self.ring.open()
+
+    def _make_link(
+        self, peer: _Peer, stream: StreamBinding, timeout_ms: int, trust: NodeTrust | None
+    ) -> Link:
+        if (trust is None) != (peer.node == ""):
+            raise AccessError("a plan may not mix workers of a cluster with unsecured workers")
         return Link(
-            request.next_address,
-            StreamBinding(place.epoch, place.stage + 1, worker_id, place.token),
-            timeout=self.hop_timeout,
-            on_failure=lambda error: self._fail(
-                pb.FAULT_KIND_LINK, str(error), request.next_worker_id
-            ),
+            peer.address,
+            stream,
+            timeout=timeout_ms / 1000,
+            on_failure=lambda error: self._fail(pb.FAULT_KIND_LINK, str(error), peer.worker_id),
             trust=trust,
-            node=request.next_node,
+            node=peer.node,
         )
+
+    @property
+    def link_stall(self) -> float:
+        """Seconds since the oldest write in progress began, to the next stage or to the first; 0 without one."""
+        return max((link.stall for link in (self.link, self.ring) if link is not None), default=0.0)
 
     def _take_engine(self, make_engine: Callable[[], StageEngine]) -> None:
         """Make the engine. Runs on the engine thread."""
@@ -192,13 +235,15 @@ class Binding:
         self._closed = True
         self.bound = False
         self.thread.submit(self._drop_engine)
-        if self.link is not None:
-            _background.spawn(self.link.close())
+        for link in (self.link, self.ring):
+            if link is not None:
+                _background.spawn(link.close())
         self.ended.put_nowait(StaleEpochError("this plan has ended"))
 
     def _drop_engine(self) -> None:
         """Free the engine. Runs on the engine thread."""
         self.engine = None
+        self._parked.clear()
         mx.clear_cache()
 
     def _fail(self, kind: pb.FaultKind.ValueType, message: str, peer: str = "") -> None:
@@ -216,23 +261,28 @@ class Binding:
         """Raise AccessError or ProtocolError unless the data stream belongs to this stage of this plan."""
         if not secrets.compare_digest(stream.token, self.place.token):
             raise AccessError("the plan token belongs to another plan")
-        if stream.stage != self.place.stage:
+        if stream.stage != self.place.stage and not self.place.relays(stream):
             raise ProtocolError(f"the stream is for stage {stream.stage}, not {self.place.stage}")
 
-    def check_sender(self, sender: NodeIdentity) -> None:
-        """Raise AccessError unless the plan lets `sender` send the frames of this stage.
+    def check_sender(self, sender: NodeIdentity, stream: StreamBinding) -> None:
+        """Raise AccessError unless the plan lets `sender` send what `stream` carries.
 
         The coordinator sends the frames of stage 0; the node of the previous stage sends those of every other stage.
+        The node of the last stage sends the tokens that it relays to stage 0.
         """
-        if self.place.stage == 0:
+        if self.place.stage == 0 and not self.place.relays(stream):
             allowed = sender.role is Role.COORDINATOR
         else:
             allowed = sender.role is Role.WORKER and sender.node == self.place.previous_node
         if not allowed:
             raise AccessError("the plan names another sender for the frames of this stage")
 
+    def receiver_of(self, stream: StreamBinding) -> OnFrame:
+        """Return the function that takes the messages of a data connection, on the thread that reads them."""
+        return self.enqueue_tokens if self.place.relays(stream) else self.enqueue_frame
+
     def enqueue_frame(self, data: bytes | bytearray) -> None:
-        """Queue a frame for the engine. Raises ProtocolError when the queue is full. Runs on the reader's thread."""
+        """Queue a frame for the engine. Raises ProtocolError when the queue is full."""
         frames = self._received.frames - self._started.frames
         nbytes = self._received.nbytes - self._started.nbytes
         if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
@@ -244,12 +294,16 @@ class Binding:
         stamps = self._stamps.add_frame(self.place.stage, StageStep)
         self.thread.submit_frame(partial(self._process, data, stamps))
 
+    def enqueue_tokens(self, data: bytes | bytearray) -> None:
+        """Queue a message of relayed tokens for the engine."""
+        self.traffic.count_received(data)
+        self.thread.submit(partial(self._receive_tokens, data))
+
     def _process(self, data: bytes | bytearray, stamps: FrameStamps) -> None:
-        """Process one frame. Runs on the engine thread."""
+        """Process one frame, or park it until its tokens arrive. Runs on the engine thread."""
         stamps.mark(StageStep.STARTED)
-        self._started.count_frame(data)
-        engine = self.engine
-        if engine is None or self._closed:
+        if self.engine is None or self._closed:
+            self._started.count_frame(data)
             return
         try:
             frame = decode(data)
@@ -259,23 +313,56 @@ class Binding:
             return
         stamps.mark(StageStep.DECODED)
         stamps.name_frame(frame.epoch, frame.number, frame.rows)
-        done = partial(self._frame_done, stamps)
-        self._runner.run(engine, frame, stamps, done, self._engine_failed)
+        self._parked.append(ParkedFrame(data, frame, stamps))
+        self._run_parked()
+
+    def _receive_tokens(self, data: bytes | bytearray) -> None:
+        """Run the frames that waited for these tokens. Runs on the engine thread."""
+        if self.engine is None or self._closed:
+            return
+        try:
+            self.engine.receive_tokens(decode(data))
+        except ClusterError as error:
+            self._engine_failed(error)
+            return
+        if self._parked:
+            self._parked[0].stamps.mark(StageStep.RELAYED)
+        self._run_parked()
+
+    def _run_parked(self) -> None:
+        """Run frames in order, up to the first that lacks tokens. Runs on the engine thread."""
+        while self._parked and self.engine is not None:
+            if self.engine.lacks_tokens(self._parked[0].frame):
+                self.thread.run_deferred()
+                return
+            parked = self._parked.popleft()
+            self._started.count_frame(parked.data)
+            done = partial(self._frame_done, parked.stamps)
+            frame, stamps = parked.frame, parked.stamps
+            self._runner.run(self.engine, frame, stamps, done, self._engine_failed)
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
         """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
+        # The first stage waits for the tokens, and the coordinator does not.
+        if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
+            self._send(self.ring, encode(message), _nothing)
         data = encode(out)
         stamps.mark(StageStep.ENCODED)
         target = self.results if self.place.last else self.link
+        self._send(target, data, partial(stamps.mark, StageStep.WRITTEN))
+
+    def _send(
+        self, target: Link | FrameWriter | None, data: bytes, on_written: Callable[[], None]
+    ) -> None:
+        """Send a message. Runs on the engine thread."""
         if self._closed:
             return
         if target is None:
-            self.thread.post(
-                self._fail, pb.FAULT_KIND_PROTOCOL, "no receiver of results is connected"
-            )
+            message = "a receiver of this stage's messages is not connected"
+            self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, message)
             return
         self.traffic.count_sent(data)
-        target.send(data, partial(stamps.mark, StageStep.WRITTEN))
+        target.send(data, on_written)
 
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
@@ -312,6 +399,19 @@ class Binding:
         """Cancel a sequence. Runs on the engine thread."""
         if self.engine is not None:
             self.engine.cancel(epoch, seq_id)
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """The receiver of a link. `node` is its node id in a secured plan."""
+
+    address: str
+    worker_id: str
+    node: str
+
+
+def _nothing() -> None:
+    pass
 
 
 _background = BackgroundTasks()

@@ -206,6 +206,18 @@ class WorkerNode:
         log.info("connected", extra={"epoch": place.epoch, "stage": place.stage})
         return pb.ConnectReply(link_us=link_seconds * 1e6)
 
+    async def connect_ring(self, request: pb.RingRequest) -> pb.ConnectReply:
+        """Open the link from this stage, the last one, to the first stage of its plan.
+
+        Raises StaleEpochError for another plan, ProtocolError on another stage, and the errors of opening the link.
+        """
+        self.renew_lease(request.coordinator)
+        binding = self.binding
+        if binding is None or not binding.bound or request.epoch != binding.place.epoch:
+            raise StaleEpochError(f"no plan of epoch {request.epoch} is bound here")
+        seconds = await binding.open_ring(request, self.identity.id, self.identity.trust)
+        return pb.ConnectReply(link_us=seconds * 1e6)
+
     def _failed(self) -> None:
         self._become(pb.WORKER_STATE_FAILED)
         self.state_changed.set()

@@ -163,6 +163,16 @@ class WorkerService(pb_grpc.WorkerServicer):
 
         return await _answer(context, connect())
 
+    async def ConnectRing(self, request: pb.RingRequest, context: Context) -> pb.ConnectReply:
+        """Open the link of the last stage to the first one."""
+
+        async def connect() -> pb.ConnectReply:
+            """Open the link and return the reply."""
+            check_size(request)
+            return await self.node.connect_ring(request)
+
+        return await _answer(context, connect())
+
     async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
         """Drop the stage and the lease."""
 
@@ -315,13 +325,13 @@ class WorkerService(pb_grpc.WorkerServicer):
     def _worker_status(self) -> pb.WorkerStatus:
         node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
         binding = node.binding
-        engine, link = (binding.engine, binding.link) if binding is not None else (None, None)
+        engine = None if binding is None else binding.engine
         worker_status = pb.WorkerStatus(
             state=node.state,
             epoch=binding.place.epoch if binding and binding.bound else 0,
             frames_done=engine.frames_done if engine else 0,
             engine_stall_ms=int(thread.stall * 1000),
-            link_stall_ms=int(link.stall * 1000) if link else 0,
+            link_stall_ms=int(binding.link_stall * 1000) if binding else 0,
             busy_us=thread.busy_us,
             memory_used=hardware.memory_used(),
             memory_cached=hardware.memory_cached(),
@@ -355,12 +365,13 @@ class DataPlane:
     async def frames(
         self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[bytes]:
-        """Receive frames from the previous stage or, at stage 0, from the coordinator, until either side ends."""
+        """Receive frames from the previous stage or the coordinator, and tokens from the last stage."""
         try:
-            binding = self.node.binding_of(_stream_of(context))
+            stream = _stream_of(context)
+            binding = self.node.binding_of(stream)
             if self.node.identity.trust is not None:
-                binding.check_sender(peer_of(context))
-            reader = FrameReader(await self._connection(context), binding.enqueue_frame)
+                binding.check_sender(peer_of(context), stream)
+            reader = FrameReader(await self._connection(context), binding.receiver_of(stream))
             try:
                 await reader.ended
             finally:

@@ -23,7 +23,7 @@ from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState
+from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
@@ -36,7 +36,6 @@ T = TypeVar("T")
 SKIP_SECONDS = 1e-5
 """Seconds. Time of a stage for a frame that it skips."""
 
-RELAYS = True
 ROOM = Capacity(sequences=64, kv_tokens=2**20, prefix_bytes=0)
 
 
@@ -182,7 +181,7 @@ class SimulatedPipeline:
         """Return no traces: the times are virtual."""
         return []
 
-    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Raise NotReadyError: the stages hold no state."""
         raise NotReadyError("a simulated pipeline makes no backups")
 
@@ -232,7 +231,6 @@ class Simulation:
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
         self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-        self.scheduler.relays = RELAYS
         pipeline = SimulatedPipeline(timing, last or FakeLastStage())
         self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
 

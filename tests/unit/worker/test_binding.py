@@ -1,19 +1,27 @@
-"""The queue of a stage's engine: it is bounded by the frames of a correct sender."""
+"""The messages of a stage: who may send them, how many may wait, and which frames wait for relayed tokens."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 
 from proto.control import Cancel, Rollback, Signal
-from proto.errors import ProtocolError
+from proto.errors import AccessError, ProtocolError
+from proto.frame import Frame, Outcome, Segment, encode
 from proto.frame_stamps import FrameStamps, StageStep
+from proto.rpc.data_plane import TOKEN_BYTES, StreamBinding
+from proto.trust.identity import NodeIdentity, Role
+from tests.support.stages.token_stages import VOCAB, TokenStage
 from worker.engine.deadline import DeadlineEstimate
+from worker.engine.stage_engine import StageEngine
 from worker.node import binding
 from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
+
+TOKEN = b"t" * TOKEN_BYTES
 
 
 @pytest.fixture
@@ -42,6 +50,50 @@ async def test_bytes_are_counted(bound: Binding) -> None:
             bound.enqueue_frame(b"x" * 60)
         bound._process(b"x" * 60, FrameStamps(0, StageStep))  # the engine has it
         bound.enqueue_frame(b"x" * 60)
+
+
+def test_the_last_stage_alone_relays_tokens() -> None:
+    """Stage 0 takes frames from the coordinator and tokens from the node of the last stage, and nothing else."""
+    coordinator, last, other = (
+        NodeIdentity("c" * 16, role, digit * 16)
+        for role, digit in ((Role.COORDINATOR, "1"), (Role.WORKER, "2"), (Role.WORKER, "3"))
+    )
+    first = Binding(Place(1, 0, 3, TOKEN, last.node), Machinery(MagicMock()), lambda: None)
+    frames, tokens = (StreamBinding(1, hop, "sender", TOKEN) for hop in (0, 3))
+    allowed = {(sender, stream) for sender, stream in ((coordinator, frames), (last, tokens))}
+    for sender, stream in product((coordinator, last, other), (frames, tokens)):
+        first.check_stream(stream)
+        if (sender, stream) in allowed:
+            first.check_sender(sender, stream)
+            continue
+        with pytest.raises(AccessError, match="another sender"):
+            first.check_sender(sender, stream)
+    assert first.receiver_of(tokens) == first.enqueue_tokens
+    assert first.receiver_of(frames) == first.enqueue_frame
+    for place in (Place(1, 1, 3, TOKEN), Place(1, 0, 1, TOKEN)):
+        stage = Binding(place, Machinery(MagicMock()), lambda: None)
+        with pytest.raises(ProtocolError, match="is for stage"):
+            stage.check_stream(StreamBinding(1, place.num_stages, "sender", TOKEN))
+
+
+async def test_frames_wait_for_relayed_tokens() -> None:
+    """A frame that continues waits for its token, the frames behind it wait too, and they begin in order."""
+    first = Binding(Place(1, 0, 2, TOKEN), Machinery(MagicMock()), lambda: None)
+    engine = StageEngine(TokenStage(), epoch=1, first=True, verifier=None)
+    first.engine, started = engine, []
+    first._runner = MagicMock()
+    first._runner.run.side_effect = lambda engine, frame, *_: started.append(frame.number)
+    engine.sequences[0] = MagicMock()
+    ahead = Segment(0, 4, 9, (), open=True, sample=True, continues=True)
+    for frame in (Frame(1, 0, segments=(ahead,)), Frame(1, 1)):
+        first._process(encode(frame), FrameStamps(0, StageStep))
+    for window in (2, 3):
+        assert started == []
+        message = Frame(1, 0, outcomes=(Outcome(0, window, 1, token=7),))
+        first._receive_tokens(encode(message))
+    assert started == [0, 1]
+    first._receive_tokens(encode(Frame(1, 0, outcomes=(Outcome(0, 5, 1, token=VOCAB),))))
+    assert first.engine is None, "a token outside the vocabulary ends the plan"
 
 
 async def test_a_signal_that_breaks_the_engine() -> None:

@@ -41,7 +41,6 @@ def scheduled(
     """
     limits = Limits(64, prefill_chunk=chunk, step_tokens=2 * chunk)
     scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-    scheduler.relays = True
     stops = (
         frozenset(truth(i, prompt + stop + 1)[-1] for i in range(2))
         if stop is not None

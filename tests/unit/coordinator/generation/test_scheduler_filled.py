@@ -100,8 +100,8 @@ def test_wide_windows_in_a_filled_pipeline() -> None:
 
 
 def test_two_streams_share_the_stages() -> None:
-    """Each of two streams fills two of four stages, and one of two stages."""
-    for stages, each in ((4, 2), (2, 1)):
+    """Each of two streams fills two of four stages, and on two stages it runs ahead with a second window."""
+    for stages, each in ((4, 2), (2, 2)):
         drive = driven(stages)
         seqs = [drive.submit((i, i + 1), tokens=30, seed=i) for i in range(2)]
         assert max_in_flight(drive) == each
@@ -135,11 +135,12 @@ def test_no_more_windows_than_there_is_memory_for() -> None:
 
 
 def test_the_ratio_rule_is_never_filled() -> None:
-    """The ratio rule needs the probabilities of the newest drafts, so one window is in flight at a time."""
+    """The ratio rule needs the probabilities of the newest drafts, so no window takes drafts, and it runs ahead."""
     drive = driven(4)
     params = SamplingParams(temperature=0.7, acceptance="ratio")
     drive.scheduler.submit(GenerationRequest(PROMPT, 20, params), 0.0)
-    assert max_in_flight(drive) == 1
+    assert max_in_flight(drive) == 2
+    assert not any(s.drafts for frame in drive.stage.seen for s in frame.segments)
 
 
 def test_a_stop_invalidates_the_windows_in_flight() -> None:
