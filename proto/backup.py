@@ -28,6 +28,15 @@ class LayerState:
     data: bytes
 
 
+@dataclass(frozen=True)
+class ReceivedStates:
+    """The state of layers after `tokens` tokens, whose transfer took `seconds` without the wait for an engine."""
+
+    tokens: int
+    states: list[LayerState]
+    seconds: float
+
+
 def split(states: Iterable[LayerState]) -> Iterator[pb.BackupPiece]:
     """Yield the pieces of `states`."""
     for state in states:

@@ -47,14 +47,15 @@ class PrefixBackups:
     starts from its backup instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_PREFIXES) -> None:
+        self.most = most
         self.kept: OrderedDict[Tokens, Backup] = OrderedDict()
 
     def add_prefix(self, tokens: Tokens, backup: Backup) -> None:
         """Keep a backup of `tokens`."""
         self.kept[tokens] = backup
         self.kept.move_to_end(tokens)
-        if len(self.kept) > MAX_PREFIXES:
+        if len(self.kept) > self.most:
             self.drop_oldest()
 
     def find_longest(self, prompt: Sequence[int]) -> Backup | None:

@@ -39,21 +39,20 @@ class BackupTransfer:
         self._background.spawn(self._read(pipeline, made))
 
     async def _read(self, pipeline: Pipeline, made: BackupInFlight) -> None:
-        backups, started = self._scheduler.backups, self._clock()
+        backups, seconds = self._scheduler.backups, 0.0
         try:
-            tokens, states = await pipeline.read_backup(made.seq_id, backups.limit)
+            found = await pipeline.read_backup(made.seq_id, backups.limit)
         except ClusterError as error:
             log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
         else:
-            backups.complete_backup(made, tokens, states)
-            seconds = max(self._clock() - started, SHORTEST_TRANSFER)
-            self._bytes_per_second = sum(len(state.data) for state in states) / seconds
+            backups.complete_backup(made, found.tokens, found.states)
+            seconds = max(found.seconds, SHORTEST_TRANSFER)
+            self._bytes_per_second = sum(len(state.data) for state in found.states) / seconds
             log.debug(
                 "backup read",
-                extra={"seq_id": made.seq_id, "tokens": tokens, "bytes": backups.nbytes},
+                extra={"seq_id": made.seq_id, "tokens": found.tokens, "bytes": backups.nbytes},
             )
-        now = self._clock()
-        backups.end_backup(made, now - started, now)
+        backups.end_backup(made, seconds, self._clock())
 
     def restore_prefix(
         self, pipeline: Pipeline | None, sequence: Sequence, then: Callable[[], None]

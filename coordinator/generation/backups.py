@@ -19,8 +19,17 @@ from coordinator.generation.sequence import Sequence as GenerationSequence
 from proto.backup import LayerState
 from proto.operation import BackUp
 
+MAX_IN_FLIGHT = 4
+"""Backups in flight. A backup waits for its frame to pass all stages, and another sequence uses this time."""
+
+BYTES_IN_FLIGHT = 2**26
+"""Bytes. A backup above this is the only one in flight: a stage keeps the GDN states of each in memory meanwhile."""
+
 MIN_NEW_TOKENS = 32
 """Tokens. A backup that saves fewer is not made: a stage computes as many in one step."""
+
+NEAR_PREFIX = 128
+"""Tokens. Distance to the end of a prefix within which no other backup of the sequence is made: one short chunk."""
 
 CALM_PAUSE = 49.0
 """Pause after a backup, over its time. Backups then take 2 % of the time of a link."""
@@ -49,7 +58,7 @@ class BackupInFlight:
 
 
 class Backups:
-    """The backups of running sequences, of at most `limit` bytes in total. At most one is being made."""
+    """The backups of running sequences, of at most `limit` bytes in total."""
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self.limit = limit
@@ -57,13 +66,16 @@ class Backups:
         """False while the stages run in this process."""
         self.kept: dict[int, Backup] = {}
         self.prefixes = PrefixBackups()
-        self.in_flight: BackupInFlight | None = None
+        self.in_flight: dict[int, BackupInFlight] = {}
+        """Backups that are being made, by sequence."""
         self.due: int | None = None
         """The sequence whose next segment is sent with a backup."""
         self.ready = False
         """True if a backup may be made now."""
         self.stormy = False
         """True for STORM_SECONDS after a failure."""
+        self._newest_bytes = 0
+        """Bytes of the newest transfer."""
         self._next_at = 0.0
         self._storm_until = -1.0
 
@@ -71,7 +83,7 @@ class Backups:
         """Make backups more often from now on, because a plan has ended."""
         self._storm_until = now + STORM_SECONDS
         self._next_at = now
-        self.in_flight = None
+        self.in_flight.clear()
 
     @property
     def nbytes(self) -> int:
@@ -86,10 +98,15 @@ class Backups:
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
         self.due, self.stormy = None, now < self._storm_until
-        self.ready = self.enabled and self.in_flight is None and now >= self._next_at
+        most = 1 if self._newest_bytes > BYTES_IN_FLIGHT else MAX_IN_FLIGHT
+        self.ready = self.enabled and len(self.in_flight) < most and now >= self._next_at
         if not self.ready:
             return
-        missing = {s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id) for s in running}
+        missing = {
+            s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id)
+            for s in running
+            if s.seq_id not in self.in_flight and not _near_prefix(s)
+        }
         seq_id = max(missing, key=lambda one: missing[one], default=None)
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
             self.due = seq_id
@@ -102,22 +119,25 @@ class Backups:
     def begin_backup(
         self, seq_id: int, tokens: int, frame: int, prefix: Tokens | None = None
     ) -> BackUp:
-        """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`."""
+        """Return the operation that backs up the first `tokens` tokens of a sequence in frame number `frame`.
+
+        A frame makes at most one backup.
+        """
         self.due, self.ready = None, False
-        self.in_flight = BackupInFlight(seq_id, tokens, frame, prefix)
+        self.in_flight[seq_id] = BackupInFlight(seq_id, tokens, frame, prefix)
         return BackUp(seq_id, self.tokens_of(seq_id))
 
     def returned(self, frame: int) -> BackupInFlight | None:
         """Return the backup that the returned frame number `frame` has made, for the coordinator to read."""
-        found = self.in_flight
-        return found if found is not None and found.frame == frame else None
+        return next((one for one in self.in_flight.values() if one.frame == frame), None)
 
     def complete_backup(
         self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
         """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since."""
-        if made is not self.in_flight:
+        if made is not self.in_flight.get(made.seq_id):
             return
+        self._newest_bytes = sum(len(state.data) for state in states)
         if tokens == made.tokens:
             backup = self.kept.setdefault(made.seq_id, Backup())
             backup.add_states(tokens, states)
@@ -130,16 +150,21 @@ class Backups:
 
     def end_backup(self, made: BackupInFlight, seconds: float, now: float) -> None:
         """Wait in proportion to the `seconds` of the transfer before the next backup, even if it has failed."""
-        if made is self.in_flight:
-            self.in_flight = None
+        if made is self.in_flight.get(made.seq_id):
+            del self.in_flight[made.seq_id]
             pause = STORM_PAUSE if now < self._storm_until else CALM_PAUSE
             self._next_at = now + pause * seconds
 
     def drop_backup(self, seq_id: int) -> None:
         """Drop the backup of a sequence that has ended."""
         self.kept.pop(seq_id, None)
-        if self.in_flight is not None and self.in_flight.seq_id == seq_id:
-            self.in_flight = None
+        self.in_flight.pop(seq_id, None)
+
+
+def _near_prefix(sequence: GenerationSequence) -> bool:
+    """Return whether the next chunk of a prompt ends where a prefix is saved, which is then backed up."""
+    boundary = next(iter(sequence.prefix_boundaries), 0)
+    return sequence.scheduled_tokens < boundary <= sequence.scheduled_tokens + NEAR_PREFIX
 
 
 def _held_tokens(sequence: GenerationSequence) -> int:

@@ -9,9 +9,6 @@ from coordinator.planning.capacity import Capacity
 from proto.frame import DropPrefix, Op, RestorePrefix, SavePrefix
 from proto.operation import RestoreBackup
 
-NEAR_PREFIX = 512
-"""Tokens. Distance to the end of a prefix within which no other backup of the sequence is made: one usual chunk."""
-
 
 class NextHeader:
     """The operations in the order of the decisions, and what the stages hold besides running sequences.
@@ -30,7 +27,7 @@ class NextHeader:
         """Start a new plan, whose stages hold nothing."""
         self.ops.clear()
         self.prefixes.reset(capacity)
-        self.backups.in_flight = None
+        self.backups.in_flight.clear()
         self._vocabulary_sent = False
 
     def limit_prefixes(self, prefix_bytes: int) -> None:
@@ -68,16 +65,15 @@ class NextHeader:
     def queue_backup(self, sequence: Sequence, held: int, frame: int) -> None:
         """Let frame number `frame` back up `sequence`, of which the stages then hold `held` tokens, if that is due.
 
-        A prefix that the stages save now, or have saved, is backed up first. Just before it the sequence itself is not,
-        because only one backup is in flight.
+        A prefix that the stages save now, or have saved, is backed up first.
         """
         backups, seq_id, prefix = self.backups, sequence.seq_id, tuple(sequence.tokens[:held])
-        if not backups.ready or held <= backups.tokens_of(seq_id):
+        if not backups.ready or seq_id in backups.in_flight or held <= backups.tokens_of(seq_id):
             return
         boundary = next(iter(sequence.prefix_boundaries), 0)
         if held >= MIN_NEW_TOKENS and (held == boundary or self.prefixes.has_entry(prefix)):
             self.ops.append(backups.begin_backup(seq_id, held, frame, prefix))
-        elif seq_id == backups.due and not held < boundary <= held + NEAR_PREFIX:
+        elif seq_id == backups.due:
             self.ops.append(backups.begin_backup(seq_id, held, frame))
 
     def queue_commit(self, sequence: Sequence) -> None:

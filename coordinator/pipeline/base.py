@@ -8,7 +8,7 @@ from typing import Protocol
 from coordinator.frame_trace.process_trace import ProcessTrace
 from coordinator.planning.capacity import Capacity
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState
+from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
 from proto.errors import ClusterError
 from proto.frame import Frame
@@ -51,8 +51,8 @@ class Pipeline(Protocol):
         """Tell every stage at once that a sequence has no client any more."""
         ...
 
-    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
-        """Return the newest backup of a sequence, of at most `limit` bytes: its tokens, and the state of each layer.
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Return the newest backup of a sequence, of at most `limit` bytes.
 
         A frame with the operation BackUp has returned. Raises ClusterError if a stage fails, or if the stages have
         different backups.

@@ -24,7 +24,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.attention import KVFormat
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState
+from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
@@ -282,7 +282,7 @@ class LocalPipeline:
             ),
         ]
 
-    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Raise NotReadyError: when this process ends, so do its backups."""
         raise NotReadyError("a pipeline of this process makes no backups")
 

@@ -18,7 +18,7 @@ from coordinator.pipeline.stall_detector import StallDetector
 from coordinator.planning.capacity import Capacity
 from coordinator.workers.client import NOTICE_SHARE, WorkerClient
 from proto import cluster_pb2 as pb
-from proto.backup import LayerState
+from proto.backup import LayerState, ReceivedStates
 from proto.control import Cancel, Rollback, Signal
 from proto.errors import (
     ClusterError,
@@ -244,15 +244,16 @@ class RemotePipeline:
 
     # ---- backups
 
-    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence. See Pipeline."""
         found = await asyncio.gather(
             *(worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
         )
-        lengths = {length for length, _ in found}
+        lengths = {one.tokens for one in found}
         if len(lengths) != 1:
             raise ProtocolError(f"the backups of sequence {seq_id} have {sorted(lengths)} tokens")
-        return lengths.pop(), [state for _, states in found for state in states]
+        states = [state for one in found for state in one.states]
+        return ReceivedStates(lengths.pop(), states, max(one.seconds for one in found))
 
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]

@@ -29,7 +29,7 @@ from coordinator.frame_trace.process_trace import (
 )
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.backup import LayerState, PieceJoiner, split
+from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
 from proto.control import Heartbeat, Hello, Signal, check_version, to_message
 from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
@@ -270,14 +270,14 @@ class WorkerClient:
 
     async def read_backup(
         self, epoch: int, seq_id: int, limit: int
-    ) -> tuple[int, list[LayerState]]:
-        """Return the newest backup of a sequence: its tokens, and the state of the stage's layers.
+    ) -> ReceivedStates:
+        """Return the newest backup of a sequence.
 
         Raises ProtocolError for a backup of more than `limit` bytes.
         """
         request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
         stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
-        joiner, length = PieceJoiner(limit), 0
+        joiner, length, began = PieceJoiner(limit), 0, time.monotonic()
         try:
             async for piece in stream:
                 if piece.HasField("head"):
@@ -288,7 +288,7 @@ class WorkerClient:
             raise self._translate(error) from error
         finally:
             stream.cancel()
-        return length, joiner.states
+        return ReceivedStates(length, joiner.states, time.monotonic() - began)
 
     async def write_backup(
         self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]

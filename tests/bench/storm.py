@@ -12,8 +12,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from coordinator.generation.backup import MAX_PREFIXES
 from coordinator.generation.limits import Limits
 from coordinator.generation.loop import GenerationLoop
 from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
@@ -21,8 +22,8 @@ from coordinator.generation.scheduler import Scheduler
 from coordinator.pipeline.base import Pipeline
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
-from proto.backup import LayerState
-from proto.errors import WorkerLostError
+from proto.backup import LayerState, ReceivedStates
+from proto.errors import NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.params import SamplingParams
 from tests.chaos.pauses import spread
@@ -30,6 +31,18 @@ from tests.support.protocol.simulation import ROOM, SimulatedPipeline, Timing, r
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
 CLIENTS = 8
+
+TRANSFER = 0.05
+"""Seconds of the transfer of a backup, besides its wait for the engine."""
+
+PREFIXES = replace(ROOM, prefix_bytes=2**20, token_bytes=1)
+"""The room of a plan that also keeps the prefix entries of all prompts."""
+
+PROMPTS = tuple(
+    tuple(random.Random(i).randrange(40) for _ in range(length))
+    for i, length in enumerate((150, 400, 800, 150, 1000, 500, 1500, 200, 600, 1200, 300, 900))
+)
+"""The prompts that all clients repeat. `tests.chaos.storm` has as many."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +62,21 @@ class BackedPipeline(SimulatedPipeline):
     """A simulated pipeline whose stages transfer backups, each in `transfer` seconds."""
 
     makes_backups: bool = True
-    transfer: float = 0.05
+    transfer: float = TRANSFER
 
-    async def read_backup(self, seq_id: int, limit: int) -> tuple[int, list[LayerState]]:
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence."""
-        assert self.last.backup is not None
-        made, tokens, state = self.last.backup
-        assert made == seq_id
+        if seq_id not in self.last.backups:
+            raise NotReadyError("the sequence has ended")
+        tokens, state = self.last.backups.pop(seq_id)
         await asyncio.sleep(self.transfer)
-        return tokens, [state]
+        return ReceivedStates(tokens, [state], TRANSFER)
 
     async def write_backup(
         self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
     ) -> None:
         """Keep a backup until the sequence is admitted."""
-        await asyncio.sleep(self.transfer)
+        await asyncio.sleep(TRANSFER)
         self.last.receive_backup(seq_id, states)
 
 
@@ -76,6 +89,7 @@ class FailingSource:
     down: float
     backups: bool
     room: Capacity = ROOM
+    transfer: float = TRANSFER
     epoch: int = 0
     present: SimulatedPipeline | None = None
 
@@ -93,7 +107,12 @@ class FailingSource:
         self.epoch += 1
         last = FakeLastStage(self.epoch)
         self.present = BackedPipeline(
-            self.timing, last, self.epoch, self.room, makes_backups=self.backups
+            self.timing,
+            last,
+            self.epoch,
+            self.room,
+            makes_backups=self.backups,
+            transfer=self.transfer,
         )
         return self.present
 
@@ -119,8 +138,11 @@ async def ask_often(loop: GenerationLoop, number: int, measured: Measured) -> No
     """Send one request after the other, and compare every answer."""
     chance, clock = random.Random(number), asyncio.get_running_loop().time
     while True:
-        prompt = tuple(chance.randrange(40) for _ in range(chance.choice((150, 400, 800, 1500))))
-        count, seed = chance.choice((100, 150, 200, 250)), chance.randrange(9)
+        prompt, count, seed = (
+            chance.choice(PROMPTS),
+            chance.choice((100, 150, 200, 250)),
+            chance.randrange(9),
+        )
         request = GenerationRequest(prompt, count, SamplingParams(seed=seed))
         tokens: list[int] = []
         newest, longest = clock(), 0.0
@@ -139,12 +161,25 @@ async def ask_often(loop: GenerationLoop, number: int, measured: Measured) -> No
                 measured.wrong += event.reason != "length" or tokens != plain(prompt, count, seed)
 
 
-async def measure(
-    timing: Timing, seconds: float, every: float, down: float, backups: bool
-) -> Measured:
+@dataclass(frozen=True)
+class Case:
+    """A run: its name, the seconds between failures, and what the coordinator backs up."""
+
+    name: str
+    every: float
+    answers: bool = False
+    prompts: bool = False
+    slow_transfer: bool = False
+    """A backup waits for a frame before each of 8 layers, as it did before engines read it in one piece."""
+
+
+async def measure(timing: Timing, seconds: float, down: float, case: Case) -> Measured:
     """Return what clients receive in `seconds`."""
-    source = FailingSource(timing, every, down, backups)
+    frame = timing.stage + 128 * (timing.token if isinstance(timing, PromptTiming) else 0.0)
+    transfer = TRANSFER + frame * (8 if case.slow_transfer else 1)
+    source = FailingSource(timing, case.every, down, case.answers, PREFIXES, transfer)
     scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(2)))
+    scheduler.backups.prefixes.most = MAX_PREFIXES if case.prompts else 0
     loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
     await loop.start()
     measured = Measured()
@@ -164,7 +199,7 @@ async def measure(
 
 
 def main() -> None:
-    """Print a table: undisturbed, and under failures without and with backups."""
+    """Print a table: undisturbed, and under failures with more and more backups."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds from failure to failure")
@@ -175,18 +210,20 @@ def main() -> None:
     timing = PromptTiming(3, given.stage_ms / 1e3, row=0.002, token=given.token_ms / 1e3)
     logging.disable()
     calm = 0.0
-    for name, every, backups in (
-        ("undisturbed", 2 * given.seconds, False),
-        ("without backups", given.every, False),
-        ("with backups", given.every, True),
+    for case in (
+        Case("undisturbed", 2 * given.seconds),
+        Case("no backups", given.every),
+        Case("slow backups", given.every, answers=True, slow_transfer=True),
+        Case("of answers", given.every, answers=True),
+        Case("and of prompts", given.every, answers=True, prompts=True),
     ):
-        found = run_virtually(measure(timing, given.seconds, every, given.down, backups))
+        found = run_virtually(measure(timing, given.seconds, given.down, case))
         rate = found.tokens / given.seconds
         calm = calm or rate
         median, most, longest = spread(found.silences)
         first = spread(found.first)
         print(
-            f"{name:16} {rate:6.1f} tokens/s, {rate / calm:4.0%}; {found.finished} answers, {found.wrong} wrong;"
+            f"{case.name:16} {rate:6.1f} tokens/s, {rate / calm:4.0%}; {found.finished} answers, {found.wrong} wrong;"
             f" silence median {median:.1f}, 95 % {most:.1f}, most {longest:.1f} s;"
             f" first token median {first[0]:.1f}, most {first[2]:.1f} s"
         )

@@ -27,8 +27,7 @@ def read_backup(chain: Chain) -> list[LayerState]:
     """Return the states of the newest backup, of all stages."""
     states = []
     for engine in chain.engines:
-        newest = engine.backups.newest
-        assert newest is not None
+        newest = engine.backups.made.pop(0)
         read: list[LayerState] = []
         while more := layer_states(newest, len(read), limit=1500):
             read += more

@@ -29,6 +29,9 @@ _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTE
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 """The types of states. Quantized K/V is packed into uint32."""
 
+MAX_MADE = 4
+"""Backups that wait for their transfer. Each keeps GDN states in memory that the sequence no longer needs."""
+
 READ_BYTES = 2**25
 """Bytes. States that the engine thread copies at once, before the next frame may run. The copy takes about 10 ms.
 
@@ -64,11 +67,12 @@ class ReceivedBackup:
 
 
 class StageBackups:
-    """The backups on the stage of `span`: the newest one that it made, and those that the coordinator has written."""
+    """The backups on the stage of `span`: those that it made, and those that the coordinator has written."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self.newest: SequenceBackup | None = None
+        self.made: dict[int, SequenceBackup] = {}
+        """The newest backup of each sequence, until it is read."""
         self.received: dict[int, ReceivedBackup] = {}
         """By sequence, until the sequence is admitted."""
 
@@ -87,7 +91,15 @@ class StageBackups:
         head = None if last is None or last.head is None else last.head.copy()
         if head is not None:
             mx.async_eval(head.arrays())
-        self.newest = SequenceBackup(op.seq_id, stack.length, layers, head)
+        self.made.pop(op.seq_id, None)
+        self.made[op.seq_id] = SequenceBackup(op.seq_id, stack.length, layers, head)
+        if len(self.made) > MAX_MADE:
+            del self.made[next(iter(self.made))]
+
+    def forget_sequence(self, seq_id: int) -> None:
+        """Drop the backups of a sequence that is evicted."""
+        self.made.pop(seq_id, None)
+        self.received.pop(seq_id, None)
 
     def receive_backup(
         self, seq_id: int, backup: ReceivedBackup, sequences: int, kv_tokens: int

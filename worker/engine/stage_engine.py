@@ -235,7 +235,7 @@ class StageEngine:
                     self.verifier.commit(op)
             case Evict():
                 self.sequences.pop(op.seq_id, None)
-                self.backups.received.pop(op.seq_id, None)
+                self.backups.forget_sequence(op.seq_id)
                 if self.relayed is not None:
                     self.relayed.forget_sequence(op.seq_id)
                 if self.verifier is not None:

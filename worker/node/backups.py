@@ -16,21 +16,21 @@ from worker.node.node import WorkerNode
 async def read_backup(
     node: WorkerNode, request: pb.BackupRequest
 ) -> AsyncGenerator[pb.BackupPiece]:
-    """Yield the newest backup, its head first. Raises NotReadyError when it is of another sequence."""
+    """Yield the newest backup of a sequence, its head first. Raises NotReadyError if there is none."""
     engine = _engine(node, request.coordinator, request.epoch)
-    backup = engine.backups.newest
-    if backup is None or backup.seq_id != request.seq_id:
+    backup = engine.backups.made.pop(request.seq_id, None)
+    if backup is None:
         raise NotReadyError(f"sequence {request.seq_id} has no backup here")
-    head = pb.BackupHead(seq_id=backup.seq_id, length=backup.length)
-    yield pb.BackupPiece(head=head)
+    states = await node.machinery.thread.call(partial(layer_states, backup, 0))
+    # The coordinator measures the transfer from the head on, so the head follows the first wait for the engine.
+    yield pb.BackupPiece(head=pb.BackupHead(seq_id=backup.seq_id, length=backup.length))
     index = 0
-    # Between two calls the engine thread may run frames.
-    while states := await node.machinery.thread.call(partial(layer_states, backup, index)):
+    while states:
         for piece in split(states):
             yield piece
         index += len(states)
-    if engine.backups.newest is backup:
-        engine.backups.newest = None
+        # Between two calls the engine thread may run frames.
+        states = await node.machinery.thread.call(partial(layer_states, backup, index))
 
 
 async def write_backup(node: WorkerNode, pieces: AsyncIterator[pb.BackupPiece]) -> None:

@@ -106,9 +106,7 @@ class Drive:
 
     def _read_backup(self, made: BackupInFlight) -> None:
         """Read the backup that a returned frame has made, in `backup_seconds`."""
-        assert self.stage.backup is not None
-        seq_id, tokens, state = self.stage.backup
-        assert seq_id == made.seq_id
+        tokens, state = self.stage.backups.pop(made.seq_id)
         backups = self.scheduler.backups
         backups.complete_backup(made, tokens, [state])
         backups.end_backup(made, self.backup_seconds, self.now)

@@ -72,8 +72,8 @@ class FakeLastStage:
         self.stage_us = stage_us
         self.sequences: dict[int, FakeSequence] = {}
         self.prefixes: dict[int, tuple[int, ...]] = {}
-        self.backup: tuple[int, int, LayerState] | None = None
-        """The newest backup: its sequence, its tokens, and its state."""
+        self.backups: dict[int, tuple[int, LayerState]] = {}
+        """The newest backup of each sequence until it is read: its tokens and its state."""
         self.received: dict[int, list[int]] = {}
         """Backups to restore, by sequence."""
         self.seen: list[Frame] = []
@@ -120,6 +120,7 @@ class FakeLastStage:
                 assert len(held.tokens) == held.stack.length
                 assert held.stack.stale or held.stack.length == held.upstream.length
             case Evict():
+                self.backups.pop(op.seq_id, None)
                 if self.received.pop(op.seq_id, None) is None:
                     del self.sequences[op.seq_id]
             case BackUp():
@@ -127,7 +128,7 @@ class FakeLastStage:
                 assert not held.upstream.windows
                 assert op.start < held.upstream.length == len(held.tokens)
                 state = LayerState(0, True, json.dumps(held.tokens[op.start :]).encode())
-                self.backup = op.seq_id, len(held.tokens), state
+                self.backups[op.seq_id] = len(held.tokens), state
             case RestoreBackup():
                 held = self.sequences[op.seq_id]
                 assert not held.tokens

@@ -9,6 +9,7 @@ from unittest.mock import patch
 from coordinator.generation.backup import Backup
 from coordinator.generation.backups import (
     CALM_PAUSE,
+    MAX_IN_FLIGHT,
     MIN_NEW_TOKENS,
     STORM_PAUSE,
 )
@@ -85,6 +86,28 @@ def test_the_least_saved_sequence_is_backed_up_first() -> None:
         starts = [op.start for op in made if op.seq_id == seq_id]
         assert len(starts) > 1
         assert all(b - a >= MIN_NEW_TOKENS for a, b in pairwise(starts))
+
+
+def test_sequences_are_backed_up_while_others_wait_for_their_transfer() -> None:
+    """Backups of several sequences are in flight, each of another one. A large one is alone."""
+    drive = Drive(stages=3)
+    for i in range(6):
+        drive.submit(range(60 + i), 40)
+    most = 0
+    with patch("coordinator.generation.backups.CALM_PAUSE", 0.0):
+        while drive.fill() or drive.stage.in_flight:
+            backups = drive.scheduler.backups
+            most = max(most, len(backups.in_flight))
+            frames = [made.frame for made in backups.in_flight.values()]
+            assert len(set(frames)) == len(frames), "a frame makes one backup"
+            drive.back()
+        assert 1 < most <= MAX_IN_FLIGHT
+        drive.submit(range(60), 40)
+        drive.submit(range(61), 40)
+        with patch("coordinator.generation.backups.BYTES_IN_FLIGHT", 0):
+            while drive.fill() or drive.stage.in_flight:
+                assert len(drive.scheduler.backups.in_flight) <= 1
+                drive.back()
 
 
 def test_the_oldest_answer_is_rebuilt_first() -> None:
