@@ -90,6 +90,15 @@ def test_the_least_recently_used_goes_first() -> None:
     assert index.find_entry((*text(200, 0), 1)) == a
 
 
+def test_a_smaller_budget_drops_entries() -> None:
+    """The entries used least recently go, and later ones keep to the budget."""
+    index = cache(prefix_bytes=600)
+    entries = [index.add_entry(text(200, seed=i))[0] for i in range(3)]
+    assert index.limit_bytes(400) == [entries[0].number if entries[0] else None]
+    assert index.add_entry(text(200, seed=9))[1] == [entries[1].number if entries[1] else None]
+    assert index.limit_bytes(600) == []
+
+
 def test_an_entry_weighs_its_tokens_and_its_states() -> None:
     """GDN states take the same bytes in every entry. A budget below them admits no entry."""
     index = cache(prefix_bytes=1000, token_bytes=2, state_bytes=500)

@@ -430,3 +430,22 @@ def test_times_are_those_of_the_clock_given() -> None:
     drive.run()
     stats = drive.finished(seq_id).stats
     assert (stats.prefill_seconds, stats.decode_seconds) == (2.0, 3.0)
+
+
+def test_less_room_admits_fewer_sequences_and_ends_none() -> None:
+    """While another model takes memory, running sequences go on and new ones wait until the room is back."""
+    drive = Drive(2)
+    first = [drive.submit((1, 2, 3), 8, seed=i) for i in range(2)]
+    drive.fill()
+    drive.scheduler.room = replace(ROOM, kv_tokens=22)
+    waiting = drive.submit((4, 5), 20, seed=7)
+    drive.run()
+    assert all(drive.finished(seq_id).reason == "length" for seq_id in first)
+    assert drive.tokens(waiting) == plain((4, 5), 20, seed=7), "22 tokens are enough for it alone"
+    drive.scheduler.room = replace(ROOM, kv_tokens=21)
+    too_large = drive.submit((4, 5), 20, seed=8)
+    drive.fill()
+    assert not drive.tokens(too_large)
+    drive.scheduler.room = ROOM
+    drive.run()
+    assert drive.tokens(too_large) == plain((4, 5), 20, seed=8)

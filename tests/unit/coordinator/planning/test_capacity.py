@@ -101,6 +101,16 @@ def test_the_capacity_of_a_plan_is_that_of_its_stages() -> None:
     assert plan_capacity(MODEL, plan, CONTEXT, 16) == stages_capacity(MODEL, stages, CONTEXT, 16)
 
 
+def test_the_weights_of_another_plan_take_room() -> None:
+    """Beside the stages of another model, each machine has the room that its weights there leave."""
+    plan = make_plan(MODEL, [NodeSpec("a", 10**8), NodeSpec("b", 10**8)])
+    other = make_plan(MODEL, [NodeSpec("b", 10**8), NodeSpec("c", 10**8)])
+    less = replace(plan.stages[1], memory_limit=10**8 - other.stages[0].weight_bytes)
+    expected = plan_capacity(MODEL, replace(plan, stages=(plan.stages[0], less)), CONTEXT, 16)
+    assert plan_capacity(MODEL, plan, CONTEXT, 16, beside=other) == expected
+    assert expected.prefix_bytes < plan_capacity(MODEL, plan, CONTEXT, 16).prefix_bytes
+
+
 def test_the_capacity_of_one_machine_counts_every_weight() -> None:
     """A machine that holds the whole model pays for the layers, the embedding and the last stage's parts."""
     model = replace(MODEL, embed_bytes=10**6, last_stage_bytes=10**6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,19 @@ class Model:
         self.why_not_alone = "too large" if self.nbytes > 100 else ""
         used = SimpleNamespace(memory_used=self.nbytes)
         self.local = SimpleNamespace(
-            model=self, status=lambda: used, make=print, use_all_memory=lambda: "all"
+            model=self,
+            status=lambda: used,
+            make=print,
+            make_ahead=self._make_ahead,
+            drop_ahead=partial(asyncio.sleep, 0),
+            use_all_memory=lambda: "all",
         )
+        self.checkpoint = self.mode = None
+        self.made_ahead: list[int] = []
+
+    async def _make_ahead(self, epoch: int, on_progress: Any) -> None:
+        await asyncio.sleep(0)
+        self.made_ahead.append(epoch)
 
     def capacity(self, reserved: int = 0) -> None:
         """Raise MemoryLimitError if the model does not fit beside `reserved` bytes."""
@@ -71,7 +83,7 @@ class Host:
             start=start,
             close=close,
             count_answers=lambda: self.open_answers,
-            loop=SimpleNamespace(use_capacity=lambda capacity: self.events.append(capacity)),
+            loop=Loop(self.events, model.name),
         )
 
     def publish(self, parts: Any) -> None:
@@ -84,10 +96,69 @@ class Host:
         self.events.append("hold" if hold else "pause")
 
 
+class Loop:
+    """A generation loop whose running requests keep to a room when `fitting` is set."""
+
+    def __init__(self, events: list[str], name: str) -> None:
+        self.events = events
+        self.name = name
+        self.fitting = True
+        self.scheduler = SimpleNamespace(capacity="all")
+        self.pipeline = None
+
+    def use_capacity(self, capacity: str) -> None:
+        """Record the capacity."""
+        self.events.append(capacity)
+
+    def limit_room(self, room: str) -> bool:
+        """Record the room."""
+        self.events.append(f"{self.name} keeps to {room}")
+        return self.fitting
+
+
+class Manager:
+    """A manager of workers that have room for two models up to 100 bytes."""
+
+    loads = SimpleNamespace(totals=(3, 4))
+
+    def __init__(self, host: Host, *, workers: bool = True) -> None:
+        self.host = host
+        self.view = SimpleNamespace(
+            usable=lambda: ["w"] if workers else [], epoch=1, serving=("w",)
+        )
+        self.local_worker_bytes = int
+
+    async def problem_with(self, model: Model, why_not_alone: str) -> str:
+        """See ClusterManager."""
+        await asyncio.sleep(0)
+        return why_not_alone
+
+    async def plan_ahead(self, model: Model) -> Any:
+        """See ClusterManager."""
+        self.host.parts.model.capacity(model.nbytes)
+
+        async def run() -> None:
+            """Load the stages."""
+            await asyncio.sleep(0)
+            self.host.events.append(f"load ahead {model.name}")
+            if f"ahead {model.name}" in self.host.broken:
+                raise WorkerLostError("worker lost")
+
+        return SimpleNamespace(room="some", run=run, loads=self.loads)
+
+    async def change_model(self, model: Model, make: Any, why_not_alone: str) -> None:
+        """See ClusterManager."""
+        await asyncio.sleep(0)
+        self.host.events.append(f"change to {model.name}")
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(model_switch, "OpenedModel", Model)
     monkeypatch.setattr(model_switch, "resolve_model", lambda name, *_: Path(name))
+    monkeypatch.setattr(
+        model_switch, "served_model", lambda checkpoint, options, mode: Model(options, Path())
+    )
     host = Host()
     host.publish(host.make_parts(Model(host.options, Path()), None))
     host.events.clear()
@@ -175,3 +246,66 @@ async def test_open_answers_finish_first(host: Host, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model_switch, "FINISH_SECONDS", 0.01)
     await switch.load("first-40")
     assert host.events[-2:] == ["start first-40", "publish first-40"]
+
+
+async def test_workers_load_the_next_model_beside_the_present_one(host: Host) -> None:
+    """The present model keeps to the room that is left, and new requests wait only for the change."""
+    host.manager = Manager(host)
+    switch = switch_of(host)
+    await switch.load("next-50")
+    assert host.events == [
+        "first-40 keeps to some",
+        "load ahead next-50",
+        "hold",
+        "close first-40",
+        "change to next-50",
+        "start next-50",
+        "publish next-50",
+    ]
+    assert (switch.report.phase, switch.report.note) == (
+        "ready",
+        "the present model serves until the next one is loaded",
+    )
+
+
+async def test_workers_without_room_end_the_present_model_first(host: Host) -> None:
+    """The report says why. The same happens if the load beside the present model fails."""
+    host.manager = Manager(host)
+    host.broken.add("ahead next-30")
+    for name, reason in (("next-70", "too large"), ("next-30", "worker lost")):
+        switch = switch_of(host)
+        host.events.clear()
+        await switch.load(name)
+        assert "pause" in host.events
+        assert host.events[-1] == f"publish {name}"
+        assert host.events[host.events.index("pause") - 1].endswith("keeps to all")
+        assert reason in switch.report.note
+
+
+async def test_open_answers_that_need_the_memory_are_not_waited_for_without_end(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After FINISH_SECONDS the present model ends first."""
+    monkeypatch.setattr(model_switch, "FINISH_SECONDS", 0.02)
+    monkeypatch.setattr(model_switch, "POLL_SECONDS", 0.001)
+    host.manager = Manager(host)
+    host.parts.loop.fitting = False
+    switch = switch_of(host)
+    await switch.load("next-50")
+    assert host.events[-1] == "publish next-50"
+    assert "load ahead next-50" not in host.events
+    assert "open answers" in switch.report.note
+
+
+async def test_a_coordinator_without_workers_loads_ahead_for_the_next_epoch(host: Host) -> None:
+    """It has both models in memory, or ends the present one first."""
+    host.manager = Manager(host, workers=False)
+    made: list[Model] = []
+    opened = model_switch.OpenedModel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_switch, "OpenedModel", lambda *a: made.append(opened(*a)) or made[-1])  # type: ignore[func-returns-value]
+        await switch_of(host).load("next-50")
+        await switch_of(host).load("large-90")
+    assert [model.made_ahead for model in made] == [[2], []]
+    assert host.events[0] == "hold"
+    assert "pause" in host.events
