@@ -22,6 +22,8 @@ HEADERS = {
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
 }
 LONG_CONTEXT = 65_536
+PATIENT = ("--failure-timeout", "30")
+"""A worker that computes a long prompt on a busy machine answers late. Recoveries would begin the prompt again."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def coordinator(
     model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Coordinator]:
     """Serve the model from two workers, with three drafts per window."""
-    flags = ("--mtp", "3", "--served-model-name", "claude-x", "--clamp-max-tokens")
+    flags = ("--mtp", "3", "--served-model-name", "claude-x", "--clamp-max-tokens", *PATIENT)
     with serving(tmp_path_factory.mktemp("serve"), model, pool(2), *flags) as found:
         yield found
 
@@ -50,7 +52,7 @@ def coordinator(
 def events_of(url: str, path: str, body: Any) -> list[Any]:
     """Send a streamed request and return its events."""
     found = []
-    with httpx.stream("POST", url + path, json=body, headers=HEADERS, timeout=800) as reply:
+    with httpx.stream("POST", url + path, json=body, headers=HEADERS, timeout=120) as reply:
         assert reply.status_code == 200, reply.read().decode()
         for line in reply.iter_lines():
             if line.startswith("data: "):
@@ -109,9 +111,9 @@ def test_a_session_of_codex(coordinator: Coordinator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_session_with_a_system_prompt_of_20000_tokens(coordinator: Coordinator) -> None:
     """With 30 tools, the first prompt is computed once; each further request finds it in the cache."""
-    usages = replay_claude_code(coordinator.url, words=11_000, steps=5, tools=30)
+    usages = replay_claude_code(coordinator.url, words=11_000, steps=3, tools=30)
     assert usages[0]["input_tokens"] > 20_000
     check_cache(usages, shared=20_000)
