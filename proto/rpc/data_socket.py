@@ -1,8 +1,8 @@
 """Data connections: the TCP connections that carry frames, opened for a gRPC call that has passed all checks.
 
 The server of a call of `proto.rpc.data_plane` sends a ticket in the initial metadata. The client connects to the same
-address again and sends `PREAMBLE` and the ticket. A ticket is random, valid for one connection, and only while its call
-is open, so a program without a ticket reaches no more than a comparison of bytes. In a cluster mutual TLS follows, and
+address again and sends `PREAMBLE` and the ticket. A ticket is random. It is valid for one connection, while its call is
+open. A program without a ticket reaches no more than a comparison of bytes. In a cluster mutual TLS follows, and
 the peer must be the node that made the call. Then the client measures the hop with `PROBES` bytes that the server
 returns. From then on bytes travel in one direction only. The call stays open. Its status says why the hop ended.
 """

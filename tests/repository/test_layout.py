@@ -272,7 +272,7 @@ WIRES |= {"ssl", "starlette", "urllib", "uvicorn", "zeroconf"}
 ARRAYS = {"mlx", "mlx_lm", "numpy", "torch", "transformers"}
 
 WIRES_OF: dict[str, set[str]] = {
-    "proto.rpc": {"grpc", "socket"},
+    "proto.rpc": {"grpc", "socket", "ssl"},
     "proto.trust": {"ssl"},
     "coordinator.trust": {"ssl"},
     "mtp.checkpoint.hub": {"httpx", "huggingface_hub"},

@@ -124,7 +124,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ParkedFrame:
-    """A decoded frame that waits for tokens of the last stage, or behind such a frame."""
+    """A decoded frame that waits for tokens of the last stage, or behind another one."""
 
     data: bytes | bytearray
     frame: Frame

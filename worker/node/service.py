@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
@@ -19,23 +18,16 @@ from proto.control import Hello, check_version, from_message
 from proto.errors import AccessError, BusyError, ClusterError, NotReadyError, ProtocolError
 from proto.frame import VERSION
 from proto.rpc.call_bounds import MAX_TRANSFERS, check_size, first_message
-from proto.rpc.channels import peer_of
 from proto.rpc.data_plane import (
     CHANNEL_OPTIONS,
-    FRAMES,
-    RESULTS,
-    SERVICE,
-    StreamBinding,
-    ticket_metadata,
 )
-from proto.rpc.frame_reader import FrameReader
-from proto.rpc.frame_writer import FrameWriter
-from proto.rpc.status_codes import to_status
 from proto.span import Span
 from worker.engine import hardware, sensors
 from worker.fetch.provide import provide
+from worker.node.abort import abort
 from worker.node.access import AccessInterceptor
 from worker.node.backups import read_backup, write_backup
+from worker.node.data_plane import DataPlane
 from worker.node.lease import Lease
 from worker.node.link_test import LinkTestService
 from worker.node.load_progress import repeat_progress
@@ -133,7 +125,7 @@ class WorkerService(pb_grpc.WorkerServicer):
                 yield message
             yield pb.LoadProgress(result=await task)
         except ClusterError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             task.cancel()
 
@@ -149,7 +141,7 @@ class WorkerService(pb_grpc.WorkerServicer):
                 async for reply in replies:
                     yield reply
         except ClusterError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             self._transfers -= 1
 
@@ -206,7 +198,7 @@ class WorkerService(pb_grpc.WorkerServicer):
                 async for piece in pieces:
                     yield piece
         except ClusterError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def WriteBackup(
         self, requests: AsyncIterator[pb.BackupPiece], context: Context
@@ -278,7 +270,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
             lease = self.node.renew_lease(holder)
         except ClusterError as error:
-            await _abort(context, error)
+            await abort(context, error)
             return
         lease.streams += 1
         reader = asyncio.create_task(self._read_signals(requests, lease))
@@ -290,7 +282,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await reader
         except ClusterError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             reader.cancel()
             lease.streams -= 1
@@ -346,71 +338,6 @@ class WorkerService(pb_grpc.WorkerServicer):
         return worker_status
 
 
-class DataPlane:
-    """The two calls that open data connections."""
-
-    def __init__(self, node: WorkerNode) -> None:
-        self.node = node
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handler to register with a server."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
-                RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
-            },
-        )
-
-    async def frames(
-        self, requests: AsyncIterator[bytes], context: Context
-    ) -> AsyncIterator[bytes]:
-        """Receive frames from the previous stage or the coordinator, and tokens from the last stage."""
-        try:
-            stream = _stream_of(context)
-            binding = self.node.binding_of(stream)
-            if self.node.identity.trust is not None:
-                binding.check_sender(peer_of(context), stream)
-            reader = FrameReader(await self._connection(context), binding.receiver_of(stream))
-            try:
-                await reader.ended
-            finally:
-                reader.close()
-        except ClusterError as error:
-            await _abort(context, error)
-        return
-        yield b""  # unreachable. It makes this function the generator that gRPC needs
-
-    async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Send to the coordinator the frames that the last stage has processed, until the plan ends."""
-        try:
-            binding = self.node.binding_of(_stream_of(context))
-            if not binding.place.last:
-                raise AccessError(
-                    f"stage {binding.place.stage} is not the last stage and has no results"
-                )
-            writer = binding.results = FrameWriter(
-                await self._connection(context),
-                "the coordinator",
-                binding.hop_timeout,
-                binding.ended.put_nowait,
-            )
-            try:
-                raise await binding.ended.get()
-            finally:
-                writer.close()
-        except ClusterError as error:
-            await _abort(context, error)
-        yield b""  # unreachable, as above
-
-    async def _connection(self, context: Context) -> socket.socket:
-        """Give the caller a ticket, and return the data connection that it opens."""
-        peer = peer_of(context) if self.node.identity.trust is not None else None
-        with self.node.tickets.issued(peer) as ticket:
-            await context.send_initial_metadata(ticket_metadata(ticket.value))
-            return await ticket.wait_for_connection()
-
-
 def make_server(node: WorkerNode) -> grpc.aio.Server:
     """Return a server with both planes. A worker with trust checks every call. The caller adds a port."""
     interceptors = []
@@ -428,10 +355,6 @@ def make_server(node: WorkerNode) -> grpc.aio.Server:
     return server
 
 
-def _stream_of(context: Context) -> StreamBinding:
-    return StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
-
-
 def _keepalive_options() -> tuple[tuple[str, int], ...]:
     """Return the options that close the connections of machines that have vanished, also those without a call."""
     return (
@@ -446,11 +369,5 @@ async def _answer(context: Context, work: Awaitable[T]) -> T:
     try:
         return await work
     except ClusterError as error:
-        await _abort(context, error)
+        await abort(context, error)
         raise  # unreachable, because abort raises. The type checker needs it
-
-
-async def _abort(context: Context, error: ClusterError) -> None:
-    log.info("call refused", extra={"error": str(error)})
-    status = to_status(error)
-    await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
