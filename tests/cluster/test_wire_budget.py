@@ -32,6 +32,9 @@ SIGNALS = "/mtpcluster.v1.Worker/Signals"
 READ_BACKUP = "/mtpcluster.v1.Worker/ReadBackup"
 """The coordinator's reading of states in the pauses of a stream. Neither a step nor a rollback needs it."""
 
+TOKENS_BYTES = 48
+"""Most that a message of relayed tokens takes for one sequence."""
+
 DECODE_HEADER_BYTES = 256
 """Most that a decode step of one sequence takes besides its hidden states: tokens, drafts, a commit, times."""
 
@@ -40,10 +43,11 @@ DECODE_HEADER_BYTES = 256
 class Wire:
     """All messages of one request but backups, those before it, and the draft tokens its usage calls rejected.
 
-    With `filled`, speculative windows of one token follow each other; otherwise each waits for the one before it.
+    In `mode` filled, speculative windows of one token follow each other, and off continues windows with relayed tokens.
+    Otherwise each waits for the one before it.
     """
 
-    filled: bool
+    mode: str
     before: list[Message]
     messages: list[Message]
     rejected: int
@@ -56,7 +60,13 @@ class Wire:
             if (m.method, m.inward, m.worker)
             == ((RESULTS, False, STAGES - 1) if hop == STAGES else (FRAMES, True, hop))
         ]
-        return [decode(m.data) for m in found]
+        frames = [decode(m.data) for m in found]
+        return [frame for frame in frames if hop == STAGES or not frame.outcomes]
+
+    def tokens(self) -> list[tuple[Frame, int]]:
+        """Return the messages of relayed tokens to stage 0, with their bytes."""
+        found = [m for m in self.messages if (m.method, m.inward, m.worker) == (FRAMES, True, 0)]
+        return [(decode(m.data), len(m.data)) for m in found if decode(m.data).outcomes]
 
     def rollbacks(self, worker: int) -> list[tuple[pb.Rollback, int]]:
         """Return the rollback signals to a worker, with their size on the wire."""
@@ -69,7 +79,7 @@ class Wire:
         return found
 
 
-@pytest.fixture(scope="module", params=["2", "filled"])
+@pytest.fixture(scope="module", params=["2", "filled", "off"])
 def wire(
     request: pytest.FixtureRequest,
     pool: Pool,
@@ -94,7 +104,7 @@ def wire(
         _hear_statuses(messages)
         numbered = _by_stage(messages)
         return Wire(
-            request.param == "filled",
+            request.param,
             numbered[:before],
             [m for m in numbered[before:] if m.method != READ_BACKUP],
             usage["rejected_prediction_tokens"],
@@ -132,6 +142,7 @@ def _hear_statuses(messages: list[Message]) -> None:
 def _over(messages: list[Message]) -> bool:
     """Return whether all frames, the one with the eviction included, have passed every hop."""
     hops = [[m for m in messages if m.method == FRAMES and m.worker == w] for w in range(STAGES)]
+    hops[0] = [m for m in hops[0] if not decode(m.data).outcomes]
     hops.append([m for m in messages if m.method == RESULTS and not m.inward])
     told = any(isinstance(op, Evict) for m in hops[0] for op in decode(m.data).ops)
     return told and len({len(hop) for hop in hops}) == 1
@@ -167,7 +178,7 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     """A rejection sends one signal of at most 128 bytes to every worker, for all invalidated windows.
 
     The next window begins after the accepted tokens, and nothing is sent again. Invalidated windows return without
-    tokens.
+    tokens. Plain decoding rejects nothing.
     """
     results = [
         (f.segments[0], f.outcomes[0])
@@ -181,13 +192,13 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
             rejected.append((seq_id, window, accepted_length, trim + s.width))
         elif o.accepted_length < s.width:
             rejected.append((s.seq_id, s.window, o.accepted_length, s.width - o.accepted_length))
-    assert len(rejected) > 5
+    assert len(rejected) > 5 if wire.mode != "off" else not rejected
     for worker in range(STAGES):
         told = wire.rollbacks(worker)
         assert [(r.seq_id, r.window, r.accepted_length, r.trim) for r, _ in told] == rejected
-        assert max(size for _, size in told) <= MAX_SIGNAL_BYTES == 128
+        assert max((size for _, size in told), default=0) <= MAX_SIGNAL_BYTES == 128
     void = [o for _, o in results if o.cancelled]
-    assert len(void) > 5 if wire.filled else not void
+    assert len(void) > 5 if wire.mode == "filled" else not void
     assert all(
         (o.accepted_length, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void
     )
@@ -195,11 +206,36 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     for (old, outcome), (new, _) in pairwise((s, o) for s, o in results if not o.cancelled):
         truth = truth if outcome.token is None else outcome.token
         assert new.position == old.position + outcome.accepted_length
-        if not wire.filled:
+        if new.continues:
+            assert new.tokens == () and wire.mode == "off"
+        elif wire.mode != "filled":
             assert new.tokens == (truth, *outcome.drafts)
         elif outcome.accepted_length < old.width:
             assert new.tokens == (truth,)
     assert wire.rejected == sum(trim for *_, trim in rejected)
+
+
+def test_a_relayed_token_is_one_small_message(wire: Wire) -> None:
+    """The last stage relays the token of every window that asks for it to stage 0, once and alone.
+
+    Nearly all windows of plain decoding continue with one. Otherwise nothing is relayed.
+    """
+    results = [
+        (frame.number, segment, outcome)
+        for frame in wire.frames(STAGES)
+        for segment, outcome in zip(frame.segments, frame.outcomes, strict=True)
+    ]
+    relayed = [(number, o.seq_id, o.window, o.token) for number, s, o in results if s.relay]
+    found = [
+        (message.number, *(o.seq_id, o.window, o.token))
+        for message, _ in wire.tokens()
+        for o in message.outcomes
+    ]
+    assert found == relayed
+    assert all(size <= TOKENS_BYTES for _, size in wire.tokens())
+    assert all(not (m.segments or m.ops or m.dtype) for m, _ in wire.tokens())
+    continued = sum(segment.continues for _, segment, _ in results)
+    assert continued > 50 if wire.mode == "off" else not (relayed or continued)
 
 
 def test_no_logits_leave_the_last_worker(wire: Wire) -> None:
@@ -231,4 +267,6 @@ def test_workers_count_what_the_tap_sees(wire: Wire) -> None:
         came = [m for m in wire.messages if m.method == FRAMES and m.worker == worker]
         assert last.messages_in - first.messages_in == len(came)
         assert last.bytes_in - first.bytes_in == sum(len(m.data) for m in came)
-        assert last.messages_out - first.messages_out == len(came)
+        relayed = len(wire.tokens()) if worker == STAGES - 1 else 0
+        sent = len(wire.frames(worker + 1)) + relayed
+        assert last.messages_out - first.messages_out == sent
