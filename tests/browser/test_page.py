@@ -34,6 +34,19 @@ FIRST_PAINT_MS = 1000
 
 PAINTS = 5
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["C", "F"]}},
+            "required": ["unit"],
+        },
+    },
+}
+"""A tool whose calls are short."""
+
 SEND_IS_INSIDE = """() => {
     const inner = document.querySelector(".composer button[type=submit]").getBoundingClientRect();
     return inner.right <= document.querySelector(".thread").getBoundingClientRect().right;
@@ -144,15 +157,15 @@ def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
 
 
 @contextmanager
-def endless_answers(page: Page) -> Iterator[None]:
-    """Let answers of the chat go on to their token limit."""
+def changed_requests(page: Page, **fields: Any) -> Iterator[None]:
+    """Add `fields` to the requests of the chat."""
 
-    def prolong(route: Route) -> None:
-        """Add `ignore_eos` to a request."""
-        body = {**(route.request.post_data_json or {}), "ignore_eos": True}
+    def change(route: Route) -> None:
+        """Add the fields to one request."""
+        body = {**(route.request.post_data_json or {}), **fields}
         route.continue_(post_data=json.dumps(body))
 
-    page.route(COMPLETIONS, prolong)
+    page.route(COMPLETIONS, change)
     try:
         yield
     finally:
@@ -165,7 +178,7 @@ def test_an_answer_can_be_stopped(opened: WatchedPage) -> None:
     opened.show("chat")
     page.click(".parameters summary")
     page.fill("input[name=max_tokens]", "2000")
-    with endless_answers(page):
+    with changed_requests(page, ignore_eos=True):
         page.fill("#chat-input", "def numbers():")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message.streaming .markdown > *", state="attached")
@@ -173,6 +186,31 @@ def test_an_answer_can_be_stopped(opened: WatchedPage) -> None:
     page.wait_for_selector("text=Stopped.")
     page.fill("input[name=max_tokens]", "40")
     page.fill("input[name=seed]", "")
+    page.click(".parameters summary")
+
+
+def test_a_tool_call_shows_its_name_and_arguments(opened: WatchedPage) -> None:
+    """A call of a tool that the page offers is drawn with its arguments, not as text, and stays after a reload."""
+    page = opened.page
+    opened.show("chat")
+    page.click(".parameters summary")
+    page.fill("textarea[name=tools]", "[{")
+    page.fill("#chat-input", "What is the weather in Paris?")
+    page.keyboard.press("Enter")
+    assert page.input_value("#chat-input"), "an invalid list of tools was sent"
+    page.fill("textarea[name=tools]", json.dumps([TOOL]))
+    page.fill("input[name=max_tokens]", "200")
+    with changed_requests(page, tool_choice="required", parallel_tool_calls=False):
+        opened.ask("What is the weather in Paris?")
+    call = page.locator(".message.assistant").last.locator(".calls .code")
+    assert call.locator(".code-head").inner_text() == "Tool call: weather"
+    assert json.loads(call.locator("code").inner_text())["unit"] in ("C", "F")
+    assert not page.locator(".message.assistant").last.locator("> .markdown").inner_text()
+    page.reload()
+    page.wait_for_selector(".message.assistant .calls .code-head")
+    page.click(".parameters summary")
+    page.fill("textarea[name=tools]", "")
+    page.fill("input[name=max_tokens]", "40")
     page.click(".parameters summary")
 
 
@@ -326,7 +364,7 @@ def test_a_kill_and_a_join_show_while_the_page_is_open(
     opened.show("chat")
     page.click(".parameters summary")
     page.fill("input[name=max_tokens]", "300")
-    with endless_answers(page):
+    with changed_requests(page, ignore_eos=True):
         page.fill("#chat-input", "Write a class with three methods and explain each of them.")
         page.keyboard.press("Enter")
         page.wait_for_selector(".message.streaming .markdown > *", state="attached")

@@ -32,7 +32,7 @@ export class ChatView {
       h("h2", { class: "hidden" }, "Chat"),
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
-          h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
+          h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); this.submit(); } },
             h("div", { class: "options" }, this.parameters.element, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send)))));
     this.drawList();
     this.drawMessages();
@@ -121,7 +121,7 @@ export class ChatView {
       return;
     }
     const content = this.input.value.trim();
-    if (!content) return;
+    if (!content || !this.parameters.isValid()) return;
     this.input.value = "";
     this.fitInput();
     const { messages } = this.current;
@@ -131,7 +131,7 @@ export class ChatView {
   }
 
   regenerate() {
-    if (this.running || this.current.messages.at(-1)?.role !== "assistant") return;
+    if (this.running || this.current.messages.at(-1)?.role !== "assistant" || !this.parameters.isValid()) return;
     this.current.messages.pop();
     this.answer();
   }

@@ -12,6 +12,8 @@ const FIELDS = [
   ["seed", "Seed", { min: 0, step: 1 }],
 ];
 
+const TEXTS = { system: "system message", tools: "tools" };
+
 export class Parameters {
   constructor() {
     this.values = load();
@@ -23,8 +25,11 @@ export class Parameters {
     this.thinking = h("select", { name: "thinking", onchange: (event) => this.set("thinking", event.target.value || undefined) },
       h("option", { value: "" }, "default"), h("option", { value: "on" }, "on"), h("option", { value: "off" }, "off"));
     this.thinking.value = this.values.thinking ?? "";
+    this.tools = h("textarea", { rows: 3, name: "tools", spellcheck: "false", placeholder: "None. A JSON list, as the API takes it: [{\"type\": \"function\", …}]", oninput: (event) => this.setTools(event.target.value) });
+    this.tools.value = this.values.tools ?? "";
+    this.setTools(this.tools.value);
     this.element = h("details", { class: "parameters" }, this.summary,
-      h("div", { class: "fields" }, this.inputs, h("label", {}, h("span", {}, "Reasoning"), this.thinking), h("label", { class: "wide" }, h("span", {}, "System message"), this.system)));
+      h("div", { class: "fields" }, this.inputs, h("label", {}, h("span", {}, "Reasoning"), this.thinking), h("label", { class: "wide" }, h("span", {}, "System message"), this.system), h("label", { class: "wide" }, h("span", {}, "Tools"), this.tools)));
     this.showSummary();
   }
 
@@ -39,21 +44,42 @@ export class Parameters {
     this.showSummary();
   }
 
+  setTools(text) {
+    this.tools.setCustomValidity(!text.trim() || isList(text) ? "" : "This is not a JSON list of tools.");
+    this.set("tools", text.trim() ? text : undefined);
+  }
+
+  // False shows what is wrong.
+  isValid() {
+    if (this.tools.validity.valid) return true;
+    this.element.open = true;
+    return this.tools.reportValidity();
+  }
+
   showSummary() {
-    const set = Object.entries(this.values).map(([name, value]) => (name === "system" ? "system message" : `${name.replace("_", " ")} ${value}`));
+    const set = Object.entries(this.values).map(([name, value]) => (TEXTS[name] ?? `${name.replace("_", " ")} ${value}`));
     setText(this.summary, set.length ? `Parameters: ${set.join(", ")}` : "Parameters");
   }
 
   // The request body. A random seed is chosen here, so that the page can show it.
   body(messages) {
-    const { system, thinking, ...numbers } = this.values;
+    const { system, thinking, tools, ...numbers } = this.values;
     const turns = messages.filter((message) => message.content || message.role === "user").map(({ role, content }) => ({ role, content }));
     return {
       ...numbers,
       seed: numbers.seed ?? crypto.getRandomValues(new Uint32Array(1))[0],
       messages: system ? [{ role: "system", content: system }, ...turns] : turns,
+      ...(tools ? { tools: JSON.parse(tools) } : {}),
       ...(thinking ? { chat_template_kwargs: { enable_thinking: thinking === "on" } } : {}),
     };
+  }
+}
+
+function isList(text) {
+  try {
+    return Array.isArray(JSON.parse(text));
+  } catch {
+    return false;
   }
 }
 
