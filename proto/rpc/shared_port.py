@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import socket
+import time
 from collections.abc import Callable
 
 from proto.rpc.background_tasks import BackgroundTasks
@@ -18,6 +21,12 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
 """Bounds the open connections to the gRPC server. A worker has fewer than ten, and each takes three descriptors."""
+
+DESCRIPTORS_EACH = 4
+"""Open files of this process for each permitted connection. One in four stays free for the engine and its files."""
+
+LOG_SECONDS = 10.0
+"""Seconds. Shortest time between two warnings about refused connections, because a flood would fill the log."""
 
 BACKLOG = 128
 """Connections that the system accepts before the event loop does."""
@@ -46,6 +55,8 @@ class SharedPort:
         self._on_data = on_data
         self._tasks = BackgroundTasks()
         self._open = 0
+        self._limit = connection_limit()
+        self._refused, self._logged = 0, -math.inf
 
     @property
     def port(self) -> int:
@@ -69,15 +80,22 @@ class SharedPort:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # such as too many open files
-                log.warning("connection not accepted", extra={"error": str(error)})
+                self._log_refused(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if self._open >= MAX_CONNECTIONS:
-                log.warning("connection refused: too many are open", extra={"limit": self._open})
+            if self._open >= self._limit:
+                self._log_refused(f"{self._open} are open")
                 connection.close()
                 continue
             self._open += 1
             self._tasks.spawn(self._sort(connection))
+
+    def _log_refused(self, reason: str) -> None:
+        """Count a refused connection, and log the count if the last warning is old."""
+        self._refused += 1
+        if (now := time.monotonic()) >= self._logged + LOG_SECONDS:
+            log.warning("connections refused", extra={"count": self._refused, "reason": reason})
+            self._refused, self._logged = 0, now
 
     async def _sort(self, connection: socket.socket) -> None:
         """Find out the protocol of a connection and pass it on."""
@@ -119,6 +137,16 @@ class SharedPort:
                 copy.cancel()
             to_client.close()
             to_server.close()
+
+
+def connection_limit() -> int:
+    """Return the maximum number of open connections that this process's limit of open files permits."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        MAX_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else min(MAX_CONNECTIONS, soft // DESCRIPTORS_EACH)
+    )
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

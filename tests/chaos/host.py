@@ -27,7 +27,7 @@ DESCRIPTORS = 256
 """Limit of descriptors. macOS gives this number to every process by default."""
 
 CONNECTIONS = 300
-"""Number of idle connections that exhaust DESCRIPTORS. A process has this limit from its start, as `ulimit` sets it."""
+"""Number of idle connections that exhaust DESCRIPTORS. Processes have that limit from their start."""
 
 SPARE_BYTES = 4 * 2**20
 """Memory that a process under memory pressure may allocate beyond what it has."""
@@ -50,7 +50,7 @@ class Host:
         self.disk.mkdir()
         self.group: Path | None = None
         self._connections: list[socket.socket] = []
-        self._prefix = ["sh", "-c", f'ulimit -S -n {DESCRIPTORS} && exec "$@"', "sh"]
+        self._prefix = ["sh", "-c", f'ulimit -n {DESCRIPTORS} && exec "$@"', "sh"]
         if why_no_small_disk() is None:
             mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.disk)]
             _run(*mount)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -377,6 +378,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # mounts must not stay
     options = [f"--{option}" for option in given.serve.split(",") if option]
     try:
         kinds = chosen_kinds(given.kinds)

@@ -1,0 +1,54 @@
+"""A worker's port under a flood of connections: a bounded number is open, and the log stays short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import resource
+import socket
+
+import pytest
+
+from proto.rpc import shared_port
+from proto.rpc.shared_port import DESCRIPTORS_EACH, MAX_CONNECTIONS, SharedPort, connection_limit
+
+LIMIT, FLOOD = 5, 40
+
+
+def test_the_limit_leaves_descriptors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with 256 open files, as on macOS, admits a quarter of them as connections."""
+    for soft, limit in ((256, 256 // DESCRIPTORS_EACH), (10**6, MAX_CONNECTIONS), (-1, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert connection_limit() == limit
+
+
+def test_a_flood_is_refused_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections beyond the limit end at once. They are logged together."""
+    monkeypatch.setattr(shared_port, "connection_limit", lambda: LIMIT)
+
+    async def flood() -> int:
+        """Open FLOOD silent connections, and return how many of them stay open."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = SharedPort(listener, "/nowhere", lambda ticket, connection: None)
+        port.start()
+        opened = [await asyncio.open_connection("127.0.0.1", port.port) for _ in range(FLOOD)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        for end in itertools.islice(asyncio.as_completed(ends), FLOOD - LIMIT):
+            await end
+        await asyncio.sleep(0.1)
+        still_open = sum(not end.done() for end in ends)
+        for read in ends:
+            read.cancel()
+        for _, writer in opened:
+            writer.close()
+        with contextlib.suppress(OSError):
+            await port.close()
+        return still_open
+
+    with caplog.at_level(logging.WARNING, logger=shared_port.__name__):
+        assert asyncio.run(asyncio.wait_for(flood(), 20)) == LIMIT
+    assert [record.getMessage() for record in caplog.records] == ["connections refused"]
