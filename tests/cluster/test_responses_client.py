@@ -129,6 +129,25 @@ def test_stored_responses(served: Served) -> None:
         assert refused.value.param == "previous_response_id"
 
 
+def test_a_response_in_the_background(served: Served) -> None:
+    """The client begins it, reads its events from any number on, and cancels another one."""
+    with served.client.responses.create(
+        model="tiny", input="Hi", background=True, stream=True
+    ) as stream:
+        first = [event for event, _ in zip(stream, range(4), strict=False)]
+    assert first[0].type == "response.created"
+    answer_id = first[0].response.id
+    rest = list(served.client.responses.retrieve(answer_id, stream=True, starting_after=3))
+    numbers = [event.sequence_number for event in (*first, *rest)]
+    assert numbers == list(range(len(numbers)))
+    assert rest[-1].type == "response.completed"
+    assert served.client.responses.retrieve(answer_id).output_text == "Hello 🎉 there"
+    served.generator.hang_after = 2
+    begun = served.ask(background=True)
+    assert begun.status in ("queued", "in_progress")
+    assert served.client.responses.cancel(begun.id).status == "cancelled"
+
+
 def test_effort_system_messages_and_hints(served: Served) -> None:
     """The effort drives the template's switch; developer messages may stand anywhere; hints are accepted."""
     items: Any = [

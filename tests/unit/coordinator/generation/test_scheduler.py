@@ -439,13 +439,15 @@ def test_less_room_admits_fewer_sequences_and_ends_none() -> None:
     drive.fill()
     drive.scheduler.room = replace(ROOM, kv_tokens=22)
     waiting = drive.submit((4, 5), 20, seed=7)
+    drive.fill()
+    assert waiting not in drive.scheduler.running
     drive.run()
     assert all(drive.finished(seq_id).reason == "length" for seq_id in first)
     assert drive.tokens(waiting) == plain((4, 5), 20, seed=7), "22 tokens are enough for it alone"
     drive.scheduler.room = replace(ROOM, kv_tokens=21)
     too_large = drive.submit((4, 5), 20, seed=8)
     drive.fill()
-    assert not drive.tokens(too_large)
+    assert too_large not in drive.scheduler.running
     drive.scheduler.room = ROOM
     drive.run()
     assert drive.tokens(too_large) == plain((4, 5), 20, seed=8)
