@@ -50,7 +50,7 @@ def test_steps_are_numbered_and_name_a_function(section: str) -> None:
 
 
 def test_the_walks_are_there() -> None:
-    """A request of ten to fifteen steps, then a rollback, a recovery and a load."""
+    """A request of ten to fifteen steps, then a relayed token, a rollback, a recovery and a load."""
     titles = [section.partition("\n")[0] for section in SECTIONS]
-    assert titles == ["A request", "A rollback", "A recovery", "A load"]
+    assert titles == ["A request", "A relayed token", "A rollback", "A recovery", "A load"]
     assert 10 <= len(re.findall(r"^\d+\. ", SECTIONS[0], re.MULTILINE)) <= 15
