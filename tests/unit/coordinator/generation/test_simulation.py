@@ -39,6 +39,17 @@ def test_chunks_of_a_prompt_follow_each_other(stages: int) -> None:
     assert one_by_one / pipelined >= 0.9 * stages * chunks / (chunks + stages - 1)
 
 
+@pytest.mark.parametrize(("stages", "streams"), [(2, 1), (2, 2), (2, 4), (4, 1), (4, 8), (4, 11)])
+def test_plain_tokens_do_not_wait_for_the_coordinator(stages: int, streams: int) -> None:
+    """From token to token pass N stages and N hops, the relay included, however slow the coordinator is.
+
+    In full pipelines frames of other micro-batches do not delay a token either.
+    """
+    timing = Timing(stages, apply=0.005)
+    seconds = streams / run_virtually(decode_rate(timing, streams, 80))
+    assert seconds < 1.01 * stages * (timing.stage + timing.hop)
+
+
 @pytest.mark.parametrize("stages", STAGES)
 def test_a_long_prompt_does_not_stall_an_open_stream(stages: int) -> None:
     """While a 16-chunk prompt is prefilled, no token of a running stream takes more than two steps."""
