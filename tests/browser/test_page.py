@@ -40,7 +40,7 @@ TOOL = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"unit": {"enum": ["C", "F"]}},
+            "properties": {"unit": {"type": "string", "enum": ["C", "F"]}},
             "required": ["unit"],
         },
     },
