@@ -141,8 +141,8 @@ def _hear_statuses(messages: list[Message]) -> None:
 
 def _over(messages: list[Message]) -> bool:
     """Return whether all frames, the one with the eviction included, have passed every hop."""
-    hops = [[m for m in messages if m.method == FRAMES and m.worker == w] for w in range(STAGES)]
-    hops[0] = [m for m in hops[0] if not decode(m.data).outcomes]
+    frames = [m for m in messages if m.method == FRAMES and not decode(m.data).outcomes]
+    hops = [[m for m in frames if m.worker == worker] for worker in range(STAGES)]
     hops.append([m for m in messages if m.method == RESULTS and not m.inward])
     told = any(isinstance(op, Evict) for m in hops[0] for op in decode(m.data).ops)
     return told and len({len(hop) for hop in hops}) == 1
