@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from proto.errors import ClusterError
 from proto.frame import VERSION
-from proto.terminal.open_files import raise_open_file_limit
+from proto.terminal.open_files import keep_open_file_limit, raise_open_file_limit
 
 
 def run(program: str, app: Callable[[], object]) -> None:
@@ -29,6 +29,7 @@ def run(program: str, app: Callable[[], object]) -> None:
     traceback.
     """
     raise_open_file_limit()
+    keep_open_file_limit()
     try:
         app()
     except ClusterError as error:

@@ -26,3 +26,19 @@ def raise_open_file_limit() -> int:
         log.debug("open file limit not raised", extra={"limit": soft, "error": str(error)})
         return soft
     return wanted
+
+
+def keep_open_file_limit() -> None:
+    """Void later changes of this process's limit. Call this before mlx-lm is imported.
+
+    mlx-lm sets the limits to 2048 and 4096 when it is imported. That lowers a higher limit for ever, and its import
+    fails where the hard limit is below 4096.
+    """
+    set_limit = resource.setrlimit
+
+    def set_other_limit(which: int, limits: tuple[int, int]) -> None:
+        """Set a limit, unless it is the one on open files."""
+        if which != resource.RLIMIT_NOFILE:
+            set_limit(which, limits)
+
+    resource.setrlimit = set_other_limit

@@ -26,6 +26,12 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 """Prefix of every program. transformers imports torch if it is installed, which takes seconds; users have no torch."""
 
 
+KEEP_OPEN_FILES = (
+    "from proto.terminal.open_files import keep_open_file_limit; keep_open_file_limit()"
+)
+"""Further prefix of every program, because modules for tests import mlx-lm before their programs start."""
+
+
 @dataclass
 class Process:
     """One of this project's programs, running. Its log has one JSON record a line."""
@@ -120,7 +126,7 @@ def launch(
     is a command that executes the one after it, such as the result of `without_folder`.
     """
     log = folder / f"{name}.log"
-    start = f"{WITHOUT_TORCH}; from {module} import main; main()"
+    start = f"{WITHOUT_TORCH}; {KEEP_OPEN_FILES}; from {module} import main; main()"
     command = [*prefix, sys.executable, "-c", start, *arguments, *LOG_FORMAT]
     if cores:
         command = ["taskset", "-c", ",".join(map(str, cores)), *command]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -42,3 +44,21 @@ def test_the_limit_is_raised_as_far_as_permitted(
     """The soft limit becomes WANTED or the hard limit, is never lowered, and a refusal is no error."""
     limits = FakeLimits(monkeypatch, soft, hard, ceiling)
     assert raise_open_file_limit() == limits.soft == expected
+
+
+IMPORT = """
+import resource, sys
+from proto.terminal.open_files import keep_open_file_limit
+keep_open_file_limit()
+sys.modules["torch"] = None
+import mlx_lm.utils
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+print(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CORE))
+"""
+
+
+def test_mlx_lm_leaves_the_limit() -> None:
+    """mlx-lm can be imported under a low hard limit, which stays. Other limits can be changed."""
+    command = ["sh", "-c", 'ulimit -n 256 && exec "$@"', "sh", sys.executable, "-c", IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "(256, 256) (0, 0)\n", done.stderr
