@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,9 @@ STUCK_SECONDS = 5.0
 
 BACK_SECONDS = 40.0
 """Seconds. Longest wait until a repaired worker can serve again."""
+
+ENDED = threading.Event()
+"""Set by SIGTERM: the run ends after the present fault, and reports."""
 
 SAMPLES = 10
 """Number of samples of the processes' resource use over a run."""
@@ -257,6 +261,8 @@ class Run:
         """Inject the faults `due`, `pace` seconds apart, while the clients `asking` run."""
         time.sleep(1.0)  # every client has sent its first request
         for i, fault in enumerate(due):
+            if ENDED.is_set():
+                break
             if i % max(1, len(due) // SAMPLES) == 0:
                 self.sample()
             self.inject_and_repair(fault, pace, asking)
@@ -378,7 +384,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # mounts must not stay
+    signal.signal(signal.SIGTERM, lambda *_: ENDED.set())
     options = [f"--{option}" for option in given.serve.split(",") if option]
     try:
         kinds = chosen_kinds(given.kinds)
@@ -401,7 +407,9 @@ def main() -> None:
             kinds=kinds,
         )
     print(report)
-    print(f"{given.faults} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes")
+    print(
+        f"{sum(report.faults.values())} faults, seed {given.seed}, in {report.seconds / 60:.1f} minutes"
+    )
     for line in report.outcome.wrong[:5]:
         print("  wrong:", line)
     if given.table:
