@@ -300,12 +300,10 @@ async def test_open_answers_that_need_the_memory_are_not_waited_for_without_end(
 async def test_a_coordinator_without_workers_loads_ahead_for_the_next_epoch(host: Host) -> None:
     """It has both models in memory, or ends the present one first."""
     host.manager = Manager(host, workers=False)
-    made: list[Model] = []
-    opened = model_switch.OpenedModel
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_switch, "OpenedModel", lambda *a: made.append(opened(*a)) or made[-1])  # type: ignore[func-returns-value]
-        await switch_of(host).load("next-50")
-        await switch_of(host).load("large-90")
-    assert [model.made_ahead for model in made] == [[2], []]
+    ahead = []
+    for name in ("next-50", "large-90"):
+        await switch_of(host).load(name)
+        ahead.append(host.parts.model.made_ahead)
+    assert ahead == [[2], []]
     assert host.events[0] == "hold"
     assert "pause" in host.events
