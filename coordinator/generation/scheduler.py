@@ -190,7 +190,7 @@ class Scheduler:
             return []
         all_decode = len(decoding) == len(self.running)
         filled = all_decode and windows_per_sequence(self.capacity, self.stages, len(decoding)) > 1
-        chosen, shape = [], Shape()
+        chosen, shape = list[Sequence](), Shape()
         if filled and in_flight < self.stages:
             chosen, shape = self._next_speculative(decoding)
         elif in_flight < self.stages:
