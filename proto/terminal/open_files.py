@@ -31,7 +31,7 @@ def raise_open_file_limit() -> int:
 def keep_open_file_limit() -> None:
     """Void later changes of this process's limit. Call this before mlx-lm is imported.
 
-    mlx-lm sets the limits to 2048 and 4096 when it is imported. That lowers a higher limit for ever, and its import
+    mlx-lm sets the limits to 2048 and 4096 when it is imported. A process cannot raise its hard limit again. The import
     fails where the hard limit is below 4096.
     """
     set_limit = resource.setrlimit

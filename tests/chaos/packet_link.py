@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 QUEUE_SECONDS = 0.5
-"""Seconds. Longest wait of a packet for a link with a rate limit. Routers drop packets at such a queue length."""
+"""Seconds. Longest wait of a packet for a link with a rate limit. Routers drop packets at about this length."""
 
 
 @dataclass(frozen=True)
