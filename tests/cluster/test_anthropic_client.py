@@ -200,7 +200,9 @@ def test_models(served: Served) -> None:
         served.client.models.list(after_id="unknown")
     with pytest.raises(anthropic.NotFoundError):
         served.client.models.retrieve("unknown")
-    plain = httpx.get(str(served.client.base_url).rstrip("/") + "/v1/models", headers={"x-api-key": KEY})
+    plain = httpx.get(
+        str(served.client.base_url).rstrip("/") + "/v1/models", headers={"x-api-key": KEY}
+    )
     assert plain.json()["object"] == "list"
 
 
