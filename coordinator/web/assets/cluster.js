@@ -82,7 +82,7 @@ export class ClusterView {
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
       figure("Tokens per second", rate(status.tokens_per_second), "last 10 s", sparkline(recent("tokensPerSecond"), range)),
       figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), status.mtp === "off" ? "MTP is off" : `MTP ${status.mtp}`, sparkline(recent("acceptance"), { ...range, max: 1 })),
-      figure("Time to first token", seconds(latest(history, "first50")), `95 % under ${seconds(latest(history, "first95"))}`),
+      figure("Time to first token", seconds(latest(history, "first50")), `95 % under ${seconds(latest(history, "first95"))}`, sparkline(recent("first50"), range)),
       figure("Requests", count(status.running), `${limit(status.running_limit)}${count(status.waiting)} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
       figure("K/V memory", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens`, meter(kv))));
   }
