@@ -143,6 +143,8 @@ def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
 
 
 def _end_plan(view: View, reason: str) -> View:
-    recovering = view.recovering or view.phase is Phase.SERVING
-    view = replace(view, serving=(), recovering=recovering, problem=reason)
+    served = view.phase is Phase.SERVING
+    failed_at = view.now if served else view.failed_at
+    recovering = view.recovering or served
+    view = replace(view, serving=(), recovering=recovering, problem=reason, failed_at=failed_at)
     return _enter(view, Phase.GATHERING)

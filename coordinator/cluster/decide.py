@@ -17,6 +17,13 @@ Planner = Callable[[Sequence[Member], int], Plan]
 SETTLE_SECONDS = 2.0
 """Seconds between the last join and an automatic change of plan. Workers started together cause one change."""
 
+CALM_SECONDS = 10.0
+"""Seconds after a failure for which open answers are not paused to use more workers.
+
+Failures follow each other often, and the next recovery uses these workers anyway. Two changes of plan for one failure
+would leave less time for progress.
+"""
+
 PAYING_SHARE = 0.7
 """Slowest stage of the new plan over that of the present one, below which open answers are paused for it.
 A change of plan computes every open answer again, so a small gain does not pay."""
@@ -144,6 +151,8 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     if ids == view.considered or (view.open_requests and ids == view.postponed):
         return None
     if view.now - max(view.since, *(m.ready_since for m in joined)) < SETTLE_SECONDS:
+        return None
+    if view.open_requests and view.now - view.failed_at < CALM_SECONDS:
         return None
     names = tuple(m.name for m in joined)
     try:

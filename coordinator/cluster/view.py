@@ -71,6 +71,8 @@ class View:
     members: Mapping[str, Member] = field(default_factory=dict)
     serving: tuple[str, ...] = ()
     open_requests: int = 0
+    failed_at: float = -math.inf
+    """End of the newest plan that served and failed."""
     recovering: bool = False
     """True if a plan served before. Clients may be waiting, so the waits differ from those of a start."""
     replan: bool = False

@@ -176,6 +176,6 @@ def _key(view: View) -> object:
         (m.worker_id, m.state, m.failure_count, ago(m.backoff_until), ago(m.ready_since))
         for _, m in sorted(view.members.items())
     )
-    times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at))
+    times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
     flags = (view.recovering, view.replan, bool(view.alone_problem), bool(view.open_requests))
     return view.phase, view.serving, times, flags, view.considered, view.postponed, members

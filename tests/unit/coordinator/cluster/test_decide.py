@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cluster.decide import (
+    CALM_SECONDS,
     Action,
     GiveUp,
     KeepPlan,
@@ -413,6 +414,20 @@ def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     busy = happen(step.view, TimePassed(1), slow, after=60.0)
     assert busy.actions == ()
     assert happen(busy.view, TimePassed(), slow).view.serving == ("a", "b")
+
+
+def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
+    """The worker that failed returns. It is used at once when no answer is open, and else after CALM_SECONDS."""
+    planner = planner_for(1)
+    view = serving("a", "b", planner=planner, settings=AUTO)
+    view = happen(view, WorkerLost(worker("b").address, "silent"), planner, after=60.0).view
+    view = happen(view, PlanServing(view.epoch), planner).view
+    assert view.serving == ("a",)
+    view = happen(view, WorkerJoined(worker("b")), planner, after=1.0).view
+    soon = happen(view, TimePassed(1), planner, after=CALM_SECONDS - 2.0)
+    assert soon.actions == ()
+    assert happen(soon.view, TimePassed(1), planner, after=2.0).view.serving == ("a", "b")
+    assert happen(soon.view, TimePassed(), planner).view.serving == ("a", "b")
 
 
 def test_a_plan_that_is_not_better_is_considered_once() -> None:
