@@ -404,7 +404,7 @@ def test_decode_step_costs_little() -> None:
 
 def test_a_segment_that_continues_carries_no_token() -> None:
     """Its one row has a token that only a stage knows. Tokens beside it, or a chunk that continues, are refused."""
-    segment = Segment(3, 2, 9, (), open=True, sample=True, continues=True)
+    segment = Segment(3, 2, 9, (), open=True, sample=True, continues=True, relay=True)
     frame = Frame(1, 4, segments=(segment,))
     assert decode(encode(frame)) == frame
     assert frame.continues and frame.rows == segment.width == 1
