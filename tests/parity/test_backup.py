@@ -11,7 +11,7 @@ from mtp.head.attention import KVFormat
 from proto.backup import LayerState
 from proto.errors import ProtocolError
 from proto.frame import Admit, Evict, Outcome
-from proto.operation import BackUp, RestoreBackup
+from proto.operation import BackUp, RestoreBackup, RestorePrefix, SavePrefix
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same
@@ -60,16 +60,22 @@ def test_a_restored_backup_equals_a_prefill(checkpoints: Checkpoints, bits: int 
     for engine in target.engines:
         engine.receive_backup(7, ReceivedBackup(tuple(text[:SAVED]), dict(kept)))
     restored.scheduled = SAVED
-    restored.ops.append(RestoreBackup(7, SAVED))
+    restored.ops += [RestoreBackup(7, SAVED), SavePrefix(7, 0)]
     fresh, reader = Chain(path, (1, 3), form), Script(7, text, PARAMS)
     reader.run(fresh, reader.chunk(EARLIER, sample=False))
     reader.run(fresh, reader.chunk(SAVED - EARLIER, sample=False))
     restored.number = reader.number
-    assert continued(target, restored) == continued(fresh, reader)
+    answer = continued(fresh, reader)
+    assert continued(target, restored) == answer
     assert same(target.state(7), fresh.state(7))
     assert same(target.head_state(7), fresh.head_state(7))
     assert mx.array_equal(target.logits[7], fresh.logits[7])
     assert all(engine.backups.received == {} for engine in target.engines)
+    again = Script(8, text, PARAMS)
+    again.ops.append(RestorePrefix(8, 0))
+    again.scheduled, again.number = SAVED, 2
+    assert [o.token for o in continued(target, again)] == [o.token for o in answer]
+    assert same(target.state(8), fresh.state(7))
 
 
 def test_a_backup_that_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
