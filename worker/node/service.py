@@ -360,6 +360,8 @@ def _keepalive_options() -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
         ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
+        # The keepalive timeout alone acts through TCP, and the server has Unix sockets behind the shared port.
+        ("grpc.http2.ping_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     )
