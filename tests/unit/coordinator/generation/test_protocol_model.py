@@ -6,6 +6,8 @@ end. `World.check` asserts the contract of every state, `World.check_end` that o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.generation import prefix_cache
@@ -110,16 +112,20 @@ def test_a_single_stage_runs_ahead(
 
 @pytest.mark.parametrize(
     ("stages", "lengths", "leaves", "crashes", "stop"),
-    [(2, (4,), 1, 1, None), (2, (5,), 1, 0, 2), (2, (4, 3), 0, 0, 2), (3, (5,), 1, 0, 2)],
+    [(2, (3,), 1, 1, None), (2, (5,), 1, 0, 2), (2, (5, 4), 0, 0, 3), (3, (5,), 1, 0, 2)],
 )
 def test_stages_run_ahead_with_relayed_tokens(
     stages: int, lengths: tuple[int, ...], leaves: int, crashes: int, stop: int | None
 ) -> None:
     """The first stage continues with tokens that the last stage relays, and the contract holds.
 
-    Relayed tokens arrive before or after the frame that continues with them, and before or after the outcome.
+    Relayed tokens arrive before or after the frame that continues with them, and before or after the outcome. With two
+    sequences each stage has a micro-batch of its own.
     """
-    walk = scheduled(stages, lengths, leaves=leaves, crashes=crashes, mtp="off", stop=stop)
+    room = replace(ROOM, sequences=4)  # both micro-batches run ahead
+    walk = scheduled(
+        stages, lengths, leaves=leaves, crashes=crashes, room=room, mtp="off", stop=stop
+    )
     print(walk)
     assert walk.met["relay"]
 
