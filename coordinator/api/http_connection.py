@@ -61,7 +61,8 @@ class HttpConnection(H11Protocol):
     @property
     def is_idle(self) -> bool:
         """True while no request is open."""
-        return self.cycle is None or self.cycle.response_complete
+        # uvicorn's annotation omits the None before the first request
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     @property
     def is_waiting(self) -> bool:

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -112,7 +112,7 @@ async def _send_small(client: httpx.AsyncClient, model: str, found: Latencies) -
         await asyncio.sleep(PAUSE_SECONDS)
 
 
-async def pieces(client: httpx.AsyncClient, model: str, tokens: int):
+async def pieces(client: httpx.AsyncClient, model: str, tokens: int) -> AsyncIterator[float]:
     """Yield the time of each piece of a streamed answer. Raises RuntimeError with the status of a refused request."""
     body = {
         "model": model,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCKS = 12
-"""Neighbouring samples are alike, so the trend is computed over the means of this number of blocks."""
+"""Blocks of samples whose means give the trend. Single samples depend on the samples before them."""
 
 STUDENT = 2.228
 """The 97.5 % quantile of Student's distribution with BLOCKS - 2 degrees of freedom."""
