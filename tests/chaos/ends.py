@@ -36,7 +36,10 @@ READY_SECONDS = 600.0
 """Seconds. Longest start of a worker. On a busy machine a start takes minutes, which is no crash."""
 
 LATEST = 8.0
-"""Seconds. Latest SIGTERM after all workers are ready. Loading and the first answers take less."""
+"""Seconds. Latest SIGTERM after all workers are ready, or after they serve."""
+
+SERVED = 0.6
+"""Share of the rounds whose workers serve before the first SIGTERM, however slow the machine is."""
 
 
 def crash_of(process: Process, *, started: bool) -> str | None:
@@ -74,6 +77,8 @@ def end_at_random(folder: Path, chance: random.Random, states: Counter[str]) -> 
         flags = [flag for worker in workers for flag in ("--worker", worker.address)]
         coordinator = launch_coordinator(folder, "--model", "builtin", "--dtype", "float32", *flags)
         with ending(coordinator):
+            if chance.random() < SERVED:
+                coordinator.wait_for("serving", READY_SECONDS)
             moments = sorted((chance.uniform(0.0, LATEST), worker) for worker in workers)
             begun, asking = time.monotonic(), False
             for moment, worker in moments:
