@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -96,7 +96,7 @@ def test_every_second_of_a_storm_has_one_part() -> None:
         record(HURT + 8.5, "backups restored"),
     ]
     found = list(stretches([HURT], log, HURT - 1, HURT + 9))
-    lengths: Counter[str] = Counter()
+    lengths: dict[str, float] = defaultdict(float)
     for one in found:
         lengths[one.part] += one.end - one.start
     wanted = {
