@@ -76,7 +76,7 @@ def test_the_device_computes_one_frame_at_a_time() -> None:
     own, _ = traces(frames=1, stages=1)
     begun = range(1_000 * MS, 1_040 * MS, 10 * MS)
     frames = tuple(
-        FrameTimes(1, n, 1, tuple(at + ms * MS for ms in (0, 1, 2, 3, 5, 17, 18, 19, 20, 21)))
+        FrameTimes(1, n, 1, tuple(at + ms * MS for ms in (0, 1, 2, 2, 3, 5, 17, 18, 19, 20)))
         for n, at in enumerate(begun)
     )
     ahead = [own, ProcessTrace("stage 0", 0, ClockOffset(), frames)]
