@@ -113,7 +113,7 @@ async def test_others_are_answered_while_a_large_text_is_encoded() -> None:
 
 
 async def test_large_work_runs_one_at_a_time_beside_small_work() -> None:
-    """Of large requests one is worked on at a time, and a small one does not wait for them."""
+    """The server works on one large request at a time, and a small one does not wait for them."""
     work, running, most = LargeWork(), 0, 0
 
     def compute() -> None:
