@@ -268,9 +268,7 @@ class WorkerClient:
         )
         return reply
 
-    async def read_backup(
-        self, epoch: int, seq_id: int, limit: int
-    ) -> ReceivedStates:
+    async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
         """Return the newest backup of a sequence.
 
         Raises ProtocolError for a backup of more than `limit` bytes.

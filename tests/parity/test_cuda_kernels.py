@@ -85,7 +85,7 @@ def test_attention_of_one_query_does_not_depend_on_its_buffer(keys: int) -> None
     q = mx.random.normal((1, 4, 1, dim)).astype(mx.bfloat16)
     mx.eval(held, copies, q)
     found = [
-        tiled_attention(q, *kv, keys - 1, dim**-0.5, queries=1)
+        tiled_attention(q, kv[0], kv[1], keys - 1, dim**-0.5, queries=1)
         for kv in (slices, copies, [one[:, :, :keys] for one in copies])
     ]
     assert same(found[0], found[1])

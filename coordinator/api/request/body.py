@@ -112,7 +112,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     too slow.
     """
     api = api_of(request)
-    options, context = api.options, api.model.context_length if api.model else 0
+    options, context = api.options, api.model.context_length
     with api.large_work.reading() as reserve:
         try:
             async with asyncio.timeout(options.body_seconds):

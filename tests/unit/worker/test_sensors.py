@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -75,7 +75,9 @@ def test_a_hostile_report_cannot_break_the_status() -> None:
 
 def test_a_reading_without_descriptors_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a free descriptor keeps its last reading, its version, and reads its sensors later."""
-    found = iter([OSError(errno.EMFILE, "Too many open files"), pb.MachineState(swap_used=7)])
+    found: Iterator[OSError | pb.MachineState] = iter(
+        [OSError(errno.EMFILE, "Too many open files"), pb.MachineState(swap_used=7)]
+    )
 
     def read() -> pb.MachineState:
         """Fail once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
@@ -55,9 +56,13 @@ def test_the_advice_is_computed_every_few_seconds(monkeypatch: pytest.MonkeyPatc
     """Each page message contains the advice, so a look at all passes for each would cost tokens."""
     computed = []
     advise = PassLog._compute_advice
-    monkeypatch.setattr(
-        PassLog, "_compute_advice", lambda log, names: computed.append(names) or advise(log, names)
-    )
+
+    def counted(log: PassLog, names: Sequence[str]) -> str:
+        """Count the calls."""
+        computed.append(names)
+        return advise(log, names)
+
+    monkeypatch.setattr(PassLog, "_compute_advice", counted)
     log = passes(0.001, 0.01, 0.001, 0.01, 0.001)
     before = log.explain(NAMES)
     end = log._passes[-1].returned_at
