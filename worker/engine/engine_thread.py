@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import mlx.core as mx
-
 from worker.engine.hardware import compile_seconds
+from worker.engine.mlx_thread import run_on_mlx_thread
 from worker.engine.thread_result import post, run_into
 
 T = TypeVar("T")
@@ -48,8 +46,7 @@ class EngineThread:
         self._deferred: Work | None = None
         self._patience = 0.0
         """Seconds to wait for other work before the deferred one runs."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._ended = run_on_mlx_thread(self._run)
 
     # ---- from the event loop
 
@@ -82,7 +79,7 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         """True while the thread runs, even after `close`."""
-        return self._thread.is_alive()
+        return not self._ended.is_set()
 
     @property
     def queued(self) -> int:
@@ -104,7 +101,7 @@ class EngineThread:
     async def close(self) -> None:
         """End after the present work, or give up waiting after CLOSE_SECONDS."""
         self._queue.put(None)
-        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        await asyncio.to_thread(self._ended.wait, CLOSE_SECONDS)
 
     # ---- on the thread
 
@@ -159,8 +156,6 @@ class EngineThread:
             work()
             self._due = self._working_since = None
             self._busy_us += int((time.monotonic() - started) * 1e6)
-        # Without this, MLX's own threads may still run when the process ends, which sometimes aborts it.
-        mx.clear_streams()
 
 
 def _nothing() -> None:
