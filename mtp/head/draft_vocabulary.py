@@ -27,7 +27,10 @@ RECENT_BLOCKS = 256
 """Blocks of `BLOCK` neighbouring tokens that the newest texts used, besides the lowest tokens."""
 
 FORGETTING = 1 / 512
-"""Weight of one token in the mean share of tokens outside the part."""
+"""Weight of one token in the mean share of tokens outside the part, once there are many."""
+
+ASSUMED = 32
+"""Tokens inside the part that the mean begins with, so that the first ones outside it do not decide alone."""
 
 TRIALS = 5
 """Timings of each kind, of which the best counts."""
@@ -68,6 +71,7 @@ class DraftVocabulary:
         """Share of a draft's time that the part saves, as measured."""
         self.missed = 0.0
         """Mean share of the tokens of the texts that were outside the part when they were chosen."""
+        self._chosen = 0
         self._vocab = vocab
         self._whole = whole
         self._module = module
@@ -92,7 +96,9 @@ class DraftVocabulary:
             block = token // BLOCK
             outside = token >= self.lowest and block not in self._recent
             if chosen:
-                self.missed += FORGETTING * (outside - self.missed)
+                self._chosen += 1
+                weight = max(FORGETTING, 1 / (ASSUMED + self._chosen))
+                self.missed += weight * (outside - self.missed)
             if token < self.lowest:
                 continue
             self._recent.pop(block, None)

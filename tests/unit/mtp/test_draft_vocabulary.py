@@ -72,14 +72,16 @@ def test_the_oldest_words_leave() -> None:
 def test_auto_uses_the_part_while_it_saves_more_than_it_misses() -> None:
     part = part_of(projections()[0], auto=True)
     assert not part.in_use
-    part.saved = 0.01
+    part.saved = 0.1
     assert part.in_use
     part.record_tokens([80, 96, 112, 128, 144, 160], chosen=False)
     assert part.in_use  # words of a prompt are no misses
-    part.record_tokens([176, 192, 208, 224, 240, 256], chosen=True)
+    part.record_tokens([176, 192, 208], chosen=True)
+    assert part.in_use
+    part.record_tokens([224, 240, 256], chosen=True)
     assert not part.in_use
     assert len(known(part)) == VOCAB
-    part.record_tokens([3] * 200, chosen=True)
+    part.record_tokens([3] * 30, chosen=True)
     assert part.in_use
 
 
