@@ -93,14 +93,19 @@ class FrameWriter:
     def close(self) -> None:
         """End the connection. Frames that wait are dropped."""
         with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.clear()
-            shut_down(self._connection)
-            if self._thread is None:
-                self._connection.close()
-            self._changed.notify()
+            self._end()
+
+    def _end(self) -> bool:
+        """End the connection and drop the frames that wait. Return False if that was done before."""
+        if self._closed:
+            return False
+        self._closed = True
+        self._queue.clear()
+        shut_down(self._connection)
+        if self._thread is None:
+            self._connection.close()
+        self._changed.notify()
+        return True
 
     def _start_thread(self) -> None:
         """Wake the thread of this writer, or start it."""
@@ -150,13 +155,8 @@ class FrameWriter:
             raise _lost(self._peer, error) from error
 
     def _fail(self, error: ClusterError) -> None:
-        if self._closed:
+        if not self._end():
             return
-        self._closed = True
-        self._queue.clear()
-        shut_down(self._connection)
-        if self._thread is None:
-            self._connection.close()
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._on_failure, error)
 
