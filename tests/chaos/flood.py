@@ -61,7 +61,7 @@ def kinds() -> dict[str, Disturbance | None]:
         "2,000 half bodies": d.half_bodies,
         "2,000 half TLS handshakes": d.half_handshakes,
         "4 long streams": d.readers,
-        "4 long streams that nobody reads": d.slow_readers,
+        "4 long streams, not read": d.slow_readers,
         "20k-token prompts by 16 clients": d.long_prompts,
         **{f"16 MiB: {kind}": partial(d.large_bodies, kind) for kind in BODIES},
         "undisturbed afterwards": None,
