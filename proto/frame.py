@@ -10,9 +10,8 @@ so the header alone keeps them replicas of one state machine (DESIGN §3).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgpack
 
@@ -40,7 +39,7 @@ from proto.segment import (
     segment_from_wire,
     segment_to_wire,
 )
-from proto.wire import MAX_INT, check_int, check_list, check_str
+from proto.wire import MAX_INT, check_ints, check_list, check_row, check_str
 
 __all__ = [
     "MAX_DRAFTS",
@@ -99,10 +98,18 @@ _LIMITS: dict[str, Any] = {
     "strict_map_key": False,
 }
 
-_T = TypeVar("_T")
+SHORT_HEADER_BYTES = 448
+"""Bytes. A header up to this length is read at once. No valid list in it has more than 64 elements, the limit below."""
+
+_FRAME_NAMES = ("epoch", "number", "stage time or shape")
 
 
-@dataclass(frozen=True)
+_packer = msgpack.Packer()
+"""Packs the headers of all threads. A new packer for each header would clear 256 KB of memory. A call holds Python's
+lock from its start to its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """A header and, between stages, the hidden states of its rows: `[rows, hidden_size]`.
 
@@ -120,24 +127,26 @@ class Frame:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     tensor: memoryview | bytes = b""
+    rows: int = field(init=False, compare=False, repr=False)
+    """Number of rows of all segments."""
+    continues: bool = field(init=False, compare=False, repr=False)
+    """True if a segment continues with a token that the header does not carry."""
 
     def __post_init__(self) -> None:
-        check_int(self.epoch, "epoch")
-        check_int(self.number, "number")
-        for microseconds in self.stage_us:
-            check_int(microseconds, "stage time")
-        _check_counts(self)
-        _check_tensor(self)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of all segments."""
-        return sum(segment.rows for segment in self.segments)
-
-    @property
-    def continues(self) -> bool:
-        """True if a segment continues with a token that the header does not carry."""
-        return any(segment.continues for segment in self.segments)
+        check_ints((self.epoch, self.number, *self.stage_us, *self.shape), _FRAME_NAMES)
+        tokens = rows = continues = 0
+        for segment in self.segments:
+            width = len(segment.tokens) + segment.continues
+            tokens += width
+            continues |= segment.continues
+            rows += 0 if segment.cancelled else width
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "continues", continues != 0)
+        most = max(len(self.ops), len(self.segments), len(self.outcomes), len(self.stage_us))
+        if most > MAX_STAGES or tokens > MAX_FRAME_TOKENS:
+            _check_counts(self, tokens)
+        if self.dtype or self.shape or len(self.tensor):
+            _check_tensor(self)
 
     def with_tensor(self, dtype: str, shape: tuple[int, ...], tensor: memoryview | bytes) -> Frame:
         """Return this frame with the hidden states `tensor` of `shape`."""
@@ -146,17 +155,17 @@ class Frame:
 
 def encode(frame: Frame) -> bytes:
     """Return the bytes of a frame. Raises ProtocolError for a header above MAX_HEADER_BYTES."""
-    header: bytes = msgpack.packb(
-        [
+    header: bytes = _packer.pack(
+        (
             frame.epoch,
             frame.number,
-            [op_to_wire(op) for op in frame.ops],
-            [segment_to_wire(s) for s in frame.segments],
-            [outcome_to_wire(o) for o in frame.outcomes],
+            tuple(map(op_to_wire, frame.ops)),
+            tuple(map(segment_to_wire, frame.segments)),
+            tuple(map(outcome_to_wire, frame.outcomes)),
             frame.stage_us,
             frame.dtype,
             frame.shape,
-        ]
+        )
     )
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"frame header of {len(header)} bytes, limit {MAX_HEADER_BYTES}")
@@ -205,34 +214,58 @@ def _gap(header_bytes: int) -> int:
 
 def _read_frame(data: bytes | bytearray, end: int) -> Frame:
     """Return the frame of `data`, whose header ends at byte `end`."""
-    header = memoryview(data)[_PREFIX.size : end]
+    view = memoryview(data)
+    header = view[_PREFIX.size : end]
+    read = _read_short if len(header) <= SHORT_HEADER_BYTES else _read_long
+    epoch, number, ops, segments, outcomes, stage_us, dtype, shape = read(header)
+    check_str(dtype, "dtype")
+    start = end
+    if dtype:
+        start += _gap(len(header))
+        if data[end:start].strip(b"\0"):
+            raise ProtocolError("malformed frame: no zeros between header and tensor")
+    return Frame(
+        epoch,
+        number,
+        tuple(map(op_from_wire, check_list(ops, "operations", MAX_OPS))),
+        tuple(map(segment_from_wire, check_list(segments, "segments", MAX_SEGMENTS))),
+        tuple(map(outcome_from_wire, check_list(outcomes, "outcomes", MAX_SEGMENTS))),
+        tuple(check_list(stage_us, "stage times", MAX_STAGES)),
+        dtype,
+        tuple(check_list(shape, "shape", 2)),
+        view[start:],
+    )
+
+
+def _read_short(header: memoryview) -> list[Any]:
+    """Return the fields of a header of at most SHORT_HEADER_BYTES."""
+    fields = msgpack.unpackb(header, object_pairs_hook=_unique, **_LIMITS)
+    return check_row(fields, "frame header", 8)
+
+
+def _read_long(header: memoryview) -> list[Any]:
+    """Return the fields of a header of any length. The lists of operations, segments and outcomes may be long."""
     reader = msgpack.Unpacker(max_buffer_size=len(header), object_pairs_hook=_unique, **_LIMITS)
     reader.feed(header)
     if reader.read_array_header() != 8:
         raise ProtocolError("a frame header has 8 fields")
-    epoch, number = reader.unpack(), reader.unpack()
-    ops = _many(reader, "operations", MAX_OPS, op_from_wire)
-    segments = _many(reader, "segments", MAX_SEGMENTS, segment_from_wire)
-    outcomes = _many(reader, "outcomes", MAX_SEGMENTS, outcome_from_wire)
-    stage_us = tuple(check_list(reader.unpack(), "stage times", MAX_STAGES))
-    dtype = check_str(reader.unpack(), "dtype")
-    shape = tuple(check_list(reader.unpack(), "shape", 2))
+    fields = [reader.unpack(), reader.unpack()]
+    fields += [
+        _many(reader, "operations", MAX_OPS),
+        _many(reader, "segments", MAX_SEGMENTS),
+        _many(reader, "outcomes", MAX_SEGMENTS),
+    ]
+    fields += [reader.unpack(), reader.unpack(), reader.unpack()]
     if reader.tell() != len(header):
         raise ProtocolError("bytes after the last field of a frame header")
-    start = end + _gap(len(header)) if dtype else end
-    if data[end:start].strip(b"\0"):
-        raise ProtocolError("malformed frame: no zeros between header and tensor")
-    tensor = memoryview(data)[start:]
-    return Frame(epoch, number, ops, segments, outcomes, stage_us, dtype, shape, tensor)
+    return fields
 
 
-def _many(
-    reader: msgpack.Unpacker, name: str, most: int, from_wire: Callable[[Any], _T]
-) -> tuple[_T, ...]:
+def _many(reader: msgpack.Unpacker, name: str, most: int) -> list[Any]:
     count = reader.read_array_header()
     if count > most:
         raise ProtocolError(f"{count} {name} in a frame, limit {most}")
-    return tuple(from_wire(reader.unpack()) for _ in range(count))
+    return [reader.unpack() for _ in range(count)]
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -242,13 +275,13 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def _check_counts(frame: Frame) -> None:
+def _check_counts(frame: Frame, tokens: int) -> None:
     counts = (
         ("operations", len(frame.ops), MAX_OPS),
         ("segments", len(frame.segments), MAX_SEGMENTS),
         ("outcomes", len(frame.outcomes), MAX_SEGMENTS),
         ("stage times", len(frame.stage_us), MAX_STAGES),
-        ("tokens", sum(s.width for s in frame.segments), MAX_FRAME_TOKENS),
+        ("tokens", tokens, MAX_FRAME_TOKENS),
     )
     for name, count, most in counts:
         if count > most:
@@ -256,8 +289,6 @@ def _check_counts(frame: Frame) -> None:
 
 
 def _check_tensor(frame: Frame) -> None:
-    for extent in frame.shape:
-        check_int(extent, "shape")
     size = memoryview(frame.tensor).nbytes
     if frame.dtype == "":
         if size or frame.shape:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from proto.errors import ProtocolError
 from proto.params import SamplingParams
-from proto.wire import check_int, check_list
+from proto.wire import check_int, check_ints, check_list
+
+_COMMIT_NAMES = ("seq_id", "window", "accepted_length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Admit:
     """The creation of an empty sequence that holds at most `capacity` tokens.
 
@@ -34,7 +37,7 @@ class Admit:
             raise ProtocolError("the vocabulary of an admit is not bytes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The commit of the first `accepted_length` tokens of the open window `window`.
 
@@ -48,12 +51,10 @@ class Commit:
     accepted_length: int
 
     def __post_init__(self) -> None:
-        check_int(self.seq_id, "seq_id")
-        check_int(self.window, "window")
-        check_int(self.accepted_length, "accepted_length")
+        check_ints((self.seq_id, self.window, self.accepted_length), _COMMIT_NAMES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Evict:
     """The removal of a sequence and of everything it holds."""
 
@@ -64,7 +65,7 @@ class Evict:
         check_int(self.seq_id, "seq_id")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavePrefix:
     """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`."""
 
@@ -77,7 +78,7 @@ class SavePrefix:
         check_int(self.entry, "entry")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RestorePrefix:
     """The start of the newly admitted, empty sequence `seq_id` from prefix entry `entry`."""
 
@@ -90,7 +91,7 @@ class RestorePrefix:
         check_int(self.entry, "entry")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DropPrefix:
     """The removal of prefix entry `entry`."""
 
@@ -101,7 +102,7 @@ class DropPrefix:
         check_int(self.entry, "entry")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BackUp:
     """The backup of sequence `seq_id`, all of whose windows are committed, for the coordinator to read.
 
@@ -118,7 +119,7 @@ class BackUp:
         check_int(self.start, "start")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RestoreBackup:
     """The start of the newly admitted, empty sequence `seq_id` from its backup of `length` tokens."""
 
@@ -146,8 +147,10 @@ _FIELDS: dict[str, tuple[type[Op], tuple[str, ...]]] = {
 """The class of each kind and its integer fields in wire order. Parameters and vocabulary of Admit follow them."""
 
 
-def op_to_wire(op: Op) -> list[Any]:
-    """Return `op` as the list that msgpack encodes."""
+def op_to_wire(op: Op) -> Sequence[Any]:
+    """Return `op` as the row that msgpack encodes."""
+    if type(op) is Commit:  # nearly all operations
+        return Commit.kind, op.seq_id, op.window, op.accepted_length
     _, names = _FIELDS[op.kind]
     wire: list[Any] = [op.kind, *(getattr(op, name) for name in names)]
     if isinstance(op, Admit):
@@ -158,6 +161,8 @@ def op_to_wire(op: Op) -> list[Any]:
 def op_from_wire(wire: Any) -> Op:
     """Invert `op_to_wire`. Raises ProtocolError for a malformed operation."""
     kind, *values = check_list(wire, "operation", 8) or [None]
+    if kind == Commit.kind and len(values) == 3:  # nearly all operations
+        return Commit(*values)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ProtocolError("operation of an unknown kind")
     op, names = _FIELDS[kind]

@@ -12,6 +12,7 @@ from proto.wire import (
     check_bool,
     check_float,
     check_int,
+    check_ints,
     check_list,
     check_row,
     check_tokens,
@@ -22,8 +23,11 @@ from proto.wire import (
 MAX_DRAFTS = 32
 """Maximum drafts after one token. Acceptance falls to a quarter at the fifth draft (MTP_HEAD.md)."""
 
+_SEGMENT_NAMES = ("seq_id", "window", "position")
+_OUTCOME_NAMES = ("seq_id", "window", "accepted_length")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A run of tokens of one sequence.
 
@@ -51,11 +55,10 @@ class Segment:
     def __post_init__(self) -> None:
         if self.continues and (self.tokens or not self.open):
             raise ProtocolError("a segment that continues is an open window without tokens")
-        check_int(self.seq_id, "seq_id")
-        check_int(self.window, "window")
-        check_int(self.position, "position")
+        check_ints((self.seq_id, self.window, self.position), _SEGMENT_NAMES)
         check_int(self.drafts, "drafts", MAX_DRAFTS)
-        check_tokens(self.tokens, "tokens")
+        if self.tokens:
+            check_tokens(self.tokens, "tokens")
 
     @property
     def width(self) -> int:
@@ -68,7 +71,7 @@ class Segment:
         return 0 if self.cancelled else self.width
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of an emitted token, and of the `top` most likely tokens, under the target model.
 
@@ -87,7 +90,7 @@ class TokenLogprob:
             check_float(logprob, "logprob")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The last stage's decision about one segment.
 
@@ -106,80 +109,64 @@ class Outcome:
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        check_int(self.seq_id, "seq_id")
-        check_int(self.window, "window")
-        check_int(self.accepted_length, "accepted_length")
+        check_ints((self.seq_id, self.window, self.accepted_length), _OUTCOME_NAMES)
         if self.token is not None:
             check_int(self.token, "token", MAX_TOKEN)
         if len(self.drafts) > MAX_DRAFTS or len(self.logprobs) > MAX_DRAFTS + 1:
             raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
-        check_tokens(self.drafts, "drafts")
+        if self.drafts:
+            check_tokens(self.drafts, "drafts")
 
 
 _OPEN, _SAMPLE, _CANCELLED, _CONTINUES, _RELAY = 1, 2, 4, 8, 16
 _ALL_FLAGS = _OPEN | _SAMPLE | _CANCELLED | _CONTINUES | _RELAY
 
 
-def segment_to_wire(s: Segment) -> list[Any]:
-    """Return `s` as the list that msgpack encodes."""
+def segment_to_wire(s: Segment) -> tuple[Any, ...]:
+    """Return `s` as the row that msgpack encodes."""
     flags = _OPEN * s.open + _SAMPLE * s.sample + _CANCELLED * s.cancelled
     flags += _CONTINUES * s.continues + _RELAY * s.relay
-    return [
-        s.seq_id,
-        s.window,
-        s.position,
-        flags,
-        s.drafts,
-        pack_tokens(s.tokens, "tokens"),
-    ]
+    packed = pack_tokens(s.tokens, "tokens")
+    return s.seq_id, s.window, s.position, flags, s.drafts, packed
 
 
 def segment_from_wire(wire: Any) -> Segment:
     """Invert `segment_to_wire`. Raises ProtocolError for a malformed segment."""
-    seq_id, window, position, flags, drafts, tokens = check_row(wire, "segment", 6)
+    seq_id, window, position, flags, drafts, packed = check_row(wire, "segment", 6)
     check_int(flags, "segment flags", _ALL_FLAGS)
     return Segment(
-        seq_id=seq_id,
-        window=window,
-        position=position,
-        tokens=unpack_tokens(tokens, "tokens"),
-        open=bool(flags & _OPEN),
-        sample=bool(flags & _SAMPLE),
-        drafts=drafts,
-        cancelled=bool(flags & _CANCELLED),
-        continues=bool(flags & _CONTINUES),
-        relay=bool(flags & _RELAY),
+        seq_id,
+        window,
+        position,
+        unpack_tokens(packed, "tokens"),
+        flags & _OPEN != 0,
+        flags & _SAMPLE != 0,
+        drafts,
+        flags & _CANCELLED != 0,
+        flags & _CONTINUES != 0,
+        flags & _RELAY != 0,
     )
 
 
-def outcome_to_wire(o: Outcome) -> list[Any]:
-    """Return `o` as the list that msgpack encodes."""
-    return [
-        o.seq_id,
-        o.window,
-        o.accepted_length,
-        o.token,
-        pack_tokens(o.drafts, "drafts"),
-        [_logprob_to_wire(p) for p in o.logprobs],
-        o.cancelled,
-    ]
+def outcome_to_wire(o: Outcome) -> tuple[Any, ...]:
+    """Return `o` as the row that msgpack encodes."""
+    drafts = pack_tokens(o.drafts, "drafts")
+    logprobs = tuple(map(_logprob_to_wire, o.logprobs))
+    return o.seq_id, o.window, o.accepted_length, o.token, drafts, logprobs, o.cancelled
 
 
 def outcome_from_wire(wire: Any) -> Outcome:
     """Invert `outcome_to_wire`. Raises ProtocolError for a malformed outcome."""
-    seq_id, window, accepted_length, token, packed, logprobs, cancelled = check_row(
-        wire, "outcome", 7
-    )
+    seq_id, window, accepted, token, packed, logprobs, cancelled = check_row(wire, "outcome", 7)
+    check_list(logprobs, "logprobs", MAX_DRAFTS + 1)
     return Outcome(
-        seq_id=seq_id,
-        window=window,
-        accepted_length=accepted_length,
-        token=token,
-        drafts=unpack_tokens(packed, "drafts"),
-        logprobs=tuple(
-            _logprob_from_wire(p) for p in check_list(logprobs, "logprobs", MAX_DRAFTS + 1)
-        ),
-        cancelled=check_bool(cancelled, "cancelled"),
+        seq_id,
+        window,
+        accepted,
+        token,
+        unpack_tokens(packed, "drafts"),
+        tuple(map(_logprob_from_wire, logprobs)),
+        check_bool(cancelled, "cancelled"),
     )
 
 

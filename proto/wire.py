@@ -21,6 +21,18 @@ def check_int(value: Any, name: str, most: int = MAX_INT) -> int:
     return value
 
 
+def check_ints(values: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    """Raise ProtocolError unless all `values` are integers in 0 to MAX_INT.
+
+    `names` are their names in the error. The last name is that of all further values.
+    """
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_INT:
+            index = next(i for i, one in enumerate(values) if one is value)
+            name = names[min(index, len(names) - 1)]
+            raise ProtocolError(f"{name} is an integer in 0 to {MAX_INT}, got {_shown(value)}")
+
+
 def check_float(value: Any, name: str) -> float:
     """Return `value` if it is a float other than NaN; infinities are accepted."""
     if type(value) is not float or value != value:
@@ -65,6 +77,8 @@ def check_tokens(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
 
 def pack_tokens(tokens: tuple[int, ...], name: str) -> bytes:
     """Return token ids as 32-bit little-endian integers, so that a long prompt is read with one copy."""
+    if not tokens:
+        return b""
     try:
         return struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error as error:
@@ -75,7 +89,7 @@ def unpack_tokens(value: Any, name: str) -> tuple[int, ...]:
     """Invert `pack_tokens`."""
     if type(value) is not bytes or len(value) % 4:
         raise ProtocolError(f"{name} are 4 bytes each, got {_shown(value)}")
-    return struct.unpack(f"<{len(value) // 4}I", value)
+    return struct.unpack(f"<{len(value) // 4}I", value) if value else ()
 
 
 def _shown(value: Any) -> str:

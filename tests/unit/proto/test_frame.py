@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import pytest
@@ -411,3 +412,28 @@ def test_a_segment_that_continues_carries_no_token() -> None:
     for tokens, is_open in (((5,), True), ((), False)):
         with pytest.raises(ProtocolError, match="continues"):
             Segment(3, 2, 9, tokens, open=is_open, sample=True, continues=True)
+
+
+@given(frames())
+def test_short_headers_are_read_like_long_ones(frame: Frame) -> None:
+    """The two readers of headers give the same fields, so a length decides nothing but speed."""
+    data = encode(frame)
+    size = PREFIX.unpack_from(data)[2]
+    header = memoryview(data)[PREFIX.size : PREFIX.size + size]
+    assert codec._read_short(header) == codec._read_long(header)
+
+
+def test_no_valid_list_of_a_short_header_is_too_long_for_its_reader() -> None:
+    """The smallest operations that fill a short header are read, and the next longer header too."""
+    for count in (62, 63, 64, 65):
+        frame = Frame(0, 0, ops=(DropPrefix(0),) * count)
+        data = encode(frame)
+        assert (PREFIX.unpack_from(data)[2] <= codec.SHORT_HEADER_BYTES) == (count < 63)
+        assert decode(data) == frame
+
+
+def test_threads_may_encode_at_the_same_time() -> None:
+    """All threads share one packer, and none sees the bytes of another."""
+    frames = [Frame(1, n, segments=(Segment(n, 0, 0, tuple(range(n % 400))),)) for n in range(800)]
+    with ThreadPoolExecutor(4) as pool:
+        assert [decode(data) for data in pool.map(encode, frames)] == frames
