@@ -813,19 +813,29 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectReply(_message.Message):
+    """The hop to the next stage, or from the last stage to the first. Empty for the Connect of the last stage."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_US_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LINK_KIND_FIELD_NUMBER: _builtins.int
     link_us: _builtins.float
-    """measured time of one hop to the next stage; 0 for the last stage"""
+    """measured time in one direction"""
+    link_bytes_per_second: _builtins.float
+    """measured"""
+    link_kind: _builtins.str
+    """of the network interface, such as Ethernet or Thunderbolt Bridge"""
     def __init__(
         self,
         *,
         link_us: _builtins.float = ...,
+        link_bytes_per_second: _builtins.float = ...,
+        link_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_us", b"link_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_bytes_per_second", b"link_bytes_per_second", "link_kind", b"link_kind", "link_us", b"link_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,17 @@ def _machines(view: LiveView) -> Table:
     nodes: Sequence[Json] = view.status["nodes"]
     slowest = _slowest(nodes)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("machine", "layers", "health", "ms a step", "computes", "", "memory", "detail"):
+    for title in (
+        "machine",
+        "layers",
+        "health",
+        "ms a step",
+        "computes",
+        "",
+        "memory",
+        "link",
+        "detail",
+    ):
         table.add_column(title, overflow="fold")
     stage = 0
     for node in nodes:
@@ -120,6 +130,7 @@ def _machines(view: LiveView) -> Table:
             "-" if share is None else f"{share:.0%}",
             "" if share is None else bar(share),
             format_size(node["memory_used"]),
+            escape(_link(node)),
             escape(_detail(node)),
         )
     return table
@@ -131,6 +142,16 @@ def _slowest(nodes: Sequence[Json]) -> float | None:
     if len(times) < 2 or max(times) * len(times) < UNBALANCED * sum(times):
         return None
     return float(max(times))
+
+
+def _link(node: Json) -> str:
+    """Return kind, time and speed of the node's hop, as far as they are known."""
+    parts = [node["link_kind"]]
+    if node["link_ms"] is not None:
+        parts.append(f"{node['link_ms']:.2f} ms")
+    if node["link_bytes_per_second"]:
+        parts.append(f"{format_size(node['link_bytes_per_second'])}/s")
+    return " ".join(filter(None, parts))
 
 
 def _detail(node: Json) -> str:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 from coordinator.doctor.command_output import CommandOutput, command_output
 from coordinator.doctor.finding import Finding, Verdict
-from proto.address import host_of, is_loopback
+from proto.address import host_of
+from proto.rpc.network_interface import LOOPBACK, WIRELESS, route_to
 
-WIRELESS = "Wi-Fi"
+FindRoute = Callable[[str], tuple[str, str]]
+"""A function as `route_to`. Tests pass one that returns recorded routes."""
 
 
-def check_route(name: str, address: str, output: CommandOutput = command_output) -> Finding:
+def check_route(name: str, address: str, find_route: FindRoute = route_to) -> Finding:
     """Report the interface that leads to the worker `name` at `address`."""
-    host = host_of(address)
-    if is_loopback(host):
-        return Finding(f"route to {name}", Verdict.OK, "this machine", "", {"kind": "loopback"})
-    interface, kind = (
-        _mac_route(host, output) if sys.platform == "darwin" else _linux_route(host, output)
-    )
+    interface, kind = find_route(host_of(address))
+    if kind == LOOPBACK:
+        return Finding(f"route to {name}", Verdict.OK, "this machine", "", {"kind": LOOPBACK})
     values = {"interface": interface, "kind": kind}
     figure = f"{interface or 'unknown interface'} ({kind})"
     if kind == WIRELESS:
@@ -44,22 +43,3 @@ def check_bridge(workers: int, output: CommandOutput = command_output) -> Findin
         )
         return Finding("Thunderbolt Bridge", Verdict.WARN, figure, advice, values)
     return Finding("Thunderbolt Bridge", Verdict.OK, figure, "", values)
-
-
-def _mac_route(host: str, output: CommandOutput) -> tuple[str, str]:
-    """Return interface and hardware port, such as `Wi-Fi`, `Ethernet` or `Thunderbolt Bridge`."""
-    found = re.search(r"interface: (\w+)", output("route", "-n", "get", host))
-    if found is None:
-        return "", "no route"
-    ports = output("networksetup", "-listallhardwareports")
-    pattern = rf"Hardware Port: (.+)\nDevice: {re.escape(found[1])}\n"
-    port = re.search(pattern, ports)
-    return found[1], port[1] if port else "unknown"
-
-
-def _linux_route(host: str, output: CommandOutput) -> tuple[str, str]:
-    found = re.search(r"\bdev (\S+)", output("ip", "route", "get", host))
-    if found is None:
-        return "", "no route"
-    wireless = Path("/sys/class/net", found[1], "wireless").exists()
-    return found[1], WIRELESS if wireless else "Ethernet"

@@ -191,7 +191,7 @@ class RemotePipeline:
         except grpc.aio.AioRpcError as error:
             raise await _error_of(call, worker.address) from error
         ticket = ticket_in(metadata)
-        connection, _ = await asyncio.to_thread(
+        connection, worker.hop = await asyncio.to_thread(
             dial, worker.address, worker.trust, worker.node, ticket, self.hop_timeout
         )
         reader = LoopFrameReader(connection, self._queue_result)

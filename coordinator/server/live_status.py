@@ -25,6 +25,7 @@ from coordinator.status.cluster_status import (
     PrefillStatus,
 )
 from coordinator.status.job_status import JobStatus
+from coordinator.workers.client import WorkerClient
 from mtp.depth.report import SearchReport
 from proto import cluster_pb2 as pb
 
@@ -166,9 +167,7 @@ class LiveStatus:
             load_bytes=total if loading else 0,
             weights_from=self._weights_from(member) if loading else "",
             ready_at=self._unix_time(member.joined_at) if member.joined_at else None,
-            link_ms=client.link_seconds * 1000
-            if client and in_use and client.link_seconds
-            else None,
+            **_link_fields(client, in_use=in_use),
             version=member.version,
             arithmetic=member.arithmetic,
             **_counters(worker_status),
@@ -189,6 +188,19 @@ def _choices(report: SearchReport) -> MtpChoices:
     shapes = tuple(MtpShape(**asdict(shape)) for shape in report.shapes)
     speed = 1 / report.plain_seconds if report.plain_seconds else None
     return MtpChoices(report.sequences, report.fill, shapes, speed)
+
+
+def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]:
+    """Return the fields of a NodeStatus about its link: to the next stage, or to the coordinator."""
+    if client is None:
+        return {}
+    if not in_use or client.hop is None:
+        return {"link_kind": client.route_kind}
+    return {
+        "link_ms": client.hop.seconds * 1000,
+        "link_bytes_per_second": round(client.hop.bytes_per_second) or None,
+        "link_kind": client.hop.kind,
+    }
 
 
 def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:

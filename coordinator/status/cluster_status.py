@@ -21,7 +21,10 @@ class NodeStatus:
     `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
     `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and
     `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the weights
-    during a load: `disk`, `hub` or `coordinator`. `link_ms` is the measured time of one hop to the next stage.
+    during a load: `disk`, `hub` or `coordinator`. `link_ms` and `link_bytes_per_second` are the
+    measured time and speed of one hop to the next stage, or from the last stage to the coordinator. `link_kind` is the
+    kind of its network interface, such as `Ethernet`. A node outside the plan has the kind of its route to the
+    coordinator.
     `busy_seconds` and the bytes of the data plane are counters since the worker's start. `ready_at`, the time at which
     the worker joined, is seconds since 1970.
 
@@ -51,6 +54,8 @@ class NodeStatus:
     load_bytes: int = 0
     weights_from: str = ""
     link_ms: float | None = None
+    link_bytes_per_second: float | None = None
+    link_kind: str = ""
     busy_seconds: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0

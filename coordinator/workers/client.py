@@ -27,6 +27,7 @@ from coordinator.frame_trace.process_trace import (
     RoundTrip,
     align_clocks,
 )
+from coordinator.workers.report_check import reported_hop
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
@@ -35,6 +36,7 @@ from proto.errors import ClusterError, DeadlineError, WorkerLostError
 from proto.frame import VERSION
 from proto.progress import OnProgress
 from proto.rpc.channels import open_channel
+from proto.rpc.hop_probe import HopFigures
 from proto.rpc.status_codes import from_status
 from proto.trust.identity import Role
 from proto.trust.node_trust import NodeTrust
@@ -98,6 +100,10 @@ class WorkerClient:
         """Monotonic seconds until which `_clock` is used."""
         self.link_seconds = 0.0
         """Measured seconds of one hop to the next stage; 0 before the first plan and for the last stage."""
+        self.hop: HopFigures | None = None
+        """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
+        self.route_kind = ""
+        """Kind of the network interface through which the coordinator reaches the worker; empty if unknown."""
 
     # ---- control
 
@@ -201,11 +207,12 @@ class WorkerClient:
         )
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
-        """Bind the worker's stage into a plan, and keep the measured time of its hop in `link_seconds`."""
+        """Bind the worker's stage into a plan, and keep the figures of its hop in `hop` and `link_seconds`."""
         reply: pb.ConnectReply = await self._call(
             self._stub.Connect(request, timeout=CONTROL_SECONDS)
         )
-        self.link_seconds = reply.link_us / 1e6
+        self.hop = reported_hop(reply)
+        self.link_seconds = self.hop.seconds if self.hop else 0.0
         return reply
 
     async def connect_ring(self, request: pb.RingRequest) -> None:

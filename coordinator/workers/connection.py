@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from coordinator.workers.client import DESCRIBE_SECONDS, WorkerClient
@@ -10,6 +11,7 @@ from proto import cluster_pb2 as pb
 from proto.address import host_of, is_loopback
 from proto.errors import AccessError, WorkerLostError
 from proto.rpc.grpc_text import CLOSED
+from proto.rpc.network_interface import route_to
 from proto.trust.node_trust import NodeTrust
 
 
@@ -78,6 +80,7 @@ async def connect_worker(
         announced = candidate.announcement
         if announced is not None and announced.worker_id != info.worker_id:
             raise WorkerLostError(f"{address} belongs to another worker than the announced one")
+        _, client.route_kind = await asyncio.to_thread(route_to, host_of(address))
     except BaseException:
         await client.close()
         raise

@@ -6,6 +6,7 @@ import math
 
 from proto import cluster_pb2 as pb
 from proto.rpc.grpc_text import printable
+from proto.rpc.hop_probe import HopFigures
 
 MAX_SPEED = 1e15
 """Bytes per second. Far above any memory, and small enough for exact planning."""
@@ -15,6 +16,9 @@ MAX_MEMORY = 2**50
 
 MAX_NAME = 64
 """Characters of a name in logs and status."""
+
+MAX_HOP_US = 60e6
+"""Microseconds of one hop. A hop that takes a minute has failed by the timeout before."""
 
 MAX_ID = 128
 """Characters of a worker id. Our workers send 16."""
@@ -46,3 +50,11 @@ def report_problem(info: pb.WorkerInfo, num_layers: int) -> str:
                 "Restart it with other --layers"
             )
     return ""
+
+
+def reported_hop(reply: pb.ConnectReply) -> HopFigures | None:
+    """Return the figures of a worker's hop to the next stage, or None for a stage without one or invalid figures."""
+    if not 0 < reply.link_us <= MAX_HOP_US or not 0 <= reply.link_bytes_per_second <= MAX_SPEED:
+        return None
+    kind = printable(reply.link_kind, MAX_NAME)
+    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second, kind)

@@ -3,8 +3,8 @@
 The server of a call of `proto.rpc.data_plane` sends a ticket in the initial metadata. The client connects to the same
 address again and sends `PREAMBLE` and the ticket. A ticket is random. It is valid for one connection, while its call is
 open. A program without a ticket reaches no more than a comparison of bytes. In a cluster mutual TLS follows, and
-the peer must be the node that made the call. Then the client measures the hop with `PROBES` bytes that the server
-returns. From then on bytes travel in one direction only. The call stays open. Its status says why the hop ended.
+the peer must be the node that made the call. Then the client measures the hop (`proto.rpc.hop_probe`). From then on
+bytes travel in one direction only. The call stays open. Its status says why the hop ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import math
 import secrets
 import socket
 import ssl
@@ -27,6 +26,7 @@ from proto.address import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.rpc.call_bounds import FIRST_MESSAGE_SECONDS
 from proto.rpc.data_plane import TICKET_BYTES
+from proto.rpc.hop_probe import HopFigures, answer_probes, measure_hop
 from proto.rpc.local_network import with_advice
 from proto.rpc.tls import client_context, peer_identity, server_context
 from proto.trust.identity import NodeIdentity, Role, host_name
@@ -37,14 +37,11 @@ log = logging.getLogger(__name__)
 PREAMBLE = b"MTPDATA\x01"
 """The first bytes of a data connection. TLS and HTTP/2, the other protocols of the port, begin with other bytes."""
 
-PROBES = 3
-"""Round trips that measure a hop. The shortest counts, because other work only makes them longer."""
-
 
 def dial(
     address: str, trust: NodeTrust | None, node: str, ticket: bytes, timeout: float
-) -> tuple[socket.socket, float]:
-    """Open a data connection to a worker and return it with the seconds of one hop. Blocks for at most `timeout`.
+) -> tuple[socket.socket, HopFigures]:
+    """Open a data connection to a worker and return it with the figures of the hop. Blocks for at most `timeout`.
 
     With `trust` the worker must be of the same cluster and, if `node` is given, have that node id. Raises AccessError,
     DeadlineError or WorkerLostError.
@@ -60,7 +57,7 @@ def dial(
             if trust is not None:
                 name = host_name(trust.identity.cluster, Role.WORKER, node)
                 connection = client_context(trust).wrap_socket(connection, server_hostname=name)
-            return connection, _measure_hop(connection)
+            return connection, measure_hop(connection)
     except (OSError, ProtocolError) as error:
         if connection is not None:
             connection.close()
@@ -72,17 +69,6 @@ def dial(
             ) from error
         text = with_advice(str(getattr(error, "strerror", None) or error))
         raise WorkerLostError(f"{address} is lost: {text}") from error
-
-
-def _measure_hop(connection: socket.socket) -> float:
-    """Return half of the shortest round trip of one byte."""
-    shortest = math.inf
-    for _ in range(PROBES):
-        started = time.monotonic()
-        connection.sendall(b"?")
-        _read_exactly(connection, 1)
-        shortest = min(shortest, time.monotonic() - started)
-    return shortest / 2
 
 
 @dataclass(eq=False)
@@ -151,8 +137,7 @@ class DataTickets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with _ended_at(connection, time.monotonic() + FIRST_MESSAGE_SECONDS):
                 connection = self._secured(connection, ticket.peer)
-                for _ in range(PROBES):
-                    connection.sendall(_read_exactly(connection, 1))
+                answer_probes(connection)
         except (OSError, ClusterError) as failure:
             log.warning("data connection refused", extra={"error": str(failure)})
             connection.close()
@@ -206,13 +191,3 @@ def _ended_at(connection: socket.socket, due: float) -> Iterator[None]:
     finally:
         timer.cancel()
         copy.close()
-
-
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ProtocolError("the connection ended during its handshake")
-        data += piece
-    return data

@@ -13,6 +13,7 @@ from proto.rpc.channels import open_channel
 from proto.rpc.data_plane import FRAMES, StreamBinding, ticket_in
 from proto.rpc.data_socket import dial
 from proto.rpc.frame_writer import FrameWriter
+from proto.rpc.hop_probe import HopFigures
 from proto.rpc.status_codes import from_status
 from proto.trust.identity import Role
 from proto.trust.node_trust import NodeTrust
@@ -49,8 +50,8 @@ class Link:
         self._writer: FrameWriter | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self) -> float:
-        """Open the call and its data connection, and return the measured seconds of one hop.
+    async def open(self) -> HopFigures:
+        """Open the call and its data connection, and return the figures of the hop.
 
         Raises the error that the receiver refuses with, or DeadlineError when it does not answer.
         """
@@ -69,13 +70,13 @@ class Link:
             raise await self._failure() from error
         if self._call.done():  # refused: the receiver sent a status instead
             raise await self._failure()
-        connection, seconds = await asyncio.to_thread(
+        connection, figures = await asyncio.to_thread(
             dial, self.address, self._trust, self._node, ticket_in(metadata), self.timeout
         )
         broken: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
         self._writer = FrameWriter(connection, self.address, self.timeout, broken.set_result)
         self._task = asyncio.create_task(self._watch(broken), name=f"link to {self.address}")
-        return seconds
+        return figures
 
     def send(self, data: bytes, on_written: Callable[[], None]) -> None:
         """Write or queue an encoded frame. Any thread may call it; see FrameWriter."""

@@ -98,10 +98,10 @@ async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> No
     ):
         _, ticket = await opened_call(channel)
         trust = trust_of_peer(worker, "worker, previous stage")
-        connection, seconds = await dialled(worker, trust, ticket)
+        connection, figures = await dialled(worker, trust, ticket)
         assert isinstance(connection, ssl.SSLSocket)
         assert connection.version() == "TLSv1.3"
-        assert 0 < seconds < SECONDS
+        assert 0 < figures.seconds < SECONDS
         frame = encode(Frame(1, 0))
         connection.sendall(LENGTH.pack(len(frame)) + frame)
         await until(lambda: worker.node.machinery.traffic.messages_in == 1)

@@ -113,6 +113,7 @@ def test_slow_links_are_named(tmp_path: Path) -> None:
                 cut = doctor.check_link()
     assert good["values"]["p50"] < slow["values"]["p50"]
     assert good["route"].startswith("v")
+    assert good["route"].endswith("(virtual)")
     assert (slow["verdict"], "Use a cable" in slow["advice"]) == ("warn", True)
     assert slow["values"]["p50"] >= 5e-3
     assert (narrow["verdict"], "Thunderbolt" in narrow["advice"]) == ("warn", True)

@@ -28,6 +28,7 @@ from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
 from proto.rpc.frame_reader import OnFrame
 from proto.rpc.frame_writer import FrameWriter
+from proto.rpc.hop_probe import HopFigures
 from proto.rpc.link import Link
 from proto.trust.identity import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
@@ -173,12 +174,12 @@ class Binding:
         request: pb.ConnectRequest,
         worker_id: str,
         trust: NodeTrust | None = None,
-    ) -> float:
-        """Open the link, make the engine on its thread, and return the seconds of one hop (0 without a link).
+    ) -> HopFigures | None:
+        """Open the link, make the engine on its thread, and return the figures of the hop, None without a link.
 
         Raises StaleEpochError when the plan ends during the call, and the errors of opening the link.
         """
-        seconds = 0.0
+        figures = None
         self.hop_timeout = request.hop_timeout_ms / 1000
         if request.next_address:
             self.link = self._make_link(
@@ -187,17 +188,17 @@ class Binding:
                 request.hop_timeout_ms,
                 trust,
             )
-            seconds = await self.link.open()
+            figures = await self.link.open()
         await self.thread.call(partial(self._take_engine, make_engine))
         if self._closed:
             raise StaleEpochError(f"plan {self.place.epoch} ended while its stages were connecting")
         self.bound = True
-        return seconds
+        return figures
 
     async def open_ring(
         self, request: pb.RingRequest, worker_id: str, trust: NodeTrust | None = None
-    ) -> float:
-        """Open the link of the last stage to the first one, and return the seconds of one hop."""
+    ) -> HopFigures:
+        """Open the link of the last stage to the first one, and return the figures of the hop."""
         place = self.place
         if not place.last or place.stage == 0 or self.ring is not None:
             raise ProtocolError(f"stage {place.stage} of {place.num_stages} opens no ring now")

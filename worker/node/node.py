@@ -15,6 +15,7 @@ from proto.errors import NotReadyError, StaleEpochError
 from proto.progress import OnProgress
 from proto.rpc.data_plane import StreamBinding
 from proto.rpc.data_socket import DataTickets
+from proto.rpc.hop_probe import HopFigures
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.memory import release_weights
 from worker.engine.sensors import Sensors
@@ -195,16 +196,14 @@ class WorkerNode:
         binding = self.binding = Binding(place, self.machinery, self._failed)
         make_engine = partial(_new_engine, self.loaded, place, self.budget)
         try:
-            link_seconds = await binding.open(
-                make_engine, request, self.identity.id, self.identity.trust
-            )
+            hop = await binding.open(make_engine, request, self.identity.id, self.identity.trust)
         except BaseException:
             if self.binding is binding:
                 self._end_plan()
             raise
         self._become(pb.WORKER_STATE_SERVING)
         log.info("connected", extra={"epoch": place.epoch, "stage": place.stage})
-        return pb.ConnectReply(link_us=link_seconds * 1e6)
+        return _connect_reply(hop)
 
     async def connect_ring(self, request: pb.RingRequest) -> pb.ConnectReply:
         """Open the link from this stage, the last one, to the first stage of its plan.
@@ -215,8 +214,9 @@ class WorkerNode:
         binding = self.binding
         if binding is None or not binding.bound or request.epoch != binding.place.epoch:
             raise StaleEpochError(f"no plan of epoch {request.epoch} is bound here")
-        seconds = await binding.open_ring(request, self.identity.id, self.identity.trust)
-        return pb.ConnectReply(link_us=seconds * 1e6)
+        return _connect_reply(
+            await binding.open_ring(request, self.identity.id, self.identity.trust)
+        )
 
     def _failed(self) -> None:
         self._become(pb.WORKER_STATE_FAILED)
@@ -270,3 +270,13 @@ def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> Sta
     stage, key = loaded.stage, loaded.key
     verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if key.last else None
     return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)
+
+
+def _connect_reply(hop: HopFigures | None) -> pb.ConnectReply:
+    if hop is None:
+        return pb.ConnectReply()
+    return pb.ConnectReply(
+        link_us=hop.seconds * 1e6,
+        link_bytes_per_second=hop.bytes_per_second,
+        link_kind=hop.kind,
+    )

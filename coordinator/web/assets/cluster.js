@@ -94,7 +94,7 @@ export class ClusterView {
     if (!idle) setText(this.replanResult, "");
     this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "hint" }, [node.address, node.chip].filter(Boolean).join(" · ")),
+      h("span", { class: "hint" }, [node.address, node.link_kind, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
       h("span", { class: "why" }, whyUnused(node)))));
   }
 
@@ -213,7 +213,10 @@ function machine(node, index, stages, busy, traffic) {
     memory(node),
     machineFacts(node),
     h("p", { class: "hint wire" }, [
-      next ? `to ${next.name}${node.link_ms === null ? "" : `: ${seconds(node.link_ms / 1000)} a hop`}` : node.address && "to the coordinator",
+      next ? `to ${next.name}` : node.address && "to the coordinator",
+      node.link_kind,
+      node.link_ms !== null && `${node.link_ms.toFixed(2)} ms a hop`,
+      node.link_bytes_per_second && `${bytes(node.link_bytes_per_second)}/s possible`,
       traffic && `${bytes(traffic.in)}/s in, ${bytes(traffic.out)}/s out`,
       node.bytes_out > 0 && `${bytes(node.bytes_in + node.bytes_out)} in all`,
       node.failure_count && plural(node.failure_count, "recent failure"),

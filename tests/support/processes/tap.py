@@ -21,8 +21,9 @@ import grpc.aio
 from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.bind import bind_listener
 from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, ticket_in
-from proto.rpc.data_socket import PREAMBLE, PROBES
+from proto.rpc.data_socket import PREAMBLE
 from proto.rpc.frame_writer import LENGTH
+from proto.rpc.hop_probe import ROUND_TRIPS
 from proto.rpc.shared_port import SharedPort
 
 START_SECONDS = 60.0
@@ -87,9 +88,12 @@ class Tap:
         worker, to_worker = await asyncio.open_connection(host, int(port))
         to_worker.write(PREAMBLE + ticket)
         try:
-            for _ in range(PROBES):
+            for _ in range(ROUND_TRIPS):
                 to_worker.write(await client.readexactly(1))
                 to_client.write(await worker.readexactly(1))
+            while nbytes := LENGTH.unpack(await copy_bytes(client, to_worker, LENGTH.size))[0]:
+                await copy_bytes(client, to_worker, nbytes)
+                await copy_bytes(worker, to_client, 1)
             inward = method == FRAMES
             source, target = (client, to_worker) if inward else (worker, to_client)
             while True:
@@ -175,3 +179,13 @@ def tapped(addresses: Sequence[str]) -> Iterator[list[Tap]]:
     finally:
         over.set()
         thread.join(START_SECONDS)
+
+
+async def copy_bytes(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, count: int
+) -> bytes:
+    """Forward `count` bytes of a burst that measures the hop, and return them."""
+    data = await source.readexactly(count)
+    target.write(data)
+    await target.drain()
+    return data

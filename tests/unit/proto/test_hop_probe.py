@@ -1,0 +1,85 @@
+"""The measurement of a hop over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from proto.errors import ProtocolError
+from proto.rpc import hop_probe
+from proto.rpc.hop_probe import BURSTS, answer_probes, measure_hop
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return both ends of a TCP connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname(), DEADLINE)
+        server, _ = listener.accept()
+        server.settimeout(DEADLINE)
+        with client, server:
+            yield client, server
+
+
+def test_a_hop_has_its_time_its_speed_and_its_kind(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Both sides finish together, and the next byte after the measurement is the client's own."""
+    client, server = ends
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(answer_probes, server)
+        figures = measure_hop(client)
+        answered.result(DEADLINE)
+    assert 0 < figures.seconds < 1
+    assert 1e6 < figures.bytes_per_second < 1e12
+    assert figures.kind == "loopback"
+    client.sendall(b"frame")
+    assert server.recv(5) == b"frame"
+
+
+def test_a_slow_link_gets_one_burst(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that takes 20 ms for the first burst gets no longer one, and the speed is its own."""
+    client, server = ends
+    seen: list[int] = []
+    read = hop_probe._receive
+
+    def slow(connection: socket.socket, count: int) -> bytes:
+        """Count the bytes of bursts, and delay them."""
+        if connection is server and count > 4:
+            seen.append(count)
+            time.sleep(0.02)
+        return read(connection, count)
+
+    monkeypatch.setattr(hop_probe, "_receive", slow)
+    thread = threading.Thread(target=answer_probes, args=(server,))
+    thread.start()
+    figures = measure_hop(client)
+    thread.join(DEADLINE)
+    assert sum(seen) == BURSTS[0]
+    assert figures.bytes_per_second <= BURSTS[0] / 0.01
+
+
+@pytest.mark.parametrize("bursts", [(BURSTS[0] + 1,), (*BURSTS, 1)])
+def test_a_client_cannot_send_more_than_the_bursts(
+    ends: tuple[socket.socket, socket.socket], bursts: tuple[int, ...]
+) -> None:
+    """A burst that is longer than agreed, and one more burst, end the handshake."""
+    client, server = ends
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(answer_probes, server)
+        client.sendall(b"???")
+        for nbytes in bursts[:-1]:
+            client.sendall(struct.pack("<I", nbytes) + bytes(nbytes))
+        client.sendall(struct.pack("<I", bursts[-1]))
+        with pytest.raises(ProtocolError, match="exceeds"):
+            answered.result(DEADLINE)
