@@ -65,7 +65,8 @@ clients: ## install the clients of other projects that tests/clients runs, in Py
 	if command -v npm >/dev/null; then cd .cache/clients/node && npm install --silent --no-audit --no-fund; \
 		else echo "npm is not installed, so the clients of node are skipped."; fi
 
-nightly: $(VENV)/.dev ## 200 random faults, a storm of faults, and 100 ends of workers at any moment
+nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, and 100 ends of processes at any moment
+	$(BIN)/python -m tests.chaos.virtual --faults 10000
 	$(BIN)/python -m tests.chaos.run --faults 80 --table .cache/chaos.json
 	$(BIN)/python -m tests.chaos.run --faults 70 --kinds network --table .cache/chaos.json
 	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host --table .cache/chaos.json

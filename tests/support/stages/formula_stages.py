@@ -1,0 +1,154 @@
+"""Stages without a model for long runs: layers that hold tokens, a text by formula, drafts, and backups.
+
+They are `token_stages` with the text of `fake_last_stage`, which depends on all tokens before and on the seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
+
+from mtp.sampling.acceptance import accepted_length
+from proto.backup import LayerState
+from proto.errors import ProtocolError
+from proto.frame import Admit, Outcome, Segment, TokenLogprob
+from proto.operation import BackUp, RestoreBackup
+from proto.span import Span
+from tests.support.stages.fake_last_stage import VOCAB, target
+from tests.support.stages.token_stages import (
+    Chooser,
+    TokenStage,
+    TruthfulVerifier,
+    copies,
+    layers_of,
+    tokens_of,
+)
+from worker.cache.last_stage_state import LastStageState
+from worker.cache.sequence_cache import SequenceCache
+from worker.engine import stage_engine
+from worker.engine.backup import StageBackups
+from worker.engine.stage_engine import Budget, StageEngine
+from worker.model.loader import StageModules
+
+RIGHT, OUT_OF = 3, 5
+"""Drafts for the first RIGHT of every OUT_OF positions are the target's own."""
+
+
+class FormulaStage(TokenStage):
+    """A token stage whose two layers stand for all layers of `span`."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__()
+        config = SimpleNamespace(vocab_size=VOCAB, hidden_size=1)
+        self.modules = cast(StageModules, SimpleNamespace(config=config, span=span))
+
+
+@dataclass
+class FormulaVerifier(TruthfulVerifier):
+    """A verifier whose targets are a formula of the tokens that the layers hold."""
+
+    admitted: dict[int, Admit] = field(default_factory=dict)
+    states: dict[int, LastStageState] = field(default_factory=dict)
+    """Always empty: the tokens held decide about the next one."""
+
+    def admit(self, op: Admit) -> None:
+        """Add a sequence."""
+        super().admit(op)
+        self.admitted[op.seq_id] = op
+
+    def evict(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        super().evict(seq_id)
+        self.admitted.pop(seq_id, None)
+
+    def _outcome(self, sequence: SequenceCache, segment: Segment) -> Outcome:
+        if not (segment.open or segment.sample):
+            return Outcome(segment.seq_id, segment.window, segment.width)
+        params = self.admitted[segment.seq_id].params
+        held = tokens_of(sequence)
+        ends = range(segment.position + 1, segment.position + segment.width + 1)
+        targets = [target(held[:end], params.seed) for end in ends]
+        count = segment.width
+        if segment.open and not segment.continues:
+            count = accepted_length(segment.tokens, targets, self.expected[segment.seq_id])
+        if not count:
+            return Outcome(segment.seq_id, segment.window, 0)
+        token = self.expected[segment.seq_id] = targets[count - 1]
+        text = [*held[: segment.position + count], token]
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if params.logprobs is not None:
+            chosen = segment.tokens[1:count] if segment.open else ()
+            logprobs = tuple(TokenLogprob(t, -float(t)) for t in (*chosen, token))
+        drafts = _drafts(text, segment.drafts, params.seed)
+        return Outcome(segment.seq_id, segment.window, count, token, drafts, logprobs)
+
+
+def _drafts(text: list[int], count: int, seed: int) -> tuple[int, ...]:
+    drafts: list[int] = []
+    for _ in range(count):
+        miss = (len(text) + len(drafts)) % OUT_OF >= RIGHT
+        drafts.append((target([*text, *drafts], seed) + miss) % VOCAB)
+    return tuple(drafts)
+
+
+@dataclass(frozen=True)
+class TokenBackup:
+    """The states of all layers of a stage after `length` tokens."""
+
+    length: int
+    states: list[LayerState]
+
+
+class TokenBackups(StageBackups):
+    """Backups of layers that hold tokens, with the rules of `StageBackups`."""
+
+    def make_backup(self, op: BackUp, sequence: SequenceCache, last: LastStageState | None) -> None:
+        """Back up a sequence: the new tokens for even layers, and all tokens for odd ones."""
+        stack = sequence.stack
+        if stack.windows or op.start > stack.length:
+            raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
+        tokens = tokens_of(sequence)
+        assert len(tokens) == stack.length
+        new, whole = (json.dumps(part).encode() for part in (tokens[op.start :], tokens))
+        states = [
+            LayerState(layer, False, whole) if layer % 2 else LayerState(layer, True, new)
+            for layer in self.span
+        ]
+        cast(dict[int, TokenBackup], self.made)[op.seq_id] = TokenBackup(stack.length, states)
+
+    def restore_backup(
+        self, op: RestoreBackup, sequence: SequenceCache, last: LastStageState | None
+    ) -> None:
+        """Fill the empty layers of a sequence."""
+        backup = self.received.pop(op.seq_id, None)
+        if backup is None or sequence.stack.length or len(backup.tokens) != op.length:
+            raise ProtocolError(f"sequence {op.seq_id} has no backup of {op.length} tokens here")
+        for layer in self.span:
+            parts = [json.loads(data) for data in backup.layers[layer]]
+            tokens = [token for part in parts for token in part]
+            assert tokens == list(backup.tokens), "a backup has other tokens"
+        cache, state = layers_of(sequence.layers)
+        cache.tokens, state.seen = list(backup.tokens), backup.tokens
+        sequence.stack.length = op.length
+
+
+def formula_engine(
+    stage: FormulaStage, epoch: int, *, first: bool, last: bool, budget: Budget
+) -> StageEngine:
+    """Return the engine of a stage in a new plan."""
+    verifier = FormulaVerifier(Chooser()) if last else None
+    engine = StageEngine(stage, epoch=epoch, first=first, verifier=verifier, budget=budget)
+    engine.backups = TokenBackups(stage.modules.span)
+    return engine
+
+
+@contextmanager
+def formula_copies() -> Iterator[None]:
+    """Let engines copy layers that hold tokens for their prefix entries."""
+    with patch.object(stage_engine, "copies_of", copies):
+        yield
