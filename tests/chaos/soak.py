@@ -88,7 +88,7 @@ class Soak:
                     break
                 first = False
         except (RuntimeError, httpx.HTTPError) as error:
-            self.counts[f"failed: {error or type(error).__name__}"[:60]] += 1
+            self.counts[f"failed: {str(error) or type(error).__name__}"[:60]] += 1
             await asyncio.sleep(1)
         else:
             self.counts["left" if leaves else "answers"] += 1
