@@ -5,10 +5,9 @@ Times are nanoseconds of `time.monotonic_ns`. A step that did not take place has
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from enum import IntEnum, auto
+from time import monotonic_ns
 
 RING_FRAMES = 8192
 """Frames. About a minute of one fast stream; a ring of this size takes about 3 MB."""
@@ -60,6 +59,9 @@ class CoordinatorStep(IntEnum):
     """The events for clients are in their queues."""
 
 
+_COUNTS: dict[type[IntEnum], int] = {steps: len(steps) for steps in (StageStep, CoordinatorStep)}
+
+
 class FrameStamps:
     """The times of one frame in one process, by step. The thread that does a step marks it."""
 
@@ -70,7 +72,7 @@ class FrameStamps:
         self.number = 0
         self.rows = 0
         self.stage = stage
-        self.times = [0] * len(steps)
+        self.times = [0] * _COUNTS[steps]
 
     def name_frame(self, epoch: int, number: int, rows: int) -> None:
         """Record which frame it is, once its header is known."""
@@ -78,38 +80,36 @@ class FrameStamps:
 
     def mark(self, step: IntEnum) -> None:
         """Record that `step` is done now."""
-        self.times[step] = time.monotonic_ns()
+        self.times[step] = monotonic_ns()
 
 
 class StampRing:
     """The stamps of the newest RING_FRAMES frames. Any thread may call its methods."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Appending to a deque, reading an end of it and copying it are atomic, so there is no lock.
         self._stamps: deque[FrameStamps] = deque(maxlen=RING_FRAMES)
 
     def add_frame(self, stage: int, steps: type[IntEnum]) -> FrameStamps:
         """Add a frame, mark its first step, and return its stamps."""
         stamps = FrameStamps(stage, steps)
-        stamps.times[0] = time.monotonic_ns()
-        with self._lock:
-            self._stamps.append(stamps)
+        stamps.times[0] = monotonic_ns()
+        self._stamps.append(stamps)
         return stamps
 
     def find_frame(self, epoch: int, number: int) -> FrameStamps | None:
         """Return the stamps of a frame. The search begins with the newest."""
-        with self._lock:
-            for stamps in reversed(self._stamps):
-                if stamps.number == number and stamps.epoch == epoch:
-                    return stamps
+        for back in range(1, len(self._stamps) + 1):
+            stamps = self._stamps[-back]
+            if stamps.number == number and stamps.epoch == epoch:
+                return stamps
         return None
 
     def since(self, moment_ns: int) -> list[FrameStamps]:
         """Return the frames whose first step was at `moment_ns` or later, oldest first."""
         newest = []
-        with self._lock:
-            for stamps in reversed(self._stamps):
-                if stamps.times[0] < moment_ns:
-                    break
-                newest.append(stamps)
+        for stamps in reversed(self._stamps.copy()):
+            if stamps.times[0] < moment_ns:
+                break
+            newest.append(stamps)
         return newest[::-1]

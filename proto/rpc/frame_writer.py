@@ -51,8 +51,9 @@ class FrameWriter:
         self._timeout = timeout
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         """Guards all that follows, and the socket while `_writing_since` is None."""
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[tuple[memoryview, OnWritten]] = deque()
         self._writing_since: float | None = None
         self._closed = False
@@ -63,18 +64,19 @@ class FrameWriter:
 
         `on_written` is called, on any thread, once the socket has accepted the frame.
         """
-        rest = memoryview(LENGTH.pack(len(data)) + data)
-        with self._changed:
+        message = LENGTH.pack(len(data)) + data
+        count = 0
+        with self._lock:
             if self._closed:
                 return
             if self._writing_since is None and not self._queue and len(data) <= DIRECT_BYTES:
                 try:
-                    rest = rest[_write_some(self._connection, rest) :]
+                    count = _write_some(self._connection, message)
                 except OSError as error:
                     self._fail(_lost(self._peer, error))
                     return
-            if rest:
-                self._queue.append((rest, on_written))
+            if count < len(message):
+                self._queue.append((memoryview(message)[count:], on_written))
                 self._start_thread()
                 return
         on_written()
@@ -161,7 +163,7 @@ class FrameWriter:
             self._loop.call_soon_threadsafe(self._on_failure, error)
 
 
-def _write_some(connection: socket.socket, data: memoryview) -> int:
+def _write_some(connection: socket.socket, data: bytes | memoryview) -> int:
     """Return the number of bytes that the socket accepts now."""
     try:
         return connection.send(data)

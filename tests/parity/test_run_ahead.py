@@ -160,7 +160,7 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
 
     def finish(self: FrameRunner, begun: BegunFrame, *rest: Any) -> None:
         """Finish a frame."""
-        unfinished.discard(begun.out.number)
+        unfinished.discard(begun.frame.number)
         finish_frame(self, begun, *rest)
 
     begin_frame, finish_frame = StageEngine.begin, FrameRunner._finish

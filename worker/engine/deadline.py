@@ -68,5 +68,7 @@ def _brings_vocabulary(frame: Frame) -> bool:
 
 
 def _size(frame: Frame) -> Size:
-    end = max((s.position + s.width for s in frame.segments), default=0)
+    end = 0
+    for segment in frame.segments:
+        end = max(end, segment.position + segment.width)
     return frame.rows.bit_length(), end.bit_length()

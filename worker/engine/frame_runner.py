@@ -52,23 +52,26 @@ class FrameRunner:
         """
         if not (frame.continues and engine.can_run_ahead(frame)):
             self._thread.run_deferred()
-        self._thread.expect(self._deadlines.seconds(frame))
+        seconds = self._deadlines.seconds(frame)
+        self._thread.expect(seconds)
         begun = _begin(engine, frame, stamps)
         del engine  # after a failure no thread may keep its weights in memory
         self._thread.run_deferred()
         if isinstance(begun, Exception):
             on_error(begun)
             return
-        finish = partial(self._finish, begun, on_done, on_error)
+        finish = partial(self._finish, begun, seconds, on_done, on_error)
         followed = frame.continues or self._thread.queued
         if followed and begun.engine.can_run_ahead(frame):
             self._thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
         else:
             finish()
 
-    def _finish(self, begun: BegunFrame, on_done: OnDone, on_error: OnError) -> None:
+    def _finish(
+        self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
+    ) -> None:
         try:
-            self._thread.expect(self._deadlines.seconds(begun.out))
+            self._thread.expect(seconds)
             out = begun.finish()
         except Exception as error:
             on_error(error)

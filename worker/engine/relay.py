@@ -64,7 +64,7 @@ class RelayedTokens:
 
     def lacks(self, frame: Frame) -> bool:
         """Return whether a segment of `frame` continues with a token that has not arrived."""
-        return any(
+        return frame.continues and any(
             segment.continues and self._outcome(segment) is None for segment in frame.segments
         )
 

@@ -39,6 +39,9 @@ from worker.model.stage import Run, Stage
 from worker.model.verdict import Verdict
 from worker.model.verifier import Verifier
 
+NO_TENSOR: tuple[str, tuple[int, ...], memoryview | bytes] = ("", (), b"")
+"""The dtype, the shape and the bytes of a frame without hidden states."""
+
 MAX_COPIED_BYTES = {"cpu": 0, "metal": 2**28, "cuda": 2**28}
 """Bytes by backend. Largest K/V caches of a frame that begins before the frame before it is finished.
 
@@ -138,9 +141,8 @@ class StageEngine:
         for op in frame.ops:
             self._apply(op)
         late_copies = self._start_copies(frame)
-        segments = tuple(self._mark(segment) for segment in frame.segments)
+        segments = tuple(map(self._mark, frame.segments))
         runs: list[Run] = [(self.sequences[s.seq_id], s) for s in segments if not s.cancelled]
-        out = replace(frame, segments=segments, dtype="", shape=(), tensor=b"")
         verdict: Verdict | None = None
         x = plain = None
         if runs:
@@ -155,7 +157,9 @@ class StageEngine:
                 stamps.mark(StageStep.BUILT)
                 mx.async_eval(plain, *states)
         self.frames_done += 1
-        return BegunFrame(self, out, runs, verdict, x, plain, stamps, started, late_copies)
+        return BegunFrame(
+            self, frame, segments, runs, verdict, x, plain, stamps, started, late_copies
+        )
 
     def can_run_ahead(self, frame: Frame) -> bool:
         """Return whether `frame` may begin before the frame before it is finished.
@@ -296,6 +300,8 @@ class StageEngine:
 
         A copy that stays lazy keeps the caches of its sequence in memory.
         """
+        if not self._saved:
+            return []
         running = {segment.seq_id for segment in frame.segments}
         mx.async_eval([list(entry.arrays()) for seq_id, entry in self._saved if seq_id in running])
         late = [entry for seq_id, entry in self._saved if seq_id not in running]
@@ -382,11 +388,13 @@ class StageEngine:
 class BegunFrame:
     """A frame whose segments the device computes. Call `finish` and then `clean_up`.
 
-    `verdict` is that of the last stage. `x` are the hidden states for the next stage and `plain` their view for numpy.
+    `segments` are those of `frame`, some of them cancelled here. `verdict` is that of the last stage. `x` are the
+    hidden states for the next stage and `plain` their view for Python.
     """
 
     engine: StageEngine
-    out: Frame
+    frame: Frame
+    segments: tuple[Segment, ...]
     runs: Sequence[Run]
     verdict: Verdict | None
     x: mx.array | None
@@ -398,25 +406,36 @@ class BegunFrame:
 
     def finish(self) -> Frame:
         """Wait for the device and return the frame for the next hop."""
-        out, stamps, verifier = self.out, self.stamps, self.engine.verifier
+        frame, stamps, verifier = self.frame, self.stamps, self.engine.verifier
+        dtype, shape, tensor = NO_TENSOR
         if self.x is not None and verifier is None:
             mx.eval(self.plain)
             stamps.mark(StageStep.COMPUTED)
-            out = out.with_tensor(*to_bytes(self.x, self.plain))
+            dtype, shape, tensor = to_bytes(self.x, self.plain)
             stamps.mark(StageStep.READ)
         elif verifier is not None:
             found = {} if self.verdict is None else self.verdict.finish(stamps)
-            self.outcomes = verifier.outcomes(out.segments, found)
-            out = replace(out, outcomes=self.outcomes)
+            self.outcomes = verifier.outcomes(self.segments, found)
             stamps.mark(StageStep.READ)
         now = time.perf_counter()
         elapsed = now - max(self.started, self.engine.last_finished)
         self.engine.last_finished = now
-        return replace(out, stage_us=(*out.stage_us, int(elapsed * 1e6)))
+        return Frame(
+            frame.epoch,
+            frame.number,
+            frame.ops,
+            self.segments,
+            self.outcomes or frame.outcomes,
+            (*frame.stage_us, int(elapsed * 1e6)),
+            dtype,
+            shape,
+            tensor,
+        )
 
     def clean_up(self) -> None:
         """Do what the next hop does not wait for: copy prefixes, apply outcomes early, and release memory."""
-        mx.async_eval([list(entry.arrays()) for entry in self.late_copies])
+        if self.late_copies:
+            mx.async_eval([list(entry.arrays()) for entry in self.late_copies])
         if self.verdict is not None:
             accepted = {(o.seq_id, o.window): o.accepted_length for o in self.outcomes}
             for sequence, segment in self.runs:
