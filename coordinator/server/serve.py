@@ -42,6 +42,7 @@ from coordinator.web.live_trace import LiveTrace
 from proto import cluster_pb2 as pb
 from proto.address import join_address
 from proto.errors import MemoryLimitError
+from proto.rpc.accept_warning import warn_once_of_shortage
 from proto.rpc.bind import bind_listener
 from proto.terminal.keep_awake import keep_awake
 from proto.terminal.progress_bar import byte_bar
@@ -66,6 +67,7 @@ async def serve(options: ServeOptions) -> None:
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
     )
+    warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
     trust = open_trust(options)

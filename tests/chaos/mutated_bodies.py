@@ -81,6 +81,12 @@ def _resident(pid: int) -> float:
     return psutil.Process(pid).memory_info().rss / 1e6
 
 
+def _peak(pid: int) -> float:
+    """Return the largest resident memory that a process ever had, in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM"))
+
+
 def describe(folder: Path, pid: int) -> dict[str, Any]:
     """Return what an inspected coordinator reports about its memory."""
     file = folder / f"{pid}.memory"
@@ -128,12 +134,14 @@ def main() -> None:
                     send_bodies(coordinator.url, given.count, process.pid, given.seed)
                 )
                 time.sleep(10)
+                peak = _peak(process.pid)
                 after = describe(folder, process.pid)
                 (node,) = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
                 tracebacks = process.text().count("Traceback")
                 plans = len(process.records("cluster: serving"))
     for name in ("resident", "collected", "trimmed", "traced"):
         print(f"{name:10} {before[name] / 1e6:8.1f} -> {after[name] / 1e6:8.1f} MB")
+    print(f"peak {peak:.1f} MB")
     kept = ("memory_used", "memory_cached", "prefix_bytes", "weight_bytes")
     print("node, MB:", {key: round((node.get(key) or 0) / 1e6, 1) for key in kept})
     print("threads", before["threads"], "->", after["threads"])
@@ -144,6 +152,7 @@ def main() -> None:
     figures = {
         "count": given.count,
         "memory": memory,
+        "peak": peak,
         "before": before,
         "after": after,
         "statuses": statuses,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,6 +11,7 @@ from proto.rpc.channels import add_port
 from proto.rpc.shared_port import SharedPort
 from worker.node.node import WorkerNode
 from worker.node.service import STOP_SECONDS, make_server
+from worker.node.socket_folder import socket_folder
 
 
 @asynccontextmanager
@@ -20,7 +20,7 @@ async def served(node: WorkerNode, listener: socket.socket) -> AsyncIterator[Non
 
     Raises UsageError if the temporary directory cannot hold a socket.
     """
-    with tempfile.TemporaryDirectory(prefix="mtp-") as folder:  # only this user may enter it
+    with socket_folder() as folder:
         path = f"{folder}/grpc"
         server = make_server(node)
         try:
