@@ -7,7 +7,13 @@ from collections.abc import Collection
 from coordinator.generation.request import GenerationRequest
 from coordinator.generation.sequence import Sequence
 from coordinator.planning.capacity import Capacity
-from proto.errors import RequestError
+from proto.errors import CapacityError, RequestError
+
+WAITING_PER_PLACE = 8
+"""Requests of one client that may wait for each free place in the queue. One client can take 8 of 9 places.
+
+The other places let a client with few requests be served while another one floods the queue.
+"""
 
 
 def check_request(request: GenerationRequest, context: int, vocab: int, kv_tokens: int) -> None:
@@ -39,6 +45,27 @@ def check_request(request: GenerationRequest, context: int, vocab: int, kv_token
             f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
             param=field,
         )
+
+
+def check_queue(waiting: Collection[Sequence], places: int, client: str, served: int) -> None:
+    """Raise CapacityError if the queue has no place for a request of `client`.
+
+    The queue has `places` places, and the plan serves up to `served` sequences at once.
+    """
+    free = places - len(waiting)
+    own = sum(sequence.request.client == client for sequence in waiting)
+    if free > 0 and own < WAITING_PER_PLACE * free:
+        return
+    whose = f"{len(waiting)} requests are" if free <= 0 else f"{own} requests of this client are"
+    raise CapacityError(
+        f"{whose} waiting already, the queue takes no more",
+        retry_after=1.0 + len(waiting) / max(1, served),
+    )
+
+
+def most_waiting(places: int) -> int:
+    """Return how many requests of one client an empty queue of `places` places takes."""
+    return -(-WAITING_PER_PLACE * places // (WAITING_PER_PLACE + 1))
 
 
 def fits(room: Capacity, running: Collection[Sequence], *more: Sequence) -> bool:

@@ -20,7 +20,7 @@ class GenerationRequest:
     the prefix cache and change no token. `turn` is the number of prompt tokens with which the conversation's next turn
     begins, 0 if unknown. `continued` says whether a later prompt may begin with this prompt and its answer.
     `emitted` are the first tokens of the answer, which an earlier process emitted. They count towards `max_tokens` and
-    are not emitted again.
+    are not emitted again. Requests of one `client` share its part of the queue and of the pipeline.
     """
 
     prompt: tuple[int, ...]
@@ -31,6 +31,7 @@ class GenerationRequest:
     turn: int = 0
     continued: bool = True
     emitted: tuple[int, ...] = ()
+    client: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from coordinator.generation.admission import check_request, fits
+from coordinator.generation.admission import check_queue, check_request
 from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
 from coordinator.generation.next_header import NextHeader
 from coordinator.generation.open_windows import open_windows, windows_per_sequence
+from coordinator.generation.prompts import Prompts
 from coordinator.generation.request import (
     Finished,
     GenerationRequest,
@@ -37,7 +38,7 @@ from coordinator.generation.step_cost import StepCostMeter
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller
 from mtp.depth.shape import Shape
-from proto.errors import CapacityError, ProtocolError, StaleEpochError
+from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import Evict, Frame, Outcome, Segment
 
 
@@ -63,6 +64,7 @@ class Scheduler:
         self.ops, self.prefixes = self.header.ops, self.header.prefixes
         self.backups = self.header.backups
         self.in_flight: deque[FrameInFlight] = deque()
+        self.prompts = Prompts()
         self.next_number = 0
         self._next_seq = 0
         self._step_costs = StepCostMeter(self.stages)
@@ -96,6 +98,7 @@ class Scheduler:
             sequence.reset_for_plan()
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
+            sequence.expected_prefix = 0
             sequence.await_backup(restored.get(sequence.seq_id, 0))
         left = restored.keys() - {sequence.seq_id for sequence in self.waiting}
         self.ops += [Evict(seq_id) for seq_id in left]
@@ -126,14 +129,14 @@ class Scheduler:
         Raises RequestError if it can never be served, CapacityError if the queue is full.
         """
         check_request(request, self.limits.context, self.limits.vocab, self.capacity.kv_tokens)
-        if len(self.waiting) >= self.queue_limit:
-            raise CapacityError(
-                f"{len(self.waiting)} requests are waiting already, the queue takes no more",
-                retry_after=1.0 + len(self.waiting) / max(1, self.capacity.sequences),
-            )
+        served = self.capacity.sequences
+        places = self.queue_limit + max(0, served - len(self.running))
+        check_queue(self.waiting, places, request.client, served)
         sequence = Sequence(self._next_seq, request, now)
         self._next_seq += 1
         self.backups.start_from_prefix(sequence)
+        entry = self.prefixes.find_entry(sequence.tokens)
+        sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
         self.waiting.append(sequence)
         return sequence
 
@@ -178,8 +181,10 @@ class Scheduler:
         return frame
 
     def _admit_waiting(self) -> None:
-        while self.waiting and fits(self.room, self.running.values(), self.waiting[0]):
-            sequence = self.waiting.popleft()
+        while sequence := self.prompts.next_to_admit(
+            self.running, self.waiting, self.room, self.limits, self.stages
+        ):
+            self.waiting.remove(sequence)
             self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
@@ -278,25 +283,14 @@ class Scheduler:
         )
 
     def _next_chunks(self) -> list[Segment]:
-        """Return prompt chunks for one frame, the oldest prompt first, up to the limit of tokens per step.
-
-        After a failure, a frame has one chunk's tokens. The first prompt continues while the others wait, so the next
-        failure finds some of them advanced.
-        """
+        """Return prompt chunks for one frame."""
         if len(self.in_flight) > self.stages:
             return []
-        budget = self.limits.step_tokens
-        segments: list[Segment] = []
-        for sequence in self.running.values():
-            chunk = self.limits.chunk_length(sequence.prefill_tokens)
-            if self.backups.stormy:
-                budget = min(budget, chunk)
-            length = min(chunk, budget, sequence.prefill_tokens - sequence.scheduled_tokens)
-            if length <= 0:
-                continue
-            segments.append(self._chunk_segment(sequence, length))
-            budget -= segments[-1].width
-        return segments
+        stormy = self.backups.stormy
+        chunks = self.prompts.next_chunks(
+            self.running, self.waiting, self.limits, self.stages, stormy=stormy
+        )
+        return [self._chunk_segment(sequence, length) for sequence, length in chunks]
 
     def _chunk_segment(self, sequence: Sequence, max_length: int) -> Segment:
         if not sequence.admitted:
@@ -338,6 +332,7 @@ class Scheduler:
             raise ProtocolError(f"frame {frame.number} returned where {expected} was expected")
         record = self.in_flight.popleft()
         record.returned = True
+        self.prompts.budget.record_frame(frame)
         self._record_step_cost(frame, record, now)
         result = FrameOutcome(backup=self.backups.returned(frame.number))
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):

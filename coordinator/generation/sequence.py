@@ -91,6 +91,8 @@ class Sequence:
     """Tokens of `prefill_tokens` that a prefix entry provided."""
     restorable_tokens: int = 0
     """Tokens of a backup that the stages of the present plan have, until it is restored."""
+    expected_prefix: int = 0
+    """Tokens of the prefix entry that the stages had for it when it was queued."""
     restoring: bool = False
     """True while the stages receive its backup. It is not admitted meanwhile."""
     window_count: int = 0
@@ -146,6 +148,12 @@ class Sequence:
     def prefilling(self) -> bool:
         """Prompt chunks are still to be sent."""
         return self.scheduled_tokens < self.prefill_tokens
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens that are still to be sent as prompt chunks, as far as known before it is admitted."""
+        known = self.scheduled_tokens if self.admitted else self.expected_prefix
+        return self.prefill_tokens - max(known, self.restorable_tokens)
 
     @property
     def decoding(self) -> bool:
@@ -336,6 +344,7 @@ class Sequence:
         self.admitted = False
         self.commit = None
         self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
+        self.expected_prefix = 0
         self.prefix_boundaries.clear()
         self.drafts = ()
         self.windows_in_flight.clear()

@@ -24,7 +24,6 @@ from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
 from proto.backup import LayerState, ReceivedStates
 from proto.errors import NotReadyError, WorkerLostError
-from proto.frame import Frame
 from proto.params import SamplingParams
 from tests.chaos.pauses import spread
 from tests.support.protocol.simulation import ROOM, SimulatedPipeline, Timing, run_virtually
@@ -43,18 +42,6 @@ PROMPTS = tuple(
     for i, length in enumerate((150, 400, 800, 150, 1000, 500, 1500, 200, 600, 1200, 300, 900))
 )
 """The prompts that all clients repeat. `tests.chaos.storm` has as many."""
-
-
-@dataclass(frozen=True)
-class PromptTiming(Timing):
-    """The times of a pipeline whose prompt tokens take `token` seconds each in every stage."""
-
-    token: float = 0.0
-
-    def of(self, frame: Frame, stage: int) -> float:
-        """Return the seconds of a frame in a stage."""
-        rows = sum(s.width for s in frame.segments if not s.open)
-        return super().of(frame, stage) + rows * self.token
 
 
 @dataclass
@@ -175,7 +162,7 @@ class Case:
 
 async def measure(timing: Timing, seconds: float, down: float, case: Case) -> Measured:
     """Return what clients receive in `seconds`."""
-    frame = timing.stage + 128 * (timing.token if isinstance(timing, PromptTiming) else 0.0)
+    frame = timing.stage + 128 * timing.token
     transfer = TRANSFER + frame * (8 if case.slow_transfer else 1)
     source = FailingSource(timing, case.every, down, case.answers, PREFIXES, transfer)
     scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(2)))
@@ -207,7 +194,7 @@ def main() -> None:
     parser.add_argument("--stage-ms", type=float, default=20.0, help="a window in a stage")
     parser.add_argument("--token-ms", type=float, default=2.5, help="a prompt token in a stage")
     given = parser.parse_args()
-    timing = PromptTiming(3, given.stage_ms / 1e3, row=0.002, token=given.token_ms / 1e3)
+    timing = Timing(3, given.stage_ms / 1e3, row=0.002, token=given.token_ms / 1e3)
     logging.disable()
     calm = 0.0
     for case in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from coordinator.api.answer.events import AnswerEvent
 from coordinator.api.answer.generated_answer import GeneratedAnswer
 from coordinator.api.answer.merge import Merge
 from coordinator.api.answer.writer import AnswerWriter
+from coordinator.api.request.client import client_of
 from coordinator.api.request.context import Api, api_of
 from coordinator.generation.request import GenerationEvent, GenerationRequest, PrefillProgress
 from coordinator.journal.record import Record
@@ -63,11 +64,14 @@ async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Res
 async def read_answer(
     request: Request, endpoint: str, prepare: Prepare
 ) -> tuple[PreparedAnswer, RequestMeter]:
-    """Read a request with `prepare`, and begin to measure it."""
-    api = api_of(request)
+    """Read a request with `prepare`, assign it to its client, and begin to measure it."""
+    api, client = api_of(request), client_of(request)
     meter = api.metrics.begin(endpoint)
     try:
-        return await prepare(api, request), meter
+        prepared = await prepare(api, request)
+        for choice in prepared.answer.choices:
+            choice.request = replace(choice.request, client=client)
+        return prepared, meter
     except BaseException as error:
         meter.end(_outcome(error))
         raise

@@ -51,7 +51,8 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     The request counts as open until its answer has ended.
 
     The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
-    compared, in constant time. `request.state.owner` becomes a digest of the valid key.
+    compared, in constant time. `request.state.owner` becomes a digest of the valid key, and `request.state.key_name`
+    the name of a named one.
     """
     options = api_of(request).options
     keys, ring = options.api_keys, options.key_ring
@@ -65,6 +66,7 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     if any(matches):
         yield
     elif ring and named:
+        request.state.key_name = named.name
         owner = request.state.owner if starts_answer(request) else ""
         with ring.open_request(named, scope_of(request.url.path), owner):
             yield

@@ -13,6 +13,7 @@ from coordinator.api.request.errors import (
     ModelNotLoadedError,
     UnknownModelError,
 )
+from coordinator.generation.admission import most_waiting
 from coordinator.generation.request import GenerationRequest
 from coordinator.text.model_info import Json
 from proto.errors import RequestError
@@ -136,7 +137,7 @@ def _max_choices(api: Api) -> int:
     status = api.status.status()
     if not status.running_limit or status.waiting_limit is None:
         return MAX_CHOICES
-    return min(MAX_CHOICES, status.running_limit + status.waiting_limit)
+    return min(MAX_CHOICES, most_waiting(status.running_limit + status.waiting_limit))
 
 
 def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:

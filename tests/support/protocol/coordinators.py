@@ -78,6 +78,7 @@ class Scheduled:
         prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
         return (
             (s.epoch, s.stages, s.next_number, tuple(map(op_key, s.ops)), flight, prefixes),
+            s.prompts.order.other_frames,
             (live, len(s.running), received, frozenset(self.ended), len(self.to_come), self.leaves),
         )
 

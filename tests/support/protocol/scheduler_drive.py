@@ -72,10 +72,11 @@ class Drive:
         seed: int = 0,
         stop: Sequence[int] = (),
         logprobs: int | None = None,
+        client: str = "",
     ) -> int:
         """Submit a request and return its sequence number."""
         params = SamplingParams(seed=seed, logprobs=logprobs)
-        request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop))
+        request = GenerationRequest(tuple(prompt), tokens, params, frozenset(stop), client=client)
         return self.scheduler.submit(request, self.now).seq_id
 
     def send(self) -> Frame | None:

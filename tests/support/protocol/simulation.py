@@ -75,9 +75,10 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
 class Timing:
     """The times of a simulated pipeline, in seconds.
 
-    A frame takes `stage` in each stage, and `hop` between neighbours. Each further row of windows adds `row`, and each
-    draft in the last stage adds `draft`. By default the cost does not depend on the content of a frame, as if reading
-    the weights took all the time. The coordinator takes `apply` from a result to the frames that follow from it.
+    A frame takes `stage` in each stage, and `hop` between neighbours. Each further row of windows adds `row`, each
+    prompt token `token`, and each draft in the last stage `draft`. By default the cost does not depend on the content
+    of a frame, as if reading the weights took all the time. The coordinator takes `apply` from a result to the frames
+    that follow from it.
     """
 
     stages: int
@@ -86,13 +87,15 @@ class Timing:
     row: float = 0.0
     draft: float = 0.0
     apply: float = 0.0
+    token: float = 0.0
 
     def of(self, frame: Frame, stage: int) -> float:
         """Return the seconds of a frame in a stage."""
         windows = [s for s in frame.segments if s.open]
         further = max(0, sum(s.width for s in windows) - 1)
         drafts = max((s.drafts for s in windows), default=0) if stage == self.stages - 1 else 0
-        return self.stage + further * self.row + drafts * self.draft
+        tokens = sum(s.width for s in frame.segments if not s.open)
+        return self.stage + further * self.row + drafts * self.draft + tokens * self.token
 
     @property
     def step(self) -> float:
@@ -226,10 +229,11 @@ class Simulation:
         chunk: int = 64,
         mtp: str = "off",
         last: FakeLastStage | None = None,
+        frame: int | None = None,
     ) -> None:
         self.timing = timing
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
-        limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=chunk)
+        limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=frame or chunk)
         self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
         pipeline = SimulatedPipeline(timing, last or FakeLastStage())
         self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
@@ -241,9 +245,12 @@ class Simulation:
     async def __aexit__(self, *_: object) -> None:
         await self.loop.close()
 
-    async def stream(self, prompt: int, tokens: int, seed: int = 0) -> list[float]:
+    async def stream(
+        self, prompt: int, tokens: int, seed: int = 0, client: str = ""
+    ) -> list[float]:
         """Run one request with `prompt` prompt tokens. Return the times at which its tokens arrived."""
-        request = GenerationRequest(tuple(i % 40 for i in range(seed, seed + prompt)), tokens)
+        words = tuple(i % 40 for i in range(seed, seed + prompt))
+        request = GenerationRequest(words, tokens, client=client)
         times: list[float] = []
         async for event in self.loop.generate(request):
             if isinstance(event, TokenChunk):

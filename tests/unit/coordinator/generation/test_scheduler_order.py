@@ -251,10 +251,10 @@ def test_the_queue_is_as_long_as_suits_the_plan(sequences: int, waiting: int) ->
     drive = Drive(room=replace(ROOM, sequences=2, kv_tokens=10**6))
     assert drive.scheduler.queue_limit == 32
     drive.new_plan(drive.stage, room=replace(ROOM, sequences=sequences, kv_tokens=10**6))
-    for _ in range(waiting):
-        drive.submit()
-    with pytest.raises(CapacityError):
-        drive.submit()
+    for client in range(sequences + waiting):
+        drive.submit(client=str(client))
+    with pytest.raises(CapacityError, match=f"{sequences + waiting} requests are waiting"):
+        drive.submit(client="another")
 
 
 @pytest.mark.parametrize("wrong", ["number", "outcomes"])
