@@ -18,6 +18,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from mtp.head.joined_attention import JoinedAttention, turns_of
 from mtp.head.packed_attention import PackedAttention
 from mtp.head.tiled_attention import tiled_attention
 from mtp.kernels.projections import add_mlp
@@ -57,7 +58,7 @@ class KVFormat:
 
 
 def add_attention(
-    attention: Qwen3NextAttention | PackedAttention,
+    attention: Qwen3NextAttention | JoinedAttention | PackedAttention,
     norm: nn.RMSNorm,
     x: mx.array,
     caches: Sequence[KV],
@@ -80,7 +81,7 @@ def add_attention(
 
 
 def attend(
-    attention: Qwen3NextAttention,
+    attention: Qwen3NextAttention | JoinedAttention,
     x: mx.array,
     caches: Sequence[KV],
     widths: Sequence[int],
@@ -91,14 +92,13 @@ def attend(
 
     Appends to each cache. See `add_attention` for `holes` and `queries`.
     """
-    rows = x.shape[0]
-    q_rows, gate = mx.split(
-        attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
-    )
-    kv_shape = (rows, attention.num_key_value_heads, -1)
-    q_rows = attention.q_norm(q_rows)
-    keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
-    values = attention.v_proj(x).reshape(kv_shape)
+    rows, turned = x.shape[0], isinstance(attention, JoinedAttention)
+    if isinstance(attention, JoinedAttention):
+        moved = mx.concatenate([hole.count for hole in holes]) if holes else None
+        turns = turns_of(attention.rope, [cache.offset for cache in caches], widths, moved)
+        q_rows, keys, values, gate = attention.project(x, turns)
+    else:
+        q_rows, keys, values, gate = _project(attention, x)
 
     outputs: list[mx.array] = []
     start = 0
@@ -111,7 +111,9 @@ def attend(
             for t in (q_rows, keys, values)
         )
         offsets = [cache.offset for cache in group]
-        if holes:
+        if turned:
+            pass
+        elif holes:
             q, k = _turned_at(attention.rope, q, k, offsets, holes)
         else:
             q, k = _turned(attention.rope, q, k, offsets)
@@ -124,11 +126,25 @@ def attend(
             outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
         start += width * count
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return attention.o_proj(merged * mx.sigmoid(gate.reshape(rows, -1)))
+    y: mx.array = attention.o_proj(merged * mx.sigmoid(gate.reshape(rows, -1)))
+    return y
+
+
+def _project(
+    attention: Qwen3NextAttention, x: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Return queries, keys and values `[rows, heads, dim]`, and the gates of `x [rows, hidden]`, before RoPE."""
+    rows = x.shape[0]
+    q_rows, gate = mx.split(
+        attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
+    )
+    kv_shape = (rows, attention.num_key_value_heads, -1)
+    keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
+    return attention.q_norm(q_rows), keys, attention.v_proj(x).reshape(kv_shape), gate
 
 
 def _attend_one(
-    attention: Qwen3NextAttention,
+    attention: Qwen3NextAttention | JoinedAttention,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -149,7 +165,12 @@ def _attend_one(
 
 
 def _attend_quantized(
-    attention: Qwen3NextAttention, q: mx.array, k: Any, v: Any, cache: KV, offset: int
+    attention: Qwen3NextAttention | JoinedAttention,
+    q: mx.array,
+    k: Any,
+    v: Any,
+    cache: KV,
+    offset: int,
 ) -> mx.array:
     """Return the attention of `q [1, heads, width, dim]` at `offset` over quantized keys and values."""
     width = q.shape[2]
@@ -162,7 +183,12 @@ def _attend_quantized(
 
 
 def _attend_around(
-    attention: Qwen3NextAttention, q: mx.array, k: mx.array, v: mx.array, cache: KV, hole: Hole
+    attention: Qwen3NextAttention | JoinedAttention,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: KV,
+    hole: Hole,
 ) -> mx.array:
     """Append one row to `cache`, and return its attention to all entries but those of `hole`."""
     k, v = cache.update_and_fetch(k, v)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mtp.exact.ranged_rows import RangedRows
+from mtp.kernels.column_linear import ColumnLinear
 from mtp.kernels.dense_rows import DenseRows
 from mtp.kernels.packed_linear import TILE as BLOCK
 from mtp.kernels.packed_linear import PackedLinear
@@ -140,17 +141,22 @@ def draft_vocabulary(
     linear = isinstance(
         module, (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
     )
-    selectable = isinstance(module, (PackedLinear, DenseRows)) or (linear and "bias" not in module)
+    own = isinstance(module, (ColumnLinear, PackedLinear, DenseRows))
+    selectable = (own or linear) and "bias" not in module
     if not size.tokens or 2 * size.tokens > vocab or vocab % BLOCK or not selectable:
         return None
     return DraftVocabulary(module, whole, vocab, size)
 
 
 def _rows_of(module: Any, blocks: slice | mx.array) -> Projection:
-    """Return the projection with only these blocks of `BLOCK` outputs. A slice copies nothing."""
+    """Return the projection with only these blocks of `BLOCK` outputs. A slice copies nothing, except of columns."""
     if isinstance(module, PackedLinear):
         part = PackedLinear(module.w[blocks], module.factors[blocks], module.dtype)
         return part.as_linear
+    if isinstance(module, ColumnLinear):
+        columns = module.weight.reshape(module.weight.shape[0], -1, BLOCK)[:, blocks]
+        columns = mx.contiguous(columns.reshape(module.weight.shape[0], -1))
+        return ColumnLinear(columns)
 
     def selected(value: mx.array) -> mx.array:
         taken = value.reshape(-1, BLOCK, value.shape[1])[blocks]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
+
+from mtp.kernels.gated_delta_steps import advance_state
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class GDNCache:
             return
         self.conv = mx.concatenate([self.conv, tape.qkv[:, :cut]], axis=1)[:, cut:]
         k = tape.k[:, :cut]
-        _, self.state = gated_delta_update(
+        _, self.state = advance_state(
             k,  # in place of q, which only the output depends on
             k,
             tape.v[:, :cut],

@@ -20,6 +20,7 @@ from mtp.checkpoint.format.names import Source, module_path
 from mtp.checkpoint.format.parts import check_types, missing_tensors, part_module
 from mtp.exact.ranged_rows import RangedRows
 from mtp.head.mtp_head import MTPHead
+from mtp.kernels.column_linear import ColumnLinear
 from mtp.kernels.dense_rows import DenseRows
 from mtp.kernels.packed_linear import PackedEmbedding, PackedLinear
 from mtp.packing.repacked_linear import add_extras
@@ -48,8 +49,12 @@ class StageModules:
     layers: list[DecoderLayer]
     embed_tokens: nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding | None = None
     norm: nn.RMSNorm | None = None
-    lm_head: nn.Linear | nn.QuantizedLinear | PackedLinear | RangedRows | DenseRows | None = None
+    lm_head: (
+        nn.Linear | nn.QuantizedLinear | ColumnLinear | PackedLinear | RangedRows | DenseRows | None
+    ) = None
     head: MTPHead | None = None
+    model_bytes: int = 0
+    """Bytes of the weights of the whole checkpoint."""
 
 
 def load_stage(
@@ -115,6 +120,7 @@ def load_steps(
         norm=modules.get("norm"),
         lm_head=modules.get("lm_head"),
         head=modules.get("mtp"),
+        model_bytes=sum(checkpoint.part_bytes().values()),
     )
 
 

@@ -18,7 +18,8 @@ from proto.frame import Admit, Segment
 from worker.cache.gdn_cache import GDNCache
 from worker.cache.sequence_cache import LayerCache, SequenceCache
 from worker.model.exact import ExactProducts
-from worker.model.gdn import mix
+from worker.model.gdn import mix, net_of
+from worker.model.join import join_stage
 from worker.model.loader import StageModules
 from worker.model.pack import pack_stage
 from worker.model.packed_gdn import PackedGDN
@@ -53,11 +54,13 @@ class Stage:
 
         Raises UsageError if that is impossible here.
         """
+        self.dtype: mx.Dtype = modules.layers[0].input_layernorm.weight.dtype
         pack_stage(modules, kv_format)
+        if backend() == "cpu":
+            join_stage(modules)
         self.modules = modules
         self.draft_vocab = draft_vocab
         self.kv_format = kv_format
-        self.dtype: mx.Dtype = modules.layers[0].input_layernorm.weight.dtype
         self._cadence = CADENCE[backend()]
         self._queries: int | None = None
         if exact:
@@ -74,7 +77,7 @@ class Stage:
             return self.kv_format.new_cache()
         if isinstance(layer.linear_attn, PackedGDN):
             return layer.linear_attn.new_cache()
-        return GDNCache.empty(layer.linear_attn, self.dtype)
+        return GDNCache.empty(net_of(layer.linear_attn), self.dtype)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return the embeddings of `tokens [rows]`: `[rows, hidden]`. First stage only."""
@@ -116,15 +119,16 @@ class Stage:
         widths = [segment.width for _, segment in runs]
         norm, mlp = layer.input_layernorm, (layer.mlp, layer.post_attention_layernorm)
         if not layer.is_linear:
-            return add_attention(
+            x = add_attention(
                 layer.self_attn, norm, x, caches, widths, queries=self._queries, mlp=mlp
             )
+            return x.astype(self.dtype)
         stay_open = [segment.open for _, segment in runs]
         if isinstance(layer.linear_attn, PackedGDN):
             return layer.linear_attn.add(x, norm, caches, widths, stay_open, mlp)
         together = self._queries is None
         mixed = mix(layer.linear_attn, norm(x), caches, widths, stay_open, together=together)
-        return add_mlp(*mlp, x + mixed)
+        return add_mlp(*mlp, x + mixed).astype(self.dtype)
 
 
 def _parts(runs: Sequence[Run]) -> list[list[int]]:

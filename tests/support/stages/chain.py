@@ -70,8 +70,8 @@ class Chain:
         for start, end in pairwise(borders):
             first, last = start == 0, end == layers
             loaded = modules(path, start, end, first, last)
-            verifier = Verifier(loaded, kv_format) if last else None
             stage = Stage(loaded, kv_format)
+            verifier = Verifier(loaded, kv_format) if last else None
             self.engines.append(StageEngine(stage, epoch=EPOCH, first=first, verifier=verifier))
         self.inboxes: list[deque[bytes]] = [deque() for _ in self.engines]
         self.posted = 0

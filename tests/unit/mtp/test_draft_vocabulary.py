@@ -16,16 +16,19 @@ from mtp.head.draft_vocabulary import (
     DraftVocabularySize,
     draft_vocabulary,
 )
+from mtp.kernels.column_linear import ColumnLinear
 from proto.errors import UsageError
 
 VOCAB, HIDDEN, LOWEST = 512, 64, 64
 
 
 def projections() -> list[Any]:
-    """Return a linear layer, an embedding, and quantized ones."""
+    """Return a linear layer, an embedding, quantized ones, and a layer by columns."""
     mx.random.seed(1)
     linear, embedding = nn.Linear(HIDDEN, VOCAB, bias=False), nn.Embedding(VOCAB, HIDDEN)
-    return [linear, embedding, linear.to_quantized(64, 4), embedding.to_quantized(64, 8)]
+    by_rows = nn.Linear(HIDDEN, VOCAB, bias=False)
+    quantized = [linear.to_quantized(64, 4), embedding.to_quantized(64, 8)]
+    return [linear, embedding, *quantized, ColumnLinear.from_modules([by_rows])]
 
 
 def whole_of(module: Any) -> Any:
@@ -48,7 +51,7 @@ def known(part: DraftVocabulary) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "module", projections(), ids=["linear", "embedding", "4 bit", "8 bit tied"]
+    "module", projections(), ids=["linear", "embedding", "4 bit", "8 bit tied", "columns"]
 )
 def test_logits_of_the_part_are_those_of_the_whole(module: Any) -> None:
     part, x = part_of(module), mx.random.normal((3, HIDDEN))

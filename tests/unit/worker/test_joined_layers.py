@@ -1,0 +1,167 @@
+"""The layers for MLX's CPU backend give the bits of mlx-lm's modules in fp32, and the same row in any frame in bf16."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head import joined_attention
+from mtp.head.attention import Hole, attend
+from mtp.head.joined_attention import JoinedAttention
+from mtp.kernels.column_linear import ColumnLinear
+from mtp.kernels.gated_delta_steps import advance_state
+from mtp.kernels.joined_mlp import JoinedMLP
+from mtp.kernels.row_norm import RowNorm
+from proto.span import Span
+from tests.conftest import Checkpoints
+from worker.cache.gdn_cache import GDNCache
+from worker.model import join
+from worker.model.gdn import mix
+from worker.model.join import join_stage
+from worker.model.joined_gdn import JoinedGDN
+from worker.model.loader import StageModules, load_stage
+
+HIDDEN = 48
+WIDTHS = (1, 3, 3, 1, 8)
+"""Rows of the sequences of a frame."""
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device() != mx.Device(mx.cpu) or sys.platform == "darwin",
+    reason="these layers are for the reference BLAS of MLX on Linux",
+)
+
+
+def layer_of(*, linear: bool) -> Any:
+    """Return a decoder layer of random weights. Equal calls give equal weights."""
+    mx.random.seed(4)
+    args = TextModelArgs(
+        hidden_size=HIDDEN,
+        intermediate_size=80,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    layer = DecoderLayer(args, layer_idx=0 if linear else args.full_attention_interval - 1)
+    layer.update({"input_layernorm": {"weight": mx.random.normal((HIDDEN,))}})
+    mx.eval(layer.parameters())
+    return layer.eval()
+
+
+def rows_of(count: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal((count, HIDDEN), key=mx.random.key(count)).astype(dtype)
+
+
+def gdn_frames(layer: Any, cuts: Sequence[int | None]) -> list[mx.array]:
+    """Return the outputs and states of frames of open windows. Each of `cuts` follows one of the frames."""
+    net = getattr(layer, "net", layer)
+    caches = [GDNCache.empty(net, mx.float32) for _ in WIDTHS]
+    found = []
+    for cut in cuts:
+        taped = [True] * len(WIDTHS)
+        found.append(mix(layer, rows_of(sum(WIDTHS)), caches, WIDTHS, taped))
+        for cache in caches:
+            cache.apply_commit(1 if cut is None else 0, cut)
+            found += cache.arrays()
+    return found
+
+
+def test_a_joined_gdn_has_the_bits_of_the_reference() -> None:
+    """Outputs and states are equal over frames of several widths, whole windows and windows that are cut."""
+    reference = layer_of(linear=True).linear_attn
+    joined = JoinedGDN(layer_of(linear=True).linear_attn, widen=True)
+    assert len(joined.inputs) == 1
+    cuts = (None, 1, None, 0, None)
+    pairs = zip(gdn_frames(joined, cuts), gdn_frames(reference, cuts), strict=True)
+    assert all(mx.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_the_recurrence_has_the_bits_of_the_reference(width: int) -> None:
+    """Outputs and states of two sequences are those of mlx-lm's function."""
+    net = layer_of(linear=True).linear_attn
+    rows = mx.random.normal((2, width, 4, 4, 32), key=mx.random.key(3))
+    q, k, v = rows[:, :, 0, :2], rows[:, :, 1, :2], rows[:, :, 2]
+    a, b, state = rows[:, :, 3, :, 0], rows[:, :, 3, :, 1], mx.ones((2, 4, 32, 32))
+    arguments = (q, k, v, a, b, net.A_log, net.dt_bias, state)
+    pairs = zip(advance_state(*arguments), gated_delta_update(*arguments), strict=True)
+    assert all(mx.array_equal(found, expected) for found, expected in pairs)
+
+
+@pytest.mark.parametrize("first", [2, 4096], ids=["longer than the table", "within the table"])
+def test_joined_attention_has_the_bits_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Outputs are equal over frames of several widths, and for rows behind a hole."""
+    monkeypatch.setattr(joined_attention, "FIRST_POSITIONS", first)
+    found = []
+    for attention in (
+        layer_of(linear=False).self_attn,
+        JoinedAttention(layer_of(linear=False).self_attn, mx.float32),
+    ):
+        caches = [KVCache() for _ in WIDTHS]
+        frames = [attend(attention, rows_of(sum(WIDTHS)), caches, WIDTHS) for _ in range(3)]
+        holes = [Hole(cache.offset, mx.array([1])) for cache in caches]
+        ones = [1] * len(WIDTHS)
+        found.append([*frames, attend(attention, rows_of(len(WIDTHS)), caches, ones, holes)])
+    assert all(mx.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_norms_and_mlps_have_the_bits_of_the_reference() -> None:
+    """The norm and the MLP of one row, and of many, are those of mlx-lm."""
+    layer = layer_of(linear=True)
+    norm, mlp = layer.input_layernorm, layer.mlp
+    joined = JoinedMLP(layer_of(linear=True).mlp)
+    for count in (1, 2, 33):
+        x = rows_of(count)
+        assert mx.array_equal(RowNorm(norm)(x), norm(x))
+        assert mx.array_equal(joined(x), mlp(x))
+
+
+def test_a_half_precision_row_has_the_same_bits_in_any_frame(checkpoints: Checkpoints) -> None:
+    """A product with widened weights does not depend on the rows beside it, and keeps the type of its input."""
+    linear = nn.Linear(HIDDEN, 40)
+    linear.set_dtype(mx.bfloat16)
+    expected, x = linear(rows_of(33, mx.bfloat16)), rows_of(33, mx.bfloat16)
+    columns = ColumnLinear.from_modules([linear])
+    together = columns(x)
+    alone = mx.concatenate([columns(x[i : i + 1]) for i in range(33)])
+    assert together.dtype == mx.bfloat16
+    assert mx.array_equal(together, alone)
+    assert mx.allclose(together, expected, rtol=0.02, atol=0.02)
+
+
+def joined_modules(checkpoints: Checkpoints, **options: Any) -> StageModules:
+    """Return the modules of a whole model after `join_stage`."""
+    checkpoint = Checkpoint.open(checkpoints(**options))
+    span = Span(0, checkpoint.config.num_layers)
+    modules = load_stage(checkpoint, span, first=True, last=True, dtype=None)
+    join_stage(modules)
+    return modules
+
+
+def test_a_large_half_precision_checkpoint_is_not_widened(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpoints
+) -> None:
+    """Half-precision weights become fp32 up to a size of the checkpoint. Caches keep the stored type."""
+    small = joined_modules(checkpoints, dtype=mx.bfloat16, tie=False)
+    assert isinstance(small.layers[0].mlp, JoinedMLP)
+    assert isinstance(small.layers[3].self_attn, JoinedAttention)
+    assert small.layers[3].self_attn.dtype == mx.bfloat16
+    monkeypatch.setattr(join, "WIDENED_BYTES", small.model_bytes - 1)
+    large = joined_modules(checkpoints, dtype=mx.bfloat16, tie=False)
+    kept = [leaf for layer in large.layers for _, leaf in layer.named_modules()]
+    assert not any(isinstance(leaf, ColumnLinear) for leaf in kept)
+    assert type(large.lm_head) is nn.Linear
