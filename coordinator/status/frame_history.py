@@ -8,7 +8,7 @@ takes as long as in the fastest frame so far. The trace of the stages replaces t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,10 @@ FrameKey = tuple[int, int]
 StageSpans = tuple[tuple[float, float], ...]
 """Start and end of each stage's work, in seconds on the loop's clock."""
 
-FrameKind = Literal["prompt", "decode", "window", "invalidated"]
+FrameKind = Literal["prompt", "decode", "window", "speculative", "invalidated"]
+
+MAX_SEQUENCES = 256
+"""Sequences whose last return is kept. More than run at once, so only ended ones are dropped."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,18 @@ class FrameHistory:
         self._free_at: list[float] = []
         """Seconds. End of the previous frame on each stage."""
         self._hop: float | None = None
+        self._returned_at: dict[int, float] = {}
+        """Seconds. Return of the last frame of each sequence, the most recent last."""
+
+    def record_sequences(
+        self, sequences: Collection[int], sent_at: float, returned_at: float
+    ) -> set[int]:
+        """Record the sequences of a returned frame, and return those with an earlier frame in flight at `sent_at`."""
+        overlapping = {s for s in sequences if self._returned_at.pop(s, sent_at) > sent_at}
+        self._returned_at |= dict.fromkeys(sequences, returned_at)
+        while len(self._returned_at) > MAX_SEQUENCES:
+            del self._returned_at[next(iter(self._returned_at))]
+        return overlapping
 
     def record_frame(
         self,

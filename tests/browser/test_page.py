@@ -294,6 +294,24 @@ def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
 
 
+@contextmanager
+def held_report(page: Page) -> Iterator[None]:
+    """Show the page the last report of a load as one in progress, so that its note stays until the end of the block."""
+    held = True
+
+    def hold(route: Route) -> None:
+        """Change the phase of one report."""
+        response = route.fetch()
+        report = response.json()
+        if held and report["phase"] == "ready":
+            report["phase"] = "loading"
+        route.fulfill(response=response, json=report)
+
+    page.route("**/v1/models/load", hold)
+    yield
+    held = False  # the route stays: a report may be on its way
+
+
 def test_models_are_listed_planned_tried_and_loaded(opened: WatchedPage) -> None:
     """The view has the models of this machine, the planner's answer, jobs with their end, and changes the model."""
     shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
@@ -309,7 +327,11 @@ def test_models_are_listed_planned_tried_and_loaded(opened: WatchedPage) -> None
     page.click("text=Create a line")
     expect(page.locator("#view-models")).to_contain_text("mtp-coord key create")
     other = page.locator(".model-row:has-text('copy')")
-    other.get_by_role("button", name="Load").click()
+    with held_report(page):
+        other.get_by_role("button", name="Load").click()
+        expect(other).to_contain_text(
+            "The present model serves until the next one is loaded", timeout=PATIENCE_MS
+        )
     expect(other).to_contain_text("served", timeout=PATIENCE_MS)
     expect(page.locator("#model")).to_have_text("copy")
     page.wait_for_selector("#now:has-text('Ready')")

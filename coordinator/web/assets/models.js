@@ -115,7 +115,7 @@ export class ModelsView {
         await new Promise((resolve) => { setTimeout(resolve, POLL_MS); });
         report = await callAdmin("GET", "/v1/models/load");
       }
-      if (report.phase === "failed") throw new Error(report.error);
+      if (report.phase === "failed") throw new Error([report.error, report.note].filter(Boolean).map(sentence).join(". "));
       entry.note("It serves.");
       this.refresh();
     } catch (error) {
@@ -186,7 +186,13 @@ function modelEntry(name, facts, badge) {
 function loadParts(report) {
   const part = report.total ? report.done / report.total : null;
   const text = part === null ? "" : `: ${bytes(report.done)} of ${bytes(report.total)}`;
-  return [h("p", { class: "hint" }, `${report.phase[0].toUpperCase()}${report.phase.slice(1)}${text}`), h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
+  const note = report.note && h("p", { class: "hint" }, sentence(report.note));
+  return [h("p", { class: "hint" }, `${sentence(report.phase)}${text}`), note, h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
+}
+
+// The coordinator's notes begin with a small letter.
+function sentence(text) {
+  return text[0].toUpperCase() + text.slice(1);
 }
 
 function fitParts(model, fit) {

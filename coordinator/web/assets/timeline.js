@@ -5,7 +5,7 @@ import { count, seconds, share } from "./format.js";
 import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
 
-const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], i: ["wasted", "invalidated window"] };
+const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], s: ["speculative", "speculative window"], i: ["wasted", "invalidated window"] };
 const DELAY = 2; // seconds behind the present, so that frames arrive before their place is drawn
 const SHORTEST = 0.05;
 const LONGEST = 20;
@@ -292,7 +292,7 @@ function palette(element) {
     probe.style.removeProperty("outline-color");
     return value;
   };
-  return { prompt: read("--muted"), decode: read("--accent-mid"), window: read("--accent"), wasted: read("--reject"), lane: read("--raised"), text: read("--text"), muted: read("--muted"), line: read("--line"), card: read("--card") };
+  return { prompt: read("--muted"), decode: read("--accent-mid"), window: read("--accent"), speculative: read("--speculative"), wasted: read("--reject"), lane: read("--raised"), text: read("--text"), muted: read("--muted"), line: read("--line"), card: read("--card") };
 }
 
 function niceStep(raw) {

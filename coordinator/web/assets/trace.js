@@ -1,6 +1,6 @@
 // Frames as a Chrome trace, which Perfetto opens (ui.perfetto.dev).
 
-const NAMES = { p: "prompt", d: "decode", w: "window", i: "invalidated" };
+const NAMES = { p: "prompt", d: "decode", w: "window", s: "speculative", i: "invalidated" };
 
 export function traceOf(frames, machines) {
   const events = machines.map((name, i) => ({ ph: "M", name: "thread_name", pid: 1, tid: i + 1, args: { name } }));
