@@ -60,6 +60,7 @@ __all__ = [
     "TokenLogprob",
     "decode",
     "encode",
+    "encode_head",
 ]
 
 VERSION = 1
@@ -155,6 +156,12 @@ class Frame:
 
 def encode(frame: Frame) -> bytes:
     """Return the bytes of a frame. Raises ProtocolError for a header above MAX_HEADER_BYTES."""
+    head = encode_head(frame)
+    return b"".join((head, frame.tensor)) if frame.dtype else head
+
+
+def encode_head(frame: Frame) -> bytes:
+    """Return the bytes of a frame before its tensor. Raises ProtocolError as `encode` does."""
     header: bytes = _packer.pack(
         (
             frame.epoch,
@@ -172,7 +179,7 @@ def encode(frame: Frame) -> bytes:
     prefix = _PREFIX.pack(MAGIC, VERSION, len(header), 0)
     if not frame.dtype:
         return prefix + header
-    return b"".join((prefix, header, bytes(_gap(len(header))), frame.tensor))
+    return prefix + header + bytes(_gap(len(header)))
 
 
 def decode(data: bytes | bytearray) -> Frame:

@@ -61,8 +61,9 @@ class FrameBuffer:
                 start = body + length
                 continue
             if LENGTH.size + length > SMALL_BYTES:
-                self._long = self._small[body : self._held]
-                self._got, self._wanted = len(self._long), length
+                self._got, self._wanted = self._held - body, length
+                self._long = bytearray(min(length, max(PIECE_BYTES, self._got)))
+                self._long[: self._got] = memoryview(self._small)[body : self._held]
                 start = self._held
             break
         if start:

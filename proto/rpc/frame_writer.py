@@ -29,6 +29,8 @@ SLOWEST_LINK = 4e6
 """Bytes per second of a bad wireless link. It extends the timeout by five seconds for a frame of 20 MB."""
 
 OnWritten = Callable[[], None]
+Parts = tuple[memoryview, ...]
+"""What remains of a frame, as parts that follow each other on the wire."""
 
 
 class FrameWriter:
@@ -54,29 +56,35 @@ class FrameWriter:
         self._lock = threading.Lock()
         """Guards all that follows, and the socket while `_writing_since` is None."""
         self._changed = threading.Condition(self._lock)
-        self._queue: deque[tuple[memoryview, OnWritten]] = deque()
+        self._queue: deque[tuple[Parts, OnWritten]] = deque()
         self._writing_since: float | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def send(self, data: bytes, on_written: OnWritten) -> None:
+    def send(self, data: bytes, on_written: OnWritten, tensor: memoryview | bytes = b"") -> None:
         """Write an encoded frame, or queue it. Any thread may call it; it never waits for the peer.
 
-        `on_written` is called, on any thread, once the socket has accepted the frame.
+        `tensor` follows `data` on the wire. A long one is not copied, so it must not change. `on_written` is called, on
+        any thread, once the socket has accepted the frame.
         """
-        message = LENGTH.pack(len(data)) + data
+        size = len(data) + len(tensor)
+        message = LENGTH.pack(size) + data
+        direct = size <= DIRECT_BYTES
+        if direct and tensor:
+            message, tensor = b"".join((message, tensor)), b""
         count = 0
         with self._lock:
             if self._closed:
                 return
-            if self._writing_since is None and not self._queue and len(data) <= DIRECT_BYTES:
+            if self._writing_since is None and not self._queue and direct:
                 try:
                     count = _write_some(self._connection, message)
                 except OSError as error:
                     self._fail(_lost(self._peer, error))
                     return
-            if count < len(message):
-                self._queue.append((memoryview(message)[count:], on_written))
+            if count < len(message) or tensor:
+                parts = (memoryview(message)[count:], memoryview(tensor))
+                self._queue.append((parts, on_written))
                 self._start_thread()
                 return
         on_written()
@@ -120,9 +128,10 @@ class FrameWriter:
         """Write queued frames until the writer is closed. Runs on the writer's thread."""
         try:
             while (item := self._next_item()) is not None:
-                data, on_written = item
-                self._write(data)
+                parts, on_written = item
+                self._write(parts)
                 on_written()
+                del item, parts  # a tensor must not stay in memory until the next frame
         except ClusterError as error:
             with self._changed:
                 self._fail(error)
@@ -132,7 +141,7 @@ class FrameWriter:
                 self._writing_since = None
             self._connection.close()
 
-    def _next_item(self) -> tuple[memoryview, OnWritten] | None:
+    def _next_item(self) -> tuple[Parts, OnWritten] | None:
         with self._changed:
             self._writing_since = None
             while not self._queue and not self._closed:
@@ -142,17 +151,20 @@ class FrameWriter:
             self._writing_since = time.monotonic()
             return self._queue.popleft()
 
-    def _write(self, data: memoryview) -> None:
-        limit = self._timeout + len(data) / SLOWEST_LINK
+    def _write(self, parts: Parts) -> None:
+        limit = self._timeout + sum(map(len, parts)) / SLOWEST_LINK
         due = time.monotonic() + limit
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
         try:
-            while data:
-                if count := _write_some(self._connection, data):
-                    data = data[count:]
-                elif (left := due - time.monotonic()) <= 0 or not poll.poll(1000 * left):
-                    raise DeadlineError(f"{self._peer} accepted no frame for {self._timeout:g} s")
+            for part in parts:
+                data = part
+                while data:
+                    if count := _write_some(self._connection, data):
+                        data = data[count:]
+                    elif (left := due - time.monotonic()) <= 0 or not poll.poll(1000 * left):
+                        late = f"{self._peer} accepted no frame for {self._timeout:g} s"
+                        raise DeadlineError(late)
         except OSError as error:
             raise _lost(self._peer, error) from error
 

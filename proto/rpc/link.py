@@ -78,10 +78,12 @@ class Link:
         self._task = asyncio.create_task(self._watch(broken), name=f"link to {self.address}")
         return figures
 
-    def send(self, data: bytes, on_written: Callable[[], None]) -> None:
+    def send(
+        self, data: bytes, on_written: Callable[[], None], tensor: memoryview | bytes = b""
+    ) -> None:
         """Write or queue an encoded frame. Any thread may call it; see FrameWriter."""
         assert self._writer is not None, "the link is open"
-        self._writer.send(data, on_written)
+        self._writer.send(data, on_written, tensor)
 
     @property
     def queued(self) -> int:

@@ -22,7 +22,7 @@ from proto.errors import (
     ProtocolError,
     StaleEpochError,
 )
-from proto.frame import Frame, decode, encode
+from proto.frame import Frame, decode, encode, encode_head
 from proto.frame_stamps import FrameStamps, StageStep, StampRing
 from proto.rpc.background_tasks import BackgroundTasks
 from proto.rpc.data_plane import StreamBinding
@@ -63,10 +63,10 @@ class Traffic:
             self.bytes_in += len(data)
             self.messages_in += 1
 
-    def count_sent(self, data: bytes) -> None:
-        """Add a message that leaves."""
+    def count_sent(self, nbytes: int) -> None:
+        """Add a message of `nbytes` that leaves."""
         with self._lock:
-            self.bytes_out += len(data)
+            self.bytes_out += nbytes
             self.messages_out += 1
 
 
@@ -347,23 +347,27 @@ class Binding:
         # The first stage waits for the tokens, and the coordinator does not.
         if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
             self._send(self.ring, encode(message), _nothing)
-        data = encode(out)
+        data = encode_head(out)
         stamps.mark(StageStep.ENCODED)
         target = self.results if self.place.last else self.link
-        self._send(target, data, partial(stamps.mark, StageStep.WRITTEN))
+        self._send(target, data, partial(stamps.mark, StageStep.WRITTEN), out.tensor)
 
     def _send(
-        self, target: Link | FrameWriter | None, data: bytes, on_written: Callable[[], None]
+        self,
+        target: Link | FrameWriter | None,
+        data: bytes,
+        on_written: Callable[[], None],
+        tensor: memoryview | bytes = b"",
     ) -> None:
-        """Send a message. Runs on the engine thread."""
+        """Send a message of `data` and `tensor`. Runs on the engine thread."""
         if self._closed:
             return
         if target is None:
             message = "a receiver of this stage's messages is not connected"
             self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, message)
             return
-        self.traffic.count_sent(data)
-        target.send(data, on_written)
+        self.traffic.count_sent(len(data) + len(tensor))
+        target.send(data, on_written, tensor)
 
     def _engine_failed(self, error: Exception) -> None:
         """Drop the engine after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""

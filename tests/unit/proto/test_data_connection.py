@@ -18,7 +18,7 @@ from proto.rpc.frame_reader import (
     FrameReader,
     LoopFrameReader,
 )
-from proto.rpc.frame_writer import LENGTH, FrameWriter
+from proto.rpc.frame_writer import DIRECT_BYTES, LENGTH, FrameWriter
 
 DEADLINE = 20.0
 SIZES = (0, 1, 20, SMALL_BYTES - LENGTH.size, SMALL_BYTES, 5 * PIECE_BYTES // 2, 3)
@@ -96,6 +96,30 @@ async def test_long_and_short_frames_keep_their_order(
         await reader.ended
     assert written == list(range(len(sent)))
     assert not failures
+    reader.close()
+
+
+@pytest.mark.parametrize("tensor", [0, 10, DIRECT_BYTES, 3_000_000])
+async def test_a_tensor_follows_its_header(
+    tensor: int, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """A frame in two parts arrives as one, between frames in one part."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def on_frame(data: bytes | bytearray) -> None:
+        loop.call_soon_threadsafe(received.put_nowait, bytes(data))
+
+    reader = FrameReader(pair[0], on_frame)
+    writer = FrameWriter(pair[1], "peer", DEADLINE, lambda error: None)
+    values = memoryview(bytes(range(1, 251)) * (tensor // 250 + 1))[:tensor]
+    for _ in range(2):
+        writer.send(b"header", lambda: None, values)
+        writer.send(b"next", lambda: None)
+    async with asyncio.timeout(DEADLINE):
+        found = [await received.get() for _ in range(4)]
+    assert found == 2 * [b"header" + bytes(values), b"next"]
+    writer.close()
     reader.close()
 
 
