@@ -239,7 +239,11 @@ class ClusterManager:
             log.info(
                 "cluster: %s",
                 self.view.phase.value,
-                extra={"epoch": self.view.epoch, "problem": self.view.problem},
+                extra={
+                    "epoch": self.view.epoch,
+                    "problem": self.view.problem,
+                    "workers": len(self.view.serving),
+                },
             )
         if before.serving and not self.view.serving:
             self._stop_plan(WorkerLostError(self.view.problem))

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos.pauses import REPLAN, spread
+from tests.chaos.served_by import share_of_several
 
 if TYPE_CHECKING:
-    from tests.chaos.run import Report
+    from tests.chaos.report import Report
+
+GROUPS = ("answers", "tokens", "pieces by workers")
+"""The counts of a run that are added by name."""
 
 
 def run_row(report: Report) -> dict[str, Any]:
@@ -43,6 +47,7 @@ def run_row(report: Report) -> dict[str, Any]:
             "duplicated": outcome.duplicated,
             "log-probabilities": outcome.logprobs,
         },
+        "pieces by workers": {str(w): n for w, n in sorted(report.pieces.items())},
         "longest silence": round(
             max((max(v) for k, v in report.silences.items() if k != REPLAN and v), default=0.0), 2
         ),
@@ -67,15 +72,15 @@ def add_run(file: Path, report: Report) -> str:
 def sum_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the sums over all runs."""
     total: dict[str, Any] = {"faults": 0, "minutes": 0.0, "longest silence": 0.0}
-    total |= {"kinds": {}, "answers": {}, "tokens": {}, "not back": 0, "crashes": 0}
+    total |= {"kinds": {}, "not back": 0, "crashes": 0, **{group: {} for group in GROUPS}}
     for run in runs:
         for kind, row in run["kinds"].items():
             into = total["kinds"].setdefault(kind, {"faults": 0, "ended a plan": 0, "silences": []})
             for name, value in row.items():
                 into[name] += value
             total["faults"] += row["faults"]
-        for group in ("answers", "tokens"):
-            for name, value in run[group].items():
+        for group in GROUPS:
+            for name, value in run.get(group, {}).items():
                 total[group][name] = total[group].get(name, 0) + value
         total["minutes"] = round(total["minutes"] + run["minutes"], 1)
         total["longest silence"] = max(total["longest silence"], run["longest silence"])
@@ -95,6 +100,8 @@ def as_text(total: Mapping[str, Any], runs: int) -> str:
     for group in ("answers", "tokens"):
         figures = ", ".join(f"{value} {name}" for name, value in total[group].items())
         lines.append(f"{group}: {figures}")
+    pieces = {int(workers): n for workers, n in total["pieces by workers"].items()}
+    lines.append(f"pieces from plans of two workers or more: {share_of_several(pieces):.1%}")
     lines.append(f"longest silence {total['longest silence']:.1f} s")
     lines.append(f"workers not back in time {total['not back']}, crashes {total['crashes']}")
     return "\n".join(lines)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.faults import GROUPS, why_impossible
-from tests.chaos.run import FEW_WORKERS, Report, run
+from tests.chaos.report import Report
+from tests.chaos.run import FEW_WORKERS, run
 
 pytestmark = pytest.mark.chaos
 

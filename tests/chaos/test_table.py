@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from tests.chaos.faults import (
 )
 from tests.chaos.load import Answer, Outcome
 from tests.chaos.pauses import Injected, silence_during
-from tests.chaos.run import Report, chosen_kinds
+from tests.chaos.report import Report
+from tests.chaos.run import chosen_kinds
+from tests.chaos.served_by import pieces_by_workers, share_of_several
 from tests.chaos.table import add_run
 
 SECONDS = (2.0, 4.0)
@@ -83,6 +86,7 @@ def test_runs_are_added_in_one_table(tmp_path: Path) -> None:
     for seed, silence in ((1, 2.5), (2, 7.5)):
         report = Report(seed, 60.0, Counter(loss=2, kill=1))
         report.outcome = Outcome(5, differing=1, wrong=["a", "b"], cancelled=2, tokens=100)
+        report.pieces = Counter({0: 10, 2: 30})
         report.silences = {"loss": [0.5, silence], "kill": [1.0], "replan": [99.0]}
         text = add_run(table, report)
     found = json.loads(table.read_text())
@@ -91,6 +95,7 @@ def test_runs_are_added_in_one_table(tmp_path: Path) -> None:
     assert found["total"]["answers"]["finished"] == 10
     assert found["total"]["answers"]["failed or cut"] == 2
     assert found["total"]["longest silence"] == 7.5
+    assert "two workers or more: 75.0%" in text
     assert "| loss | 4 | 0 | 1.5, 7.5, 7.5 |" in text
 
 
@@ -99,3 +104,19 @@ def test_crashes_are_found_in_logs(tmp_path: Path) -> None:
     (tmp_path / "good.log").write_text("well\n")
     (tmp_path / "bad.log").write_text("well\nTraceback (most recent call last):\n  boom\n")
     assert crashes_of(tmp_path) == ["bad.log: Traceback (most recent call last):\n  boom\n"]
+
+
+def test_pieces_are_counted_by_the_workers_of_their_plan() -> None:
+    """A piece belongs to the plan that served last before it, and requests are no pieces."""
+    records = [
+        {"time": f"2026-01-01T00:00:{second:02}+00:00", "message": message, "workers": workers}
+        for second, message, workers in (
+            (10, "cluster: serving", 2),
+            (20, "cluster: loading", 1),
+            (22, "cluster: serving", 0),
+        )
+    ]
+    start = datetime.fromisoformat("2026-01-01T00:00:00+00:00").timestamp()
+    answers = [Answer(times=[start + at for at in (9.0, 11.0, 21.0, 23.0)])]
+    assert pieces_by_workers(records, answers) == {2: 2, 0: 1}
+    assert share_of_several({0: 1, 1: 1, 2: 4, 3: 2}) == 0.75
