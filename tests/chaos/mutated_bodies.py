@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -24,6 +20,7 @@ import psutil
 from tests.bench.report import lines, publish
 from tests.fuzz.corpus import corpus
 from tests.fuzz.mutation import SEPARATOR, mutate
+from tests.support.processes.memory_report import ask_for_memory, growth
 from tests.support.processes.processes import as_coordinator, ending, launch, running_workers
 from tests.support.processes.task_count import TASKS
 
@@ -87,26 +84,6 @@ def _peak(pid: int) -> float:
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM"))
 
 
-def describe(folder: Path, pid: int) -> dict[str, Any]:
-    """Return what an inspected coordinator reports about its memory."""
-    file = folder / f"{pid}.memory"
-    file.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGUSR2)
-    deadline = time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < deadline, "the coordinator did not describe its memory"
-        time.sleep(0.05)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
-
-
-def growth(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the types of which there are more objects after the run."""
-    earlier = dict(before["objects"])
-    more = {name: n - earlier.get(name, 0) for name, n in after["objects"]}
-    return [f"{name} +{n}" for name, n in sorted(more.items(), key=lambda p: -p[1]) if n > 100]
-
-
 def main() -> None:
     """Run the study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -122,24 +99,24 @@ def main() -> None:
             flags = [flag for worker in workers for flag in ("--worker", worker.address)]
             flags += ["--failure-timeout", PATIENT] if workers else ["--single-node"]
             arguments = ["serve", "--port", "0", "--no-mdns", "--model", "builtin", *flags]
-            module = "tests.support.processes.inspected_coordinator"
+            module = "tests.support.processes.memory_report"
             process = launch(folder, "coordinator", module, arguments, env={TASKS: made, **env})
             with ending(process):
                 coordinator = as_coordinator(process)
                 asyncio.run(
                     send_bodies(coordinator.url, 200, process.pid, 0)
                 )  # imports and first uses
-                before = describe(folder, process.pid)
+                before = ask_for_memory(folder, process.pid)
                 memory, statuses = asyncio.run(
                     send_bodies(coordinator.url, given.count, process.pid, given.seed)
                 )
                 time.sleep(10)
                 peak = _peak(process.pid)
-                after = describe(folder, process.pid)
+                after = ask_for_memory(folder, process.pid)
                 (node,) = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
                 tracebacks = process.text().count("Traceback")
                 plans = len(process.records("cluster: serving"))
-    for name in ("resident", "collected", "trimmed", "traced"):
+    for name in ("resident", "collected", "trimmed", "traced", "mlx", "mlx_cache"):
         print(f"{name:10} {before[name] / 1e6:8.1f} -> {after[name] / 1e6:8.1f} MB")
     print(f"peak {peak:.1f} MB")
     kept = ("memory_used", "memory_cached", "prefix_bytes", "weight_bytes")

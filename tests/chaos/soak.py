@@ -1,8 +1,10 @@
 """Hours' worth of requests over two workers: memory, descriptors, threads, asyncio tasks and latency over time.
 
-Clients join, ask several small questions over one connection, leave some answers, and go. A worker is killed now and
-then. `python -m tests.chaos.soak --minutes 480` starts a run, whose curves are in `build/bench/soak_hours.*`. The run
-is flat if no curve has a trend, by the interval of its slope.
+Eight hours' worth are REQUESTS: three clients that each ask once every 20 seconds. The clients here ask as fast as they
+get answers. They join, ask several small questions over one connection, leave some answers, and go. A worker is killed
+KILLS times. `python -m tests.chaos.soak --requests 4320` starts a run, whose curves are in `build/bench/soak_hours.*`,
+and `--chart docs/images` writes the chart of docs/failure.md. The run is flat if no curve has a trend, by the interval
+of its slope.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import asyncio
 import csv
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -18,12 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from tests.bench.report import FOLDER, lines, publish
+from tests.chaos.crash import crashes_of
 from tests.chaos.polite_clients import pieces, quantile
-from tests.chaos.trend import BLOCKS, Trend, trend_of
+from tests.chaos.trend import Trend, trend_of
+from tests.support.processes.memory_report import ask_for_memory, growth
 from tests.support.processes.processes import (
     Coordinator,
     as_coordinator,
@@ -38,13 +44,18 @@ WORKERS, CLIENTS = 2, 3
 SURVIVOR = 0
 """Number of the worker that is never killed, and whose resources are sampled."""
 
-KILL_SECONDS = 180.0
-"""Seconds from kill to kill."""
+REQUESTS = 3 * 3 * 60 * 8
+"""Requests in eight hours of three clients, each with three a minute."""
+
+KILLS = 24
+"""Kills in a run: one every 20 minutes of the eight hours."""
+
+SAMPLES = 180
+"""Samples of the processes in a run."""
 
 PATIENT = ("--failure-timeout", "30")
 """Flags of the coordinator. Silence is no fault on a busy machine, and the kills of this run end connections."""
 
-SAMPLE_SECONDS = 10.0
 QUESTIONS, LONGEST_ANSWER = 12, 48
 """Most questions of a client before it goes, and most tokens of an answer."""
 
@@ -55,7 +66,10 @@ TOLERANCE = 0.03
 """Share of the mean. A growth whose interval is within it is flat, although it differs from zero."""
 
 WARM = 0.2
-"""Share of the samples at the start that are not judged: caches fill, and allocators find their size."""
+"""Share of the samples at the start that are not judged: caches fill, and allocators find their size.
+
+The largest cache is the ring of the stamps of 8,192 frames, which is full after about 800 requests.
+"""
 
 
 @dataclass
@@ -66,19 +80,22 @@ class Soak:
     latencies: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     rows: list[dict[str, float]] = field(default_factory=list)
+    asked: int = 0
+    """Requests so far."""
 
-    async def run_client(self, number: int, end: float) -> None:
-        """Be one client after the other until the monotonic time `end`."""
+    async def run_client(self, number: int, requests: int) -> None:
+        """Be one client after the other until `requests` were sent."""
         chance = random.Random(number)
-        while time.monotonic() < end:
+        while self.asked < requests:
             async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
                 self.counts["clients"] += 1
                 for _ in range(chance.randint(1, QUESTIONS)):
                     await self._ask(client, chance)
-            await asyncio.sleep(chance.random())
+            await asyncio.sleep(0.2 * chance.random())
 
     async def _ask(self, client: httpx.AsyncClient, chance: random.Random) -> None:
         """Ask one question, and leave some answers early. An error event is counted."""
+        self.asked += 1
         leaves, began, first = chance.random() < LEFT, time.perf_counter(), True
         try:
             async for now in pieces(client, "builtin", chance.randint(1, LONGEST_ANSWER)):
@@ -93,9 +110,14 @@ class Soak:
         else:
             self.counts["left" if leaves else "answers"] += 1
 
+    async def wait_for(self, requests: int) -> None:
+        """Wait until `requests` were sent."""
+        while self.asked < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
     def record(self, seconds: float, processes: dict[str, ResourceUse]) -> None:
         """Record a sample of the processes and of the latency since the last one."""
-        row = {"seconds": round(seconds, 1)}
+        row: dict[str, float] = {"requests": self.asked, "seconds": round(seconds, 1)}
         for name, use in processes.items():
             for what in ("memory", "descriptors", "threads", "tasks"):
                 row[f"{name} {what}"] = getattr(use, what)
@@ -115,37 +137,58 @@ class Soak:
         """Yield the trend of each curve after the start of the run."""
         warm = int(len(self.rows) * WARM)
         for name in self.rows[0]:
-            if name != "seconds":
+            if name not in ("seconds", "requests"):
                 yield name, trend_of(self.curve(name)[warm:])
 
 
 async def run(
-    soak: Soak, team: Team, coordinator: Coordinator, folder: Path, minutes: float
-) -> None:
-    """Run clients, kills and samples for `minutes`."""
+    soak: Soak, team: Team, coordinator: Coordinator, folder: Path, requests: int
+) -> list[str]:
+    """Run clients, kills and samples until `requests` were sent. Return what each process has more of at the end."""
     began = time.monotonic()
-    end = began + 60 * minutes
-    clients = [asyncio.create_task(soak.run_client(number, end)) for number in range(CLIENTS)]
-    killing = asyncio.create_task(_kill_workers(soak, team))
-    while time.monotonic() < end:
-        await asyncio.sleep(SAMPLE_SECONDS)
-        survivor = team.workers[SURVIVOR]
-        named = {"coordinator": coordinator.pid, "worker": survivor.pid}
+    processes = {"coordinator": coordinator.pid, "worker": team.workers[SURVIVOR].pid}
+    clients = [asyncio.create_task(soak.run_client(number, requests)) for number in range(CLIENTS)]
+    killing = asyncio.create_task(_kill_workers(soak, team, requests))
+    early: dict[str, dict[str, Any]] = {}
+    for number in range(1, SAMPLES + 1):
+        await soak.wait_for(requests * number // SAMPLES)
         used = {
-            name: await asyncio.to_thread(resource_use, pid, folder) for name, pid in named.items()
+            name: await asyncio.to_thread(resource_use, pid, folder)
+            for name, pid in processes.items()
         }
         soak.record(time.monotonic() - began, used)
-        if len(soak.rows) % 30 == 0:
+        if number == int(SAMPLES * WARM):
+            early = await _ask_for_memory(processes, folder)
+        if number % 30 == 0:
             print(soak.rows[-1], dict(soak.counts), flush=True)
             write_rows(soak.rows)
     killing.cancel()
     await asyncio.gather(*clients)
+    late = await _ask_for_memory(processes, folder)
+    return [line for name in processes for line in _differences(name, early[name], late[name])]
 
 
-async def _kill_workers(soak: Soak, team: Team) -> None:
-    """Kill a worker every KILL_SECONDS and start it again."""
-    while True:
-        await asyncio.sleep(KILL_SECONDS)
+async def _ask_for_memory(processes: dict[str, int], folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        name: await asyncio.to_thread(ask_for_memory, folder, pid)
+        for name, pid in processes.items()
+    }
+
+
+def _differences(name: str, early: dict[str, Any], late: dict[str, Any]) -> Iterator[str]:
+    """Yield the memory, the threads and the objects of a process in both reports."""
+    for what in ("resident", "trimmed", "mlx", "mlx_cache"):
+        yield f"{name}: {what} {early[what] / 1e6:.1f} to {late[what] / 1e6:.1f} MB"
+    for what in ("threads", "python_threads"):
+        if early[what] != late[what]:
+            yield f"{name}: {what} {early[what]} to {late[what]}"
+    yield f"{name}: more objects: {', '.join(growth(early, late)[:12]) or 'none'}"
+
+
+async def _kill_workers(soak: Soak, team: Team, requests: int) -> None:
+    """Kill a worker KILLS times and start it again."""
+    for number in range(1, KILLS + 1):
+        await soak.wait_for(requests * number // (KILLS + 1))
         victim = random.choice([n for n in range(WORKERS) if n != SURVIVOR])
         soak.counts["kills"] += 1
         await asyncio.to_thread(team.restart, victim, "builtin")
@@ -155,7 +198,7 @@ async def _kill_workers(soak: Soak, team: Team) -> None:
 def coordinating(folder: Path, team: Team) -> Iterator[Coordinator]:
     """Run a coordinator over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
-    module = "tests.support.processes.counting_coordinator"
+    module = "tests.support.processes.memory_report"
     options = [
         "serve",
         "--port",
@@ -183,22 +226,43 @@ def write_rows(rows: Sequence[dict[str, float]]) -> None:
         writer.writerows(rows)
 
 
+def publish_curves(soak: Soak, figures: dict[str, Any], folder: Path | None) -> None:
+    """Write the figures and the charts of a run, and the chart of the docs into `folder`."""
+    asked = soak.curve("requests")
+    names = [name for name in soak.rows[0] if name not in ("seconds", "requests")]
+    charts = {}
+    for title, parts, unit in (
+        ("memory", ("memory",), "MB"),
+        ("counts", ("descriptors", "threads", "tasks"), "count"),
+        ("first token", ("ms",), "ms"),
+    ):
+        chosen = [name for name in names if name.endswith(parts)]
+        curves = {name.removesuffix(", ms"): soak.curve(name) for name in chosen}
+        charts[title] = lines(asked, curves, "requests", unit)
+    publish("soak_hours", figures, charts)
+    if folder is not None:
+        for suffix, name in ((".png", "soak-hours.png"), (".csv", "soak-hours.csv")):
+            shutil.copy(FOLDER / f"soak_hours{suffix}", folder / name)
+
+
 def main() -> None:
     """Run the soak, publish its curves, and exit with status 1 when a curve is not flat."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    minutes = parser.parse_args().minutes
-    assert 60 * minutes * (1 - WARM) / SAMPLE_SECONDS > BLOCKS, "the run is too short for a trend"
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--chart", type=Path, help="the folder of the chart and of the samples")
+    given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as made,
         running_team(Path(made), "builtin", WORKERS, proxied=False) as team,
         coordinating(Path(made), team) as coordinator,
     ):
         soak = Soak(coordinator.url)
-        asyncio.run(run(soak, team, coordinator, Path(made), minutes))
-        tracebacks = coordinator.text().count("Traceback")
+        more = asyncio.run(run(soak, team, coordinator, Path(made), given.requests))
+        crashes = crashes_of(Path(made))
     write_rows(soak.rows)
-    print(f"{dict(soak.counts)}, tracebacks {tracebacks}")
+    minutes = soak.rows[-1]["seconds"] / 60
+    print(f"{soak.asked} requests in {minutes:.1f} minutes: {dict(soak.counts)}, crashes {crashes}")
+    print(*more, sep="\n")
     print("| | mean | growth over the run, with its 95 % interval | |\n| --- | --- | --- | --- |")
     growing = []
     for name, trend in soak.trends():
@@ -206,24 +270,10 @@ def main() -> None:
         growing += [] if flat else [name]
         interval = f"{trend.growth:+.2f} ({trend.low:+.2f} to {trend.high:+.2f})"
         print(f"| {name} | {trend.mean:.1f} | {interval} | {'flat' if flat else 'not flat'} |")
-    hours = [seconds / 3600 for seconds in soak.curve("seconds")]
-    names = [name for name in soak.rows[0] if name != "seconds"]
-    charts = {}
-    for title, part, unit in (
-        ("memory", "memory", "MB"),
-        ("counts", "descriptors", "count"),
-        ("first token", "first token", "ms"),
-    ):
-        chosen = [
-            n
-            for n in names
-            if part in n or (part == "descriptors" and n.endswith(("threads", "tasks")))
-        ]
-        charts[title] = lines(hours, {n: soak.curve(n) for n in chosen}, "hours", unit)
-    figures = {"minutes": minutes, "counts": soak.counts, "not_flat": growing, "rows": soak.rows}
-    publish("soak_hours", figures, charts)
-    if growing:
-        raise SystemExit(f"not flat: {', '.join(growing)}")
+    figures = {"counts": soak.counts, "not_flat": growing, "more": more, "rows": soak.rows}
+    publish_curves(soak, figures, given.chart)
+    if growing or crashes:
+        raise SystemExit(f"not flat: {', '.join(growing)}; crashes {len(crashes)}")
 
 
 if __name__ == "__main__":

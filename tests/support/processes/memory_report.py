@@ -1,4 +1,7 @@
-"""`mtp-coord` that describes its memory and threads in a file when it gets SIGUSR2. It runs as a program."""
+"""The memory and the threads of another process, which describes them in a file when it gets SIGUSR2.
+
+Run as a program, this module is an `mtp-coord` that does so.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,52 @@ import json
 import os
 import signal
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import psutil
 
-from coordinator import cli
-from tests.support.processes.task_count import TASKS, answer_for_tasks
+from tests.support.processes.task_count import ANSWER_SECONDS, TASKS, answer_for_tasks
 
 
 def main() -> None:
     """Run `mtp-coord`."""
+    from coordinator import cli
+
     answer_for_tasks()
-    signal.signal(signal.SIGUSR2, lambda *_: describe())
+    answer_for_memory()
     cli.main()
+
+
+def answer_for_memory() -> None:
+    """Answer SIGUSR2 in this process. Call it on the main thread."""
+    if TASKS in os.environ:
+        signal.signal(signal.SIGUSR2, lambda *_: describe())
+
+
+def ask_for_memory(folder: Path, pid: int) -> dict[str, Any]:
+    """Return what process `pid` reports about its memory."""
+    file = folder / f"{pid}.memory"
+    file.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGUSR2)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} did not describe its memory")
+        time.sleep(0.05)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the types of which there are over 100 more objects in the second report."""
+    earlier = dict(before["objects"])
+    more = {name: n - earlier.get(name, 0) for name, n in after["objects"]}
+    return [f"{name} +{n}" for name, n in sorted(more.items(), key=lambda p: -p[1]) if n > 100]
 
 
 def describe() -> None:
@@ -40,6 +74,8 @@ def describe() -> None:
         "resident": before,
         "collected": collected,
         "trimmed": trimmed,
+        "mlx": mx.get_active_memory(),
+        "mlx_cache": mx.get_cache_memory(),
         "objects": types.most_common(60),
         "python_threads": dict(named),
         "threads": _thread_names(),
