@@ -81,7 +81,7 @@ def _resident(pid: int) -> float:
 def _peak(pid: int) -> float:
     """Return the largest resident memory that a process ever had, in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
