@@ -121,8 +121,8 @@ class Measured:
     """Seconds of the longest silence of each answer after its first token."""
 
 
-async def ask_often(loop: GenerationLoop, number: int, measured: Measured) -> None:
-    """Send one request after the other, and compare every answer."""
+async def ask_often(loop: GenerationLoop, number: int, measured: Measured, *, fresh: bool) -> None:
+    """Send one request after the other, and compare every answer. With `fresh` no prompt repeats."""
     chance, clock = random.Random(number), asyncio.get_running_loop().time
     while True:
         prompt, count, seed = (
@@ -130,6 +130,8 @@ async def ask_often(loop: GenerationLoop, number: int, measured: Measured) -> No
             chance.choice((100, 150, 200, 250)),
             chance.randrange(9),
         )
+        if fresh:
+            prompt = tuple(chance.randrange(40) for _ in prompt)
         request = GenerationRequest(prompt, count, SamplingParams(seed=seed))
         tokens: list[int] = []
         newest, longest = clock(), 0.0
@@ -160,7 +162,9 @@ class Case:
     """A backup waits for a frame before each of 8 layers, as it did before engines read it in one piece."""
 
 
-async def measure(timing: Timing, seconds: float, down: float, case: Case) -> Measured:
+async def measure(
+    timing: Timing, seconds: float, down: float, case: Case, *, fresh: bool
+) -> Measured:
     """Return what clients receive in `seconds`."""
     frame = timing.stage + 128 * timing.token
     transfer = TRANSFER + frame * (8 if case.slow_transfer else 1)
@@ -171,7 +175,9 @@ async def measure(timing: Timing, seconds: float, down: float, case: Case) -> Me
     await loop.start()
     measured = Measured()
     tasks = [asyncio.create_task(source.fail_often())]
-    tasks += [asyncio.create_task(ask_often(loop, i, measured)) for i in range(CLIENTS)]
+    tasks += [
+        asyncio.create_task(ask_often(loop, i, measured, fresh=fresh)) for i in range(CLIENTS)
+    ]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
@@ -193,6 +199,7 @@ def main() -> None:
     parser.add_argument("--down", type=float, default=4.0, help="seconds without a plan after each")
     parser.add_argument("--stage-ms", type=float, default=20.0, help="a window in a stage")
     parser.add_argument("--token-ms", type=float, default=2.5, help="a prompt token in a stage")
+    parser.add_argument("--fresh", action="store_true", help="no prompt repeats")
     given = parser.parse_args()
     timing = Timing(3, given.stage_ms / 1e3, row=0.002, token=given.token_ms / 1e3)
     logging.disable()
@@ -204,7 +211,7 @@ def main() -> None:
         Case("of answers", given.every, answers=True),
         Case("and of prompts", given.every, answers=True, prompts=True),
     ):
-        found = run_virtually(measure(timing, given.seconds, given.down, case))
+        found = run_virtually(measure(timing, given.seconds, given.down, case, fresh=given.fresh))
         rate = found.tokens / given.seconds
         calm = calm or rate
         median, most, longest = spread(found.silences)

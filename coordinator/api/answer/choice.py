@@ -148,6 +148,11 @@ class Choice:
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._end("stop" if event.reason == "stop" else "length")
 
+    def assign_client(self, client: str) -> None:
+        """Count the requests of this choice as those of `client`."""
+        self.request = replace(self.request, client=client)
+        self.next_request = replace(self.next_request, client=client)
+
     def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
         """Restore the choice from the tokens that an earlier process used; return their events.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -70,7 +70,7 @@ async def read_answer(
     try:
         prepared = await prepare(api, request)
         for choice in prepared.answer.choices:
-            choice.request = replace(choice.request, client=client)
+            choice.assign_client(client)
         return prepared, meter
     except BaseException as error:
         meter.end(_outcome(error))

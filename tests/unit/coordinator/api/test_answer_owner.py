@@ -74,3 +74,18 @@ async def test_answers_in_the_background_count_in_the_limit_of_their_key(tmp_pat
         assert (await client.post(f"{path}/cancel", headers=headers)).status_code == 200
         assert (await client.post("/v1/responses", json=begin, headers=headers)).status_code == 200
     await api.app.state.stored_answers.fail_all(NotReadyError("the test ends"))
+
+
+async def test_the_client_of_a_request_is_its_named_key_or_its_address(tmp_path: Path) -> None:
+    """The queue counts requests by the name of their key. A key without a name counts by address."""
+    ring, generator = KeyRing(tmp_path), FakeGenerator(tiny_tokenizer())
+    named = ring.create("alice", frozenset({Scope.INFERENCE}))
+    api = ApiClient(generator, options=ApiOptions(api_keys=("shared",), key_ring=ring))
+    chat = {"messages": [USER], "max_tokens": 2, "n": 2}
+    async with api.http() as client:
+        for key in (named, "shared"):
+            headers = {"Authorization": f"Bearer {key}"}
+            reply = await client.post("/v1/chat/completions", json=chat, headers=headers)
+            assert reply.status_code == 200, reply.text
+    clients = [request.client for request in generator.requests]
+    assert clients == ["key alice"] * 2 + ["address 127.0.0.1"] * 2
