@@ -14,7 +14,7 @@ RING_FRAMES = 8192
 
 
 class StageStep(IntEnum):
-    """The steps of a frame in a stage, in order."""
+    """The steps of a frame in a stage, in order. The steps of relayed tokens follow."""
 
     RECEIVED = 0
     """The reader has the frame's bytes."""
@@ -36,6 +36,10 @@ class StageStep(IntEnum):
     """The outgoing frame is encoded."""
     WRITTEN = auto()
     """The socket has accepted the outgoing frame."""
+    TOKENS_ENCODED = auto()
+    """On the last of several stages: the tokens for the first stage are encoded."""
+    TOKENS_RECEIVED = auto()
+    """On the first of several stages: the reader has the tokens that the last stage relays after this frame."""
 
 
 class CoordinatorStep(IntEnum):

@@ -24,7 +24,9 @@ def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
     for hop in hops(processes):
         pid = hop.receiver + 1
         arguments = {"frame": hop.number}
-        events += _pair(f"hop to {hop.name}", "hop", pid, hop.number, hop.start, hop.end, arguments)
+        kind = "relay" if hop.relay else "hop"
+        name = f"{kind} to {hop.name}"
+        events += _pair(name, kind, pid, hop.number, hop.start, hop.end, arguments)
     clocks = {
         process.name: {"offset_ns": process.clock.offset_ns, "error_ns": process.clock.error_ns}
         for process in processes

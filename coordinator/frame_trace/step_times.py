@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from statistics import median, quantiles
 
@@ -49,7 +49,8 @@ PHASES: dict[type[IntEnum], tuple[Phase, ...]] = {
 class Hop:
     """One frame between two processes, in nanoseconds of the coordinator's clock.
 
-    It starts when the sender has encoded the frame, and ends when the receiver has its bytes.
+    It starts when the sender has encoded the frame, and ends when the receiver has its bytes. A `relay` is the message
+    of the last stage to the first with the tokens after the frame.
     """
 
     number: int
@@ -57,10 +58,11 @@ class Hop:
     name: str
     start: int
     end: int
+    relay: bool = False
 
 
 def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
-    """Yield the hops of all frames: coordinator to stage 0, between stages, and back to the coordinator."""
+    """Yield the hops of all frames: coordinator to stage 0, between stages, back to the coordinator, and relays."""
     by_stage = {process.stage: process for process in processes}
     for receiver in processes:
         is_coordinator = receiver.stage == COORDINATOR
@@ -69,11 +71,23 @@ def hops(processes: Sequence[ProcessTrace]) -> Iterator[Hop]:
             continue
         left = CoordinatorStep.ENCODED if sender.stage == COORDINATOR else StageStep.ENCODED
         came = CoordinatorStep.RECEIVED if is_coordinator else StageStep.RECEIVED
-        sent = {(frame.epoch, frame.number): frame.times[left] for frame in sender.frames}
-        for frame in receiver.frames:
-            start, end = sent.get((frame.epoch, frame.number), 0), frame.times[came]
-            if start and end:
-                yield Hop(frame.number, receiver.stage, receiver.name, start, end)
+        yield from _hops_between(sender, left, receiver, came)
+    first, last = by_stage.get(0), by_stage[max(by_stage)] if by_stage else None
+    if first is not None and last is not None and last is not first:
+        left, came = StageStep.TOKENS_ENCODED, StageStep.TOKENS_RECEIVED
+        for hop in _hops_between(last, left, first, came):
+            yield replace(hop, relay=True)
+
+
+def _hops_between(
+    sender: ProcessTrace, left: IntEnum, receiver: ProcessTrace, came: IntEnum
+) -> Iterator[Hop]:
+    """Yield the hops of the frames whose step `left` at the sender and step `came` at the receiver took place."""
+    sent = {(frame.epoch, frame.number): frame.times[left] for frame in sender.frames}
+    for frame in receiver.frames:
+        start, end = sent.get((frame.epoch, frame.number), 0), frame.times[came]
+        if start and end:
+            yield Hop(frame.number, receiver.stage, receiver.name, start, end)
 
 
 def phase_times(process: ProcessTrace) -> Iterator[tuple[FrameTimes, Phase, int, int]]:
@@ -100,8 +114,9 @@ def step_table(processes: Sequence[ProcessTrace]) -> str:
     rows = [f"{'process':<28} {'phase':<12} {'median ms':>10} {'p90 ms':>10} {'frames':>8}"]
     found = list(hops(processes))
     for process in processes:
-        times = [hop.end - hop.start for hop in found if hop.receiver == process.stage]
-        rows += _row(process.name, "hop to it", times)
+        for name, relay in (("hop to it", False), ("relay to it", True)):
+            to_it = (hop for hop in found if hop.receiver == process.stage and hop.relay == relay)
+            rows += _row(process.name, name, [hop.end - hop.start for hop in to_it])
         durations: dict[str, list[int]] = {phase.name: [] for phase in PHASES[process.steps]}
         for _, phase, start, end in phase_times(process):
             durations[phase.name].append(end - start)

@@ -61,6 +61,10 @@ def test_a_trace_follows_every_frame_through_all_processes(
     stages = sorted({name for name, _ in begins if "hop to stage" in name})
     order = [begins[name, last] for name in (*stages, "hop to coordinator")]
     assert len(order) == 3 and order == sorted(order)
+    assert "relay to it" in done.output
+    ends = {(e["name"], e["id"]): e["ts"] for e in found["traceEvents"] if e["ph"] == "e"}
+    relays = {key: ts for key, ts in begins.items() if key[0].startswith("relay to stage 0")}
+    assert len(relays) >= TOKENS - 4 and all(ends[key] > ts for key, ts in relays.items())
 
 
 def test_a_server_without_a_plan_has_no_trace(tmp_path: Path) -> None:

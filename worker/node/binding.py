@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -297,8 +298,9 @@ class Binding:
 
     def enqueue_tokens(self, data: bytes | bytearray) -> None:
         """Queue a message of relayed tokens for the engine."""
+        received_ns = time.monotonic_ns()
         self.traffic.count_received(data)
-        self.thread.submit(partial(self._receive_tokens, data))
+        self.thread.submit(partial(self._receive_tokens, data, received_ns))
 
     def _process(self, data: bytes | bytearray, stamps: FrameStamps) -> None:
         """Process one frame, or park it until its tokens arrive. Runs on the engine thread."""
@@ -317,18 +319,21 @@ class Binding:
         self._parked.append(ParkedFrame(data, frame, stamps))
         self._run_parked()
 
-    def _receive_tokens(self, data: bytes | bytearray) -> None:
+    def _receive_tokens(self, data: bytes | bytearray, received_ns: int) -> None:
         """Run the frames that waited for these tokens. Runs on the engine thread."""
         if self.engine is None or self._closed:
             return
         try:
-            self.engine.receive_tokens(decode(data))
+            message = decode(data)
+            self.engine.receive_tokens(message)
         except ClusterError as error:
             self._engine_failed(error)
             return
         if self._parked:
             self._parked[0].stamps.mark(StageStep.RELAYED)
         self._run_parked()
+        if stamps := self._stamps.find_frame(message.epoch, message.number):
+            stamps.times[StageStep.TOKENS_RECEIVED] = received_ns
 
     def _run_parked(self) -> None:
         """Run frames in order, up to the first that lacks tokens. Runs on the engine thread."""
@@ -346,7 +351,9 @@ class Binding:
         """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
         # The first stage waits for the tokens, and the coordinator does not.
         if self.place.stage and self.place.last and (message := relayed_tokens(out)) is not None:
-            self._send(self.ring, encode(message), _nothing)
+            data = encode(message)
+            stamps.mark(StageStep.TOKENS_ENCODED)
+            self._send(self.ring, data, _nothing)
         data = encode_head(out)
         stamps.mark(StageStep.ENCODED)
         target = self.results if self.place.last else self.link

@@ -86,13 +86,15 @@ async def test_frames_wait_for_relayed_tokens() -> None:
     engine.sequences[0] = MagicMock()
     ahead = Segment(0, 4, 9, (), open=True, sample=True, continues=True)
     for frame in (Frame(1, 0, segments=(ahead,)), Frame(1, 1)):
-        first._process(encode(frame), FrameStamps(0, StageStep))
+        first._process(encode(frame), first._stamps.add_frame(0, StageStep))
     for window in (2, 3):
         assert started == []
         message = Frame(1, 0, outcomes=(Outcome(0, window, 1, token=7),))
-        first._receive_tokens(encode(message))
+        first._receive_tokens(encode(message), 5)
     assert started == [0, 1]
-    first._receive_tokens(encode(Frame(1, 0, outcomes=(Outcome(0, 5, 1, token=VOCAB),))))
+    relayed = first._stamps.find_frame(1, 0)
+    assert relayed is not None and relayed.times[StageStep.TOKENS_RECEIVED] == 5
+    first._receive_tokens(encode(Frame(1, 0, outcomes=(Outcome(0, 5, 1, token=VOCAB),))), 9)
     assert first.engine is None, "a token outside the vocabulary ends the plan"
 
 

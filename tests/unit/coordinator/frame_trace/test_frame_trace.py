@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ MS = 10**6
 
 
 def traces(frames: int = 3, stages: int = 2) -> list[ProcessTrace]:
-    """Return traces in which every step takes 1 ms and every hop 2 ms."""
+    """Return traces in which every step takes 1 ms, every hop 2 ms and every relay 4 ms."""
     own: list[FrameTimes] = []
     found: list[list[FrameTimes]] = [[] for _ in range(stages)]
     for number in range(frames):
@@ -33,9 +34,13 @@ def traces(frames: int = 3, stages: int = 2) -> list[ProcessTrace]:
         at = start + 1 * MS  # encoded
         for stage in range(stages):
             received = at + 2 * MS
-            times = tuple(received + step * MS for step in StageStep)
-            found[stage].append(FrameTimes(1, number, 1, times))
+            times = [received + step * MS for step in StageStep]
+            times[StageStep.TOKENS_ENCODED] = times[StageStep.TOKENS_RECEIVED] = 0
+            found[stage].append(FrameTimes(1, number, 1, tuple(times)))
             at = times[StageStep.ENCODED]
+        if stages > 1:
+            relay(found[0][-1], StageStep.TOKENS_RECEIVED, at + 4 * MS, found[0])
+            relay(found[-1][-1], StageStep.TOKENS_ENCODED, at, found[-1])
         came = at + 2 * MS
         after = [came + step * MS for step in range(5)]
         own.append(FrameTimes(1, number, 1, (start, start + MS, start + 2 * MS, *after)))
@@ -45,9 +50,30 @@ def traces(frames: int = 3, stages: int = 2) -> list[ProcessTrace]:
     return [ProcessTrace("coordinator", COORDINATOR, ClockOffset(), tuple(own)), *stage_traces]
 
 
+def relay(frame: FrameTimes, step: StageStep, at: int, frames: list[FrameTimes]) -> None:
+    """Set a step of the newest of `frames`, which is `frame`."""
+    times = list(frame.times)
+    times[step] = at
+    frames[-1] = replace(frame, times=tuple(times))
+
+
+def test_relays_join_the_last_stage_and_the_first() -> None:
+    """Each frame whose tokens the last stage has relayed has a hop of its own, in the table and in Chrome's trace."""
+    found = [hop for hop in hops(traces(stages=3)) if hop.relay]
+    assert [(hop.number, hop.receiver, hop.end - hop.start) for hop in found] == [
+        (number, 0, 4 * MS) for number in range(3)
+    ]
+    rows = [line.split() for line in step_table(traces()).splitlines()]
+    assert ["stage", "0", "relay", "to", "it", "4.000", "4.000", "3"] in rows
+    names = [event["name"] for event in chrome_trace(traces())["traceEvents"]]
+    assert names.count("relay to stage 0") == 6
+    assert not any(hop.relay for hop in hops(traces(stages=1)))
+    assert not list(hops([]))
+
+
 def test_hops_join_the_processes() -> None:
     """Each frame has a hop to every stage and one back, from the sender's encoding to the receiver."""
-    found = list(hops(traces()))
+    found = [hop for hop in hops(traces()) if not hop.relay]
     assert sorted({hop.receiver for hop in found}) == [COORDINATOR, 0, 1]
     assert len(found) == 9
     assert {hop.end - hop.start for hop in found} == {2 * MS}
