@@ -24,7 +24,7 @@ from coordinator.generation.frame_outcome import FrameOutcome
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.limits import Limits
 from coordinator.generation.next_header import NextHeader
-from coordinator.generation.open_windows import open_windows, windows_per_sequence
+from coordinator.generation.open_windows import may_run_ahead, windows_per_sequence
 from coordinator.generation.prompts import Prompts
 from coordinator.generation.request import (
     Finished,
@@ -226,10 +226,11 @@ class Scheduler:
     def _next_to_run_ahead(self, decoding: list[Sequence], *, filled: bool) -> list[Sequence]:
         """Return the sequences of the next frame that continues one in flight, or none.
 
-        There is none where drafts pay. A backup needs a moment without open windows, and the plan needs memory for two
-        open windows of each sequence. With `filled` each sequence has a shape of its own.
+        There is none where drafts pay. A backup needs a moment without open windows. With `filled` each sequence has a
+        shape of its own.
         """
-        if self.backups.due is not None or open_windows(self.capacity, len(decoding)) < 2:
+        running = self.running.values()
+        if self.backups.due is not None or not may_run_ahead(self.capacity, self.stages, running):
             return []
         going = sequences_to_run_ahead(decoding, self.stages)
         if not going:

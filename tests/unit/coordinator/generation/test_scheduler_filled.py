@@ -27,6 +27,18 @@ def driven(stages: int, right: int = 3, out_of: int = 5, mtp: str = "filled") ->
     return Drive(stages=stages, stage=FakeLastStage(right=right, out_of=out_of), mtp=mtp)
 
 
+class Fixed(Controller):
+    """A controller that fills the pipeline with windows of `width` tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(MtpMode.parse("filled"))
+        self.width = width
+
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return windows of the fixed width."""
+        return Shape(self.width, fill)
+
+
 def max_in_flight(drive: Drive) -> int:
     """Run to the end. Return the maximum number of valid windows of one sequence in flight."""
     most = 0
@@ -53,8 +65,9 @@ def test_one_stream_fills_every_stage(stages: int, right: int, out_of: int) -> N
 
 
 def test_right_speculation_costs_one_frame_a_token() -> None:
-    """If every draft is right, no token is taken back, and each window brings its token."""
+    """If every draft is right, no token is taken back, and each window of one token brings its token."""
     drive = driven(4, right=5, out_of=5)
+    drive.scheduler.controller = Fixed(1)
     seq = drive.submit(PROMPT, tokens=40)
     drive.run()
     assert drive.rollbacks == []
@@ -69,6 +82,7 @@ def test_a_misspeculation_is_broadcast_at_once() -> None:
     It names the first invalidated window, with accepted length 0, and the number of tokens in all invalidated windows.
     """
     drive = driven(4, right=0)  # no draft is ever right
+    drive.scheduler.controller = Fixed(1)
     drive.submit(PROMPT, tokens=10)
     drive.run()
     told = [r for r in drive.rollbacks if r.accepted_length == 0]
@@ -81,19 +95,11 @@ def test_a_misspeculation_is_broadcast_at_once() -> None:
         assert frame.segments[0].tokens != ()
 
 
-class Wide(Controller):
-    """A controller that chooses windows of two tokens."""
-
-    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
-        """Return windows of two tokens."""
-        return Shape(2, fill)
-
-
 def test_wide_windows_in_a_filled_pipeline() -> None:
     """With windows of two tokens, four in flight, any accepted length keeps the text the same."""
     for right, out_of in ((1, 2), (2, 3), (6, 7)):
         drive = driven(4, right, out_of)
-        drive.scheduler.controller = Wide(MtpMode.parse("filled"))
+        drive.scheduler.controller = Fixed(2)
         seq = drive.submit(PROMPT, tokens=60)
         max_in_flight(drive)
         assert drive.tokens(seq) == plain(PROMPT, 60)
@@ -126,8 +132,11 @@ def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
 
 
 def test_no_more_windows_than_there_is_memory_for() -> None:
-    """A plan with memory for two sequences has room for two open windows and two states: three windows of one."""
-    for sequences, most in ((1, 1), (2, 3), (16, 8)):
+    """A plan with memory for two sequences has room for two open windows and two states: three windows of one.
+
+    With memory for one sequence the stages run ahead with a second window, but no draft is speculative.
+    """
+    for sequences, most in ((1, 2), (2, 3), (16, 8)):
         room = replace(ROOM, sequences=sequences)
         drive = Drive(stages=8, room=room, stage=FakeLastStage(right=5), mtp="filled")
         drive.submit(PROMPT, tokens=40)
