@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.generation.in_flight import FrameInFlight
 from coordinator.generation.sequence import Sequence
-from mtp.depth.estimates import StepCost
+from mtp.depth.step_costs import StepCost
 from proto.frame import Frame
 
 OVERHEAD_STEPS = 4
@@ -52,16 +52,17 @@ class StepCostMeter:
         widths = {(s.width, s.drafts) for s in frame.segments}
         if not record.valid_windows or len(widths) > 1 or any(o.cancelled for o in frame.outcomes):
             return None
+        stages = tuple(us / 1e6 for us in frame.stage_us)
+        interval = now - sequence.window_returned_at
         if record.continues:
-            interval = now - sequence.window_returned_at
-            return StepCost(interval, min(interval, modelled_cycle))
-        if record.speculative:
-            seconds = modelled_pass + (self._pass_overhead or 0.0)
-            return StepCost(seconds, now - sequence.window_returned_at, speculative=True)
+            return StepCost(interval, min(interval, modelled_cycle), stages=stages)
         if full:
             cycle = modelled_cycle + (self._cycle_overhead or 0.0)
-            return StepCost(cycle, cycle)
-        return StepCost(modelled_pass + (self._pass_overhead or 0.0), modelled_cycle)
+            return StepCost(cycle, cycle, stages=stages)
+        seconds = modelled_pass + (self._pass_overhead or 0.0)
+        if record.speculative:
+            return StepCost(seconds, interval, speculative=True, stages=stages)
+        return StepCost(seconds, modelled_cycle, stages=stages)
 
     def _record_overheads(
         self,
@@ -72,8 +73,10 @@ class StepCostMeter:
         modelled_cycle: float,
         empty: bool,
     ) -> None:
-        if empty and record.alone:
-            since = sequence.window_returned_at or record.sent_at
+        # The first window of a run in a filled pipeline meets only windows that the stages skip.
+        first = record.fill > 1 and not record.alone and not record.speculative
+        if (empty and record.alone) or (first and not record.continues):
+            since = (not first and sequence.window_returned_at) or record.sent_at
             self._pass_overhead = _average(self._pass_overhead, now - since - modelled_pass)
         # Prompt chunks between the micro-batches make a cycle longer, and are no part of a step's cost.
         last = sequence.window_frame

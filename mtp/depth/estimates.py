@@ -1,15 +1,12 @@
-"""Estimates of the controller: how often drafts are accepted, and the cost of steps. Plain numbers in and out."""
+"""The estimate of how often drafts are accepted, and the tokens that follow from it. Plain numbers in and out."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from mtp.depth.draft_result import DraftResult
-from mtp.depth.shape import Shape
 
 MEMORY_WINDOWS = 48
 """Windows. Time constant of the acceptance estimate.
@@ -23,10 +20,10 @@ FADED_WINDOWS = 4
 FIRST_ACCEPTANCE = 0.75
 """Acceptance of a first draft before any was seen: a little below published runs of Qwen3.5 heads."""
 
-NEXT_ACCEPTANCE = 0.95
+NEXT_ACCEPTANCE = 1.0
 """Acceptance of a position never seen, relative to the position before it."""
 
-PRIOR_WINDOWS = 2.0
+PRIOR_WINDOWS = 2.5
 """Windows. Weight of FIRST_ACCEPTANCE and NEXT_ACCEPTANCE in the estimate."""
 
 
@@ -52,13 +49,18 @@ class AcceptanceEstimate:
     def by_position(self, depth: int, optimism: float = 0.0) -> list[float]:
         """Return the estimate for each of the first `depth` drafts, given that the drafts before it were accepted.
 
-        `optimism` is a number of standard errors to add. The fewer drafts were seen, the more it adds.
+        `optimism` is a number of standard errors to add. The fewer drafts were seen, the more it adds. A position never
+        seen is then assumed to be as good as the one before it.
         """
         chances: list[float] = []
         for position in range(depth):
+            seen = position < len(self._drafted) and self._drafted[position] > 0
+            if chances and optimism and not seen:
+                chances.append(chances[-1])
+                continue
             prior = NEXT_ACCEPTANCE * chances[-1] if chances else FIRST_ACCEPTANCE
             accepted, drafted = 0.0, 0.0
-            if position < len(self._drafted):
+            if seen:
                 accepted, drafted = self._accepted[position], self._drafted[position]
             windows = drafted + PRIOR_WINDOWS
             chance = (accepted + PRIOR_WINDOWS * prior) / windows
@@ -98,131 +100,20 @@ class Run:
 def expected_run(chances: Sequence[float], width: int) -> Run:
     """Return the mean run whose drafts are accepted with `chances`, given those before them.
 
-    The last chance also applies to all later drafts.
+    The windows after the first ones take their drafts from the end of the chain, so its last `width` positions repeat.
 
     tokens = 1 + a_1 + a_1 a_2 + …      windows of w = 1 + a_1…a_w + a_1…a_2w + …
     """
+    bounded = [min(chance, MAX_CHANCE) for chance in chances]
     tokens = windows = reach = 1.0
-    for number, chance in enumerate(chances, start=1):
-        reach *= min(chance, MAX_CHANCE)
+    for number, chance in enumerate(bounded, start=1):
+        reach *= chance
         tokens += reach
         windows += reach if number % width == 0 else 0.0
-    onward = min(chances[-1], MAX_CHANCE)
+    newest = bounded[-width:]
+    onward = math.prod(newest) ** (1 / len(newest))
     tokens += reach * onward / (1 - onward)
-    behind = len(chances) % width
+    behind = len(bounded) % width
     following = reach * onward ** (width - behind)
     windows += following / (1 - onward**width)
     return Run(tokens, windows)
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """The cost of a micro-batch step, in seconds.
-
-    `seconds` pass until its sequences have its tokens. `interval` passes between the return of two successive windows
-    of a sequence. For a `speculative` window, sent before the window before it returned, the interval was measured.
-    Otherwise it is the interval that the slowest stage would allow.
-    """
-
-    seconds: float
-    interval: float
-    speculative: bool = False
-
-
-FIRST_SAMPLES = 3
-"""Samples before a shape has a cost. Their median survives one outlier, such as the first use of a kernel."""
-
-LEVEL_SAMPLES = 15
-"""Samples. The level is the median of this many steps."""
-
-SETTLED_SAMPLES = 16
-"""Samples after which a cost is fixed until the shape is measured again.
-
-The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would raise it without
-limit. A probe of another shape compares both again, because it is measured over the level that the shape in use has
-then.
-"""
-
-LARGEST_SURPRISE = 0.25
-"""Logarithm. Bound on the deviation of one sample, against hiccups of a shared machine."""
-
-
-class StepCosts:
-    """The cost of a step by shape, as a logarithm, over a level that all shapes share.
-
-        log seconds = level + relative[shape] + noise
-
-    The level follows everything that slows all steps equally: other programs, heat, a longer context. So a shape that
-    was timed on an idle machine and one that was timed under load can be compared.
-    """
-
-    def __init__(self) -> None:
-        self._relative: dict[Shape, float] = {}
-        self._samples: dict[Shape, int] = {}
-        self._fresh: dict[Shape, list[float]] = {}
-        self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
-
-    def start_measurement(self, shape: Shape) -> None:
-        """Measure `shape` for the first time or again: its next FIRST_SAMPLES samples decide its cost."""
-        self._fresh[shape] = []
-
-    def is_measuring(self, shape: Shape) -> bool:
-        """Return whether a measurement of `shape` is unfinished."""
-        return shape in self._fresh
-
-    def is_measured(self, shape: Shape) -> bool:
-        """Return whether a measurement of `shape` is finished."""
-        return shape in self._relative
-
-    def record_step(self, shape: Shape, seconds: float) -> None:
-        """Record the time of one step of `shape`. A shape whose measurement was never started is ignored."""
-        logarithm = math.log(max(seconds, 1e-9))
-        if shape in self._fresh:
-            self._fresh[shape].append(logarithm - self._level())
-            if len(self._fresh[shape]) == FIRST_SAMPLES:
-                self._replace_cost(shape, self._fresh.pop(shape))
-        elif shape in self._relative:
-            if self._samples[shape] < SETTLED_SAMPLES:
-                self._refine_cost(shape, logarithm)
-            self._recent.append(logarithm - self._relative[shape])
-
-    def relative_cost(self, shape: Shape) -> float:
-        """Return the logarithm of the cost of `shape` over the level.
-
-        For a shape that is not measured, return a lower bound. In a block, each further token costs at least half of
-        what the last measured one did. In a filled pipeline, drafts are free.
-        """
-        if shape in self._relative:
-            return self._relative[shape]
-        if shape.fill > 1:
-            return self.relative_cost(Shape(shape.width))
-        blocks = (Shape(width) for width in range(1, shape.width))
-        known = [math.exp(self._relative[s]) for s in blocks if s in self._relative]
-        if len(known) < 2:
-            return math.log(known[-1]) if known else 0.0
-        return math.log(known[-1] + max(0.0, known[-1] - known[-2]) / 2)
-
-    def step_seconds(self, shape: Shape) -> float | None:
-        """Return the present time of one step of a measured `shape`, or None."""
-        if shape not in self._relative or not self._recent:
-            return None
-        return math.exp(self._level() + self._relative[shape])
-
-    def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
-        """Set the cost to the median of fresh samples. An old estimate, perhaps of a colder chip, does not count."""
-        if not self._relative:  # the first shape defines the level
-            self._recent.extend(samples)
-            self._relative[shape] = 0.0
-        else:
-            self._relative[shape] = median(samples)
-        self._samples[shape] = FIRST_SAMPLES
-
-    def _refine_cost(self, shape: Shape, logarithm: float) -> None:
-        """Improve a new estimate by one more sample."""
-        surprise = logarithm - self._level() - self._relative[shape]
-        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
-        self._samples[shape] += 1
-        self._relative[shape] += surprise / self._samples[shape]
-
-    def _level(self) -> float:
-        return median(self._recent) if self._recent else 0.0

@@ -17,7 +17,7 @@ from coordinator.generation.request import Finished, GenerationRequest, PrefillP
 from coordinator.generation.scheduler import Scheduler
 from coordinator.planning.capacity import Capacity
 from mtp.depth.controller import Controller, MtpMode
-from mtp.depth.estimates import StepCost
+from mtp.depth.step_costs import StepCost
 from proto.control import Rollback
 from proto.frame import Admit, Commit
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of

@@ -1,0 +1,242 @@
+"""The search for the best shape of windows at one number of sequences.
+
+A shape out of use shows neither its cost nor (beyond the depth in use) its acceptance. The search therefore *probes*
+it: it uses the shape for a few steps, and for more while the shape could still turn out best. At the start it probes
+the shape with the best estimate, as long as one could win. Later it probes plain decoding, shapes whose value is close,
+and the next deeper block if it could win. These probes take turns, at intervals that double while no probe changes
+the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mtp.depth.estimates import AcceptanceEstimate, expected_accepted_length, expected_run
+from mtp.depth.report import ShapeReport
+from mtp.depth.shape import Shape
+from mtp.depth.step_costs import FIRST_SAMPLES, StepCost, StepCosts
+
+SWITCH_GAIN = math.log(1.02)
+"""Logarithm. Minimum gain for a change of shape, because estimates are not more precise than this."""
+
+OPTIMISM = 0.6
+"""Standard errors. Added to the acceptance of a shape when the search decides whether to probe it."""
+
+OPTIMISTIC_ACCEPTANCE = 0.9
+"""Acceptance assumed for a position out of use when the search decides about a later probe."""
+
+COST_DOUBT = math.log(1.1)
+"""Logarithm. A shape out of use is assumed to cost this much less than its estimate when a later probe is decided."""
+
+PROBE_COST = 0.015
+"""Share of time that probes may take."""
+
+FIRST_INTERVAL = 96
+"""Steps. Minimum interval between probes at first. It doubles while probes change nothing."""
+
+LAST_INTERVAL = 320
+"""Steps. Maximum interval between probes."""
+
+LONGEST_PROBE = 12
+"""Steps. Maximum length of a probe, for example if requests are too short to finish a measurement."""
+
+LONGEST_DOUBT = 6
+"""Steps. Maximum length of a probe whose cost is measured, while the acceptance is uncertain."""
+
+STALE_STEPS = 128
+"""Steps after a probe after which the acceptance at its positions counts little for the next one."""
+
+EVALUATION_STEPS = 4
+"""Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
+
+
+class Search:
+    """The choice between `shapes` for steps of one number of sequences. The first shape is used until it is measured.
+
+    `acceptance` is shared by all searches.
+    """
+
+    def __init__(self, acceptance: AcceptanceEstimate, shapes: Sequence[Shape]) -> None:
+        self.acceptance = acceptance
+        self.shapes = tuple(shapes)
+        self.costs = StepCosts()
+        self.current = self.shapes[0]
+        """The shape in use."""
+        self._deepest = max(shape.depth for shape in self.shapes)
+        self._deepest_block = max((s.depth for s in self.shapes if s.fill == 1), default=0)
+        self._returned = 0
+        self._step = 0
+        self._probe: Shape | None = None
+        self._last_probed: dict[Shape, int] = {}
+        self._interval = FIRST_INTERVAL
+        self._next_probe = FIRST_INTERVAL
+        self._probe_began = 0
+        self._start_probe(self.current)
+
+    def record_step_cost(self, width: int, drafted: int, cost: StepCost) -> None:
+        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each."""
+        fill = (drafted + 1) // width
+        shape = Shape(width, fill)
+        if fill and shape.depth == drafted:
+            self.costs.record_cost(shape, cost)
+
+    def choose_shape(self) -> Shape:
+        """Return the shape of the next window."""
+        shape = self._probe or self.current
+        if shape.fill > 1:  # the search counts a pass through all stages as one step
+            self._returned += 1
+            if self._returned % shape.fill:
+                return shape
+        self._step += 1
+        if self._probe is not None:
+            if self._goes_on(self._probe):
+                return self._probe
+            self._probe = None
+        elif self._step % EVALUATION_STEPS:
+            return self.current
+        self._switch_shape()
+        candidate = self._worth_probing()
+        if candidate is None:
+            return self.current
+        self._start_probe(candidate)
+        return candidate
+
+    def report(self) -> tuple[ShapeReport, ...]:
+        """Return the state of plain decoding and of every shape that was measured."""
+        first = self.shapes[0]
+        base, base_cost = self._value(first), self.costs.relative_cost(first)
+        return tuple(
+            ShapeReport(
+                shape.width,
+                shape.fill,
+                cost=math.exp(self.costs.relative_cost(shape) - base_cost),
+                tokens=self._tokens(shape),
+                speed=math.exp(self._value(shape) - base),
+                measured=self.costs.is_measured(shape),
+                chosen=shape == self.current,
+            )
+            for shape in self.shapes
+            if shape in (first, self.current) or self.costs.is_measured(shape)
+        )
+
+    def _tokens(self, shape: Shape) -> float:
+        """Return the expected tokens of a window or, in a filled pipeline, of a run."""
+        chances = self.acceptance.by_position(shape.depth)
+        if shape.fill == 1:
+            return expected_accepted_length(chances)
+        return expected_run(chances, shape.width).tokens
+
+    def _value(self, shape: Shape, chances: Sequence[float] | None = None) -> float:
+        """Return the logarithm of tokens per second, up to a constant.
+
+        A filled pipeline is valued over a run between two misspeculations. A pass goes by until the first window
+        returns, and an interval for each further window.
+        """
+        if chances is None:
+            chances = self.acceptance.by_position(shape.depth)
+        chances = chances[: shape.depth]
+        cost = self.costs.relative_cost(shape)
+        if shape.fill == 1:
+            return math.log(expected_accepted_length(chances)) - cost
+        run = expected_run(chances, shape.width)
+        passes = 1 + (run.windows - 1) * self.costs.interval_share(shape)
+        return math.log(run.tokens / passes) - cost
+
+    def _goes_on(self, probe: Shape) -> bool:
+        """Return whether more steps at the probed shape could show it to be the best."""
+        steps = self._step - self._probe_began
+        if self.costs.is_measuring(probe):
+            return steps <= LONGEST_PROBE
+        if probe == self.current or steps > LONGEST_DOUBT:
+            return False
+        goal = self._value(self.current) + SWITCH_GAIN
+        return self._value(probe) <= goal < self._value(probe, self._optimistic_chances())
+
+    def _optimistic_chances(self) -> list[float]:
+        """Return the acceptance by position, with optimism for positions out of use.
+
+        The error of the positions in use affects the present shape as well.
+        """
+        known = self.acceptance.by_position(self.current.depth)
+        return known + self.acceptance.by_position(self._deepest, OPTIMISM)[len(known) :]
+
+    def _switch_shape(self) -> None:
+        """Change to the best measured shape if the gain is large enough."""
+        chances = self.acceptance.by_position(self._deepest)
+        measured = [shape for shape in self.shapes if self.costs.is_measured(shape)]
+        best = max(measured, key=lambda s: self._value(s, chances), default=self.current)
+        if self._value(best, chances) > self._value(self.current, chances) + SWITCH_GAIN:
+            self.current = best
+            self._interval = max(FIRST_INTERVAL, self._interval // 4)
+            self._next_probe = min(self._next_probe, self._step + self._interval)
+
+    def _worth_probing(self) -> Shape | None:
+        """Return the shape to probe now, or None.
+
+        It is the best untried shape if it should win. At the end of an interval it is an untried shape that could win,
+        or a shape out of use.
+        """
+        goal = self._value(self.current) + SWITCH_GAIN
+        likely = self.acceptance.by_position(self._deepest)
+        untried = self._best_untried(likely)
+        if untried is not None and self._value(untried, likely) > goal:
+            return untried
+        if self._step < self._next_probe:
+            return None
+        candidates = self._doubtful(goal)
+        optimistic = self._optimistic_chances()
+        untried = self._best_untried(optimistic)
+        if untried is not None and self._value(untried, optimistic) > goal:
+            candidates.append(untried)
+        probe = min(candidates, key=lambda s: self._last_probed.get(s, 0), default=None)
+        paid = 0.0 if probe is None else self._probe_price(probe) / PROBE_COST
+        self._next_probe = self._step + min(LAST_INTERVAL, round(max(self._interval, paid)))
+        self._interval = min(2 * self._interval, LAST_INTERVAL)
+        return probe
+
+    def _probe_price(self, probe: Shape) -> float:
+        """Return the expected loss of a probe, in steps of the shape in use."""
+        lost = 1 - math.exp(self._value(probe) - self._value(self.current))
+        longer = math.exp(self.costs.relative_cost(probe) - self.costs.relative_cost(self.current))
+        samples = 2 if self.costs.is_measured(probe) else FIRST_SAMPLES + 1
+        return samples * longer * max(0.0, lost)
+
+    def _best_untried(self, chances: Sequence[float]) -> Shape | None:
+        """Return the shape never probed with the best value at `chances`, or None.
+
+        The widths grow in steps, because the cost of a row is known only from measured widths.
+        """
+        limit = 2 * self.costs.widest**2
+        untried = [s for s in self.shapes if s not in self._last_probed and s.width <= limit]
+        return max(untried, key=lambda s: self._value(s, chances), default=None)
+
+    def _doubtful(self, goal: float) -> list[Shape]:
+        """Return the shapes out of use that may have become better than `goal` since their last use."""
+        known = self.acceptance.by_position(self._deepest)
+        others = [shape for shape in self.shapes if shape != self.current]
+        blocks = [s for s in others if s.fill == 1 and s.depth < self.current.depth]
+        # Plain decoding is always included: only its known cost ensures that speculation never costs.
+        shapes = [s for s in blocks if not s.depth or self._value(s, known) + COST_DOUBT > goal]
+        filled = [s for s in others if s.fill > 1]
+        best = max(filled, key=lambda s: self._value(s, known), default=None)
+        if best is not None and self._value(best, known) + COST_DOUBT > goal:
+            shapes.append(best)
+        following = Shape(self.current.depth + 2)
+        if self.current.fill == 1 and following.depth <= self._deepest_block:
+            depth = self.current.depth
+            hopeful = known[:depth] + [max(c, OPTIMISTIC_ACCEPTANCE) for c in known[depth:]]
+            deeper = [s for s in others if s.fill == 1 and s.depth > depth]
+            if self._value(following, hopeful) + COST_DOUBT > goal or any(
+                self._value(s, hopeful) > goal for s in deeper
+            ):  # the shallowest depth that shows whether drafts are accepted again
+                shapes.append(following)
+        return shapes
+
+    def _start_probe(self, shape: Shape) -> None:
+        stale = self._step - self._last_probed.get(shape, self._step) > STALE_STEPS
+        if stale and shape.depth > self.current.depth:
+            self.acceptance.fade(first=self.current.depth)
+        self.costs.start_measurement(shape)
+        self._probe, self._probe_began = shape, self._step
+        self._last_probed[shape] = self._step

@@ -1,0 +1,268 @@
+"""The measured costs of steps by shape, and the costs that follow from them for other shapes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from mtp.depth.shape import Shape
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a micro-batch step, in seconds.
+
+    `seconds` pass until its sequences have its tokens. `interval` passes between the return of two successive windows
+    of a sequence. For a `speculative` window, sent before the window before it returned, the interval was measured.
+    Otherwise it is the interval that the slowest stage would allow. `stages` are the stages' own times.
+    """
+
+    seconds: float
+    interval: float
+    speculative: bool = False
+    stages: tuple[float, ...] = ()
+
+
+FIRST_SAMPLES = 2
+"""Samples before a shape has a cost, if they differ by less than CONFIRMED."""
+
+DOUBTED_SAMPLES = 3
+"""Samples before a shape has a cost otherwise. Their median survives one outlier, such as the first use of a kernel."""
+
+LEVEL_SAMPLES = 15
+"""Samples. The level is the median of this many steps."""
+
+SETTLED_SAMPLES = 16
+"""Samples after which a cost is fixed until the shape is measured again.
+
+The shape in use defines the level, so nothing else would limit its cost: occasional hiccups would raise it without
+limit. A probe of another shape compares both again, because it is measured over the level that the shape in use has
+then.
+"""
+
+LARGEST_SURPRISE = 0.25
+"""Logarithm. Bound on the deviation of one sample, against hiccups of a shared machine."""
+
+CONFIRMED = math.log(1.08)
+"""Logarithm. Samples this close to each other, or to the earlier cost, end a measurement. Steps scatter by 5 %."""
+
+SHARE_STEPS = 24
+"""Steps. Time constant of the averages of a shape's interval and stage times, relative to its cost.
+
+The intervals of a run are uneven: its first windows follow each other as fast as the slowest stage allows.
+"""
+
+
+class StepCosts:
+    """The cost of a step by shape, as a logarithm, over a level that all shapes share.
+
+        log seconds = level + relative[shape] + noise
+
+    The level follows everything that slows all steps equally: other programs, heat, a longer context. So a shape that
+    was timed on an idle machine and one that was timed under load can be compared.
+    """
+
+    def __init__(self) -> None:
+        self._relative: dict[Shape, float] = {}
+        self._samples: dict[Shape, int] = {}
+        self._fresh: dict[Shape, list[float]] = {}
+        self._recent: deque[float] = deque(maxlen=LEVEL_SAMPLES)
+        self._shares: dict[Shape, _Shares] = {}
+
+    @property
+    def widest(self) -> int:
+        """Width of the widest measured windows."""
+        return max((shape.width for shape in self._relative), default=1)
+
+    def start_measurement(self, shape: Shape) -> None:
+        """Measure `shape` for the first time or again: its next samples decide its cost.
+
+        One sample is enough if it confirms the earlier cost.
+        """
+        self._fresh[shape] = []
+
+    def is_measuring(self, shape: Shape) -> bool:
+        """Return whether a measurement of `shape` is unfinished."""
+        return shape in self._fresh
+
+    def is_measured(self, shape: Shape) -> bool:
+        """Return whether a measurement of `shape` is finished."""
+        return shape in self._relative
+
+    def record_cost(self, shape: Shape, cost: StepCost) -> None:
+        """Record the cost of one step of `shape`. A shape whose measurement was never started is ignored."""
+        self._shares.setdefault(shape, _Shares()).record_cost(cost)
+        self.record_step(shape, cost.seconds)
+
+    def record_step(self, shape: Shape, seconds: float) -> None:
+        """Record the time of one step of `shape`. A shape whose measurement was never started is ignored."""
+        logarithm = math.log(max(seconds, 1e-9))
+        if shape in self._fresh:
+            self._record_fresh(shape, logarithm - self._level())
+        elif shape in self._relative:
+            if self._samples[shape] < SETTLED_SAMPLES:
+                self._refine_cost(shape, logarithm)
+            self._recent.append(logarithm - self._relative[shape])
+
+    def relative_cost(self, shape: Shape) -> float:
+        """Return the logarithm of the cost of `shape` over the level.
+
+        The cost of a shape that is not measured follows from the measured widths around its own, and from the cost of a
+        draft. Beyond the widest measured windows, each further token costs at least half of what the last one did.
+        """
+        if shape in self._relative:
+            return self._relative[shape]
+        if not self._relative:
+            return 0.0
+        return math.log(self._rows_cost(shape.width) + self._draft_cost() * shape.depth)
+
+    def interval_share(self, shape: Shape) -> float:
+        """Return the interval between two windows of a filled pipeline of `shape`, relative to its cost."""
+        expected = self._slowest_stage(shape) / math.exp(self.relative_cost(shape))
+        expected = max(1 / shape.fill, expected)
+        shares = self._shares.get(shape)
+        if shares is None or not shares.intervals:
+            return expected
+        weight = min(1.0, shares.intervals / SHARE_STEPS)
+        return expected + weight * (shares.interval - expected)
+
+    def step_seconds(self, shape: Shape) -> float | None:
+        """Return the present time of one step of a measured `shape`, or None."""
+        if shape not in self._relative or not self._recent:
+            return None
+        return math.exp(self._level() + self._relative[shape])
+
+    def _rows_cost(self, width: int) -> float:
+        """Return the cost of windows of `width` tokens without drafts, over the level."""
+        draft = self._draft_cost()
+        known: dict[int, float] = {}
+        for shape, logarithm in self._relative.items():
+            cost = max(math.exp(logarithm) - draft * shape.depth, 1e-9)
+            known[shape.width] = min(cost, known.get(shape.width, cost))
+        if width in known:
+            return known[width]
+        below = [w for w in sorted(known) if w < width]
+        above = [w for w in sorted(known) if w > width]
+        if not below:
+            return known[above[0]]
+        last = below[-1]
+        if above:
+            slope = (known[above[0]] - known[last]) / (above[0] - last)
+        elif len(below) > 1:
+            slope = max(0.0, known[last] - known[below[-2]]) / (last - below[-2]) / 2
+        else:
+            slope = 0.0
+        return known[last] + slope * (width - last)
+
+    def _draft_cost(self) -> float:
+        """Return the cost of one draft over the level: 0 until two shapes show it.
+
+        A further row takes about the same time on every stage, and a draft only on the last one. So drafts took what
+        the last stage gained over the others. A single stage shows rows and drafts together, as rows.
+        """
+        known = [shape for shape in self._relative if self._stages(shape)]
+        if not known:
+            return 0.0
+        first, last = min(known, key=lambda s: s.depth), max(known, key=lambda s: s.depth)
+        if first.depth == last.depth:
+            return 0.0
+        before, after = self._stages(first), self._stages(last)
+        assert before is not None and after is not None
+        gained = (after.last - before.last) - (after.others - before.others)
+        return max(0.0, gained / (last.depth - first.depth))
+
+    def _slowest_stage(self, shape: Shape) -> float:
+        """Return the cost of the slowest stage at `shape` over the level, from the nearest measured shape."""
+        known = [one for one in self._relative if self._stages(one)]
+        if not known:
+            return 0.0
+        near = min(known, key=lambda s: (abs(s.width - shape.width), abs(s.depth - shape.depth)))
+        stages = self._stages(near)
+        assert stages is not None
+        rows = (self._rows_cost(shape.width) - self._rows_cost(near.width)) / max(2, stages.count)
+        drafts = self._draft_cost() * (shape.depth - near.depth)
+        return max(stages.others + rows, stages.last + rows + drafts)
+
+    def _stages(self, shape: Shape) -> _StageCosts | None:
+        """Return the costs of the stages over the level, for a measured shape of several stages."""
+        shares = self._shares.get(shape)
+        if shares is None or not shares.stages:
+            return None
+        cost = math.exp(self._relative[shape])
+        return _StageCosts(
+            (shares.others or 0.0) * cost, (shares.last or 0.0) * cost, shares.stages
+        )
+
+    def _record_fresh(self, shape: Shape, relative: float) -> None:
+        """Record a sample of a shape that is being measured."""
+        samples = self._fresh[shape]
+        samples.append(relative)
+        known = self._relative.get(shape)
+        if known is not None and len(samples) == 1 and abs(relative - known) < CONFIRMED:
+            del self._fresh[shape]
+            self._relative[shape] = (known + relative) / 2
+        elif len(samples) == DOUBTED_SAMPLES or (
+            len(samples) == FIRST_SAMPLES and abs(samples[1] - samples[0]) < CONFIRMED
+        ):
+            self._replace_cost(shape, self._fresh.pop(shape))
+
+    def _replace_cost(self, shape: Shape, samples: list[float]) -> None:
+        """Set the cost to the median of fresh samples. An old estimate, perhaps of a colder chip, does not count."""
+        if not self._relative:  # the first shape defines the level
+            self._recent.extend(samples)
+            self._relative[shape] = 0.0
+        else:
+            self._relative[shape] = median(samples)
+        self._samples[shape] = FIRST_SAMPLES
+
+    def _refine_cost(self, shape: Shape, logarithm: float) -> None:
+        """Improve a new estimate by one more sample."""
+        surprise = logarithm - self._level() - self._relative[shape]
+        surprise = max(-LARGEST_SURPRISE, min(LARGEST_SURPRISE, surprise))
+        self._samples[shape] += 1
+        self._relative[shape] += surprise / self._samples[shape]
+
+    def _level(self) -> float:
+        return median(self._recent) if self._recent else 0.0
+
+
+@dataclass(frozen=True)
+class _StageCosts:
+    """The slowest stage but the last, and the last, of `count` stages."""
+
+    others: float
+    last: float
+    count: int
+
+
+@dataclass
+class _Shares:
+    """Times of one shape relative to its cost, as moving averages.
+
+    `others` is the slowest of all `stages` but the last. `interval` is that between two windows of a filled pipeline,
+    from `intervals` samples.
+    """
+
+    stages: int = 0
+    others: float | None = None
+    last: float | None = None
+    interval: float = 0.0
+    intervals: int = 0
+
+    def record_cost(self, cost: StepCost) -> None:
+        """Record one step."""
+        seconds = max(cost.seconds, 1e-9)
+        if cost.speculative:
+            self.intervals += 1
+            self.interval = _average(self.interval, cost.interval / seconds, self.intervals)
+        if len(cost.stages) > 1:
+            self.stages = len(cost.stages)
+            self.others = _average(self.others, max(cost.stages[:-1]) / seconds)
+            self.last = _average(self.last, cost.stages[-1] / seconds)
+
+
+def _average(before: float | None, sample: float, samples: int = SHARE_STEPS) -> float:
+    """Return the average of `samples` samples, or a moving average of SHARE_STEPS of them."""
+    return sample if before is None else before + (sample - before) / min(samples, SHARE_STEPS)
