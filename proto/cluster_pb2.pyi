@@ -1104,6 +1104,7 @@ class WorkerStatus(_message.Message):
     MESSAGES_OUT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    AWAITS_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     epoch: _builtins.int
     """of the plan that the stage is bound into, 0 for none"""
@@ -1123,6 +1124,8 @@ class WorkerStatus(_message.Message):
     bytes_out: _builtins.int
     messages_in: _builtins.int
     messages_out: _builtins.int
+    awaits_tokens: _builtins.bool
+    """a frame of stage 0 waits for tokens that the last stage relays"""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
     @_builtins.property
@@ -1144,10 +1147,11 @@ class WorkerStatus(_message.Message):
         messages_out: _builtins.int = ...,
         fault: Global___Fault | None = ...,
         machine: Global___MachineState | None = ...,
+        awaits_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault", "machine", b"machine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "machine", b"machine", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "awaits_tokens", b"awaits_tokens", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "machine", b"machine", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015

@@ -164,6 +164,7 @@ class RemotePipeline:
                     worker_status.busy_us,
                     writing=worker_status.link_stall_ms > 0,
                     now=now,
+                    awaits_tokens=stage == 0 and worker_status.awaits_tokens,
                 )
         stalled = self.stall_detector.stalled_seconds
         if stalled > NOTICE_SHARE * self.hop_timeout:

@@ -13,6 +13,8 @@ class StageProgress:
     busy_us: int = 0
     reported_at: float = 0.0
     """Seconds, in the caller's clock."""
+    awaits_tokens: bool = False
+    """A frame waits there for tokens that the last stage relays, so no hop lost it."""
 
 
 @dataclass
@@ -44,13 +46,20 @@ class StallDetector:
         self.moved_at = now
 
     def record_stage(
-        self, stage: int, frames: int, busy_us: int, *, writing: bool, now: float
+        self,
+        stage: int,
+        frames: int,
+        busy_us: int,
+        *,
+        writing: bool,
+        now: float,
+        awaits_tokens: bool = False,
     ) -> None:
         """Record a stage's report. `writing` says that the stage is writing a frame to the next one."""
         before = self._stages[stage]
         if writing or (frames, busy_us) != (before.frames, before.busy_us):
             self.moved_at = now
-        self._stages[stage] = StageProgress(frames, busy_us, now)
+        self._stages[stage] = StageProgress(frames, busy_us, now, awaits_tokens)
 
     @property
     def stalled_seconds(self) -> float:
@@ -63,11 +72,11 @@ class StallDetector:
     def losing_hop(self) -> int:
         """The hop that lost a frame: the first stage with fewer frames than the stage before it.
 
-        It is `stages` for the hop from the last stage to the coordinator.
+        It is `stages` for the hops from the last stage: to the coordinator, and to a first stage that awaits tokens.
         """
         before = self.sent
         for number, stage in enumerate(self._stages):
-            if stage.frames < before:
+            if stage.frames < before and not stage.awaits_tokens:
                 return number
             before = stage.frames
         return self.stages

@@ -223,6 +223,11 @@ class Binding:
         )
 
     @property
+    def awaits_tokens(self) -> bool:
+        """True while a frame waits here for tokens of the last stage."""
+        return bool(self._parked)
+
+    @property
     def link_stall(self) -> float:
         """Seconds since the oldest write in progress began, to the next stage or to the first; 0 without one."""
         return max((link.stall for link in (self.link, self.ring) if link is not None), default=0.0)

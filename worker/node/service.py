@@ -332,6 +332,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             messages_in=traffic.messages_in,
             messages_out=traffic.messages_out,
             machine=node.sensors.latest,
+            awaits_tokens=binding is not None and binding.awaits_tokens,
         )
         if binding is not None and binding.fault is not None:
             worker_status.fault.CopyFrom(binding.fault)

@@ -53,6 +53,19 @@ def test_movement_is_no_stall() -> None:
     assert progress.stalled_seconds < 1.0
 
 
+def test_relayed_tokens_that_are_lost() -> None:
+    """A first stage that has the frame and awaits its tokens lost nothing. A later stage, or the last one, did."""
+    progress = StallDetector(2)
+    for _ in range(2):
+        progress.record_sent(0.0)
+    for frames, hop in ((1, 2), (0, 1)):  # of stage 1; stage 0 is done with the first frame of two
+        progress.record_stage(1, frames, 0, writing=False, now=1.0)
+        progress.record_stage(0, 1, 0, writing=False, now=1.0, awaits_tokens=True)
+        assert progress.losing_hop == hop
+        progress.record_stage(0, 1, 0, writing=False, now=1.0)
+        assert progress.losing_hop == 0
+
+
 def test_lost_on_the_way_to_the_first_stage_and_back() -> None:
     """Frames can be lost at either end of the pipeline."""
     progress = StallDetector(2)
