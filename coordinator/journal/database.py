@@ -23,6 +23,9 @@ VERSION = 1
 BUSY_SECONDS = 5.0
 """Seconds. Bound on waiting for another program, such as the sqlite3 shell, that reads the file."""
 
+LARGE_INT = 1
+"""Code of msgpack's extension for integers of more than 64 bits."""
+
 _TABLES = """
 CREATE TABLE answers (
     id TEXT PRIMARY KEY, created INTEGER NOT NULL, ended INTEGER NOT NULL, size INTEGER NOT NULL, content BLOB NOT NULL
@@ -170,12 +173,31 @@ class Database:
 
 def _pack(record: Record) -> bytes:
     content = {f.name: getattr(record, f.name) for f in fields(Record) if f.name != "tokens"}
-    packed: bytes = msgpack.packb(content)
+    packed: bytes = msgpack.packb(content, default=_large_int, unicode_errors="surrogatepass")
     return zlib.compress(packed, 1)
 
 
 def _unpack(content: bytes) -> Record:
-    found: dict[str, Any] = msgpack.unpackb(zlib.decompress(content), strict_map_key=False)
+    found: dict[str, Any] = msgpack.unpackb(
+        zlib.decompress(content),
+        strict_map_key=False,
+        ext_hook=_from_extension,
+        unicode_errors="surrogatepass",
+    )
     return Record(
         **{**found, "requests": tuple(found["requests"]), "events": tuple(found["events"])}
     )
+
+
+def _large_int(value: object) -> msgpack.ExtType:
+    """Return an integer of more than 64 bits as an extension. JSON permits them, such as in a schema."""
+    if not isinstance(value, int):
+        raise TypeError(f"a record of the journal has a {type(value).__name__}")
+    size = value.bit_length() // 8 + 1
+    return msgpack.ExtType(LARGE_INT, value.to_bytes(size, "little", signed=True))
+
+
+def _from_extension(code: int, data: bytes) -> int:
+    if code != LARGE_INT:
+        raise ValueError(f"a record of the journal has an extension {code}")
+    return int.from_bytes(data, "little", signed=True)

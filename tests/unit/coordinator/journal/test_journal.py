@@ -56,7 +56,8 @@ async def test_records_and_tokens_outlive_the_process(journal: Journal, file: Pa
     journal.save(record("a"))
     journal.append_tokens("a", 0, (5, 6))
     journal.append_tokens("a", 2, (2**32 - 1,))
-    journal.save(replace(record("b"), ended=True, result={"x": 1}, events=(b"1", b"2")))
+    schema = {"maximum": 10**40, "minimum": -(2**63) - 1, "half": "\ud800"}
+    journal.save(replace(record("b"), ended=True, result=schema, events=(b"1", b"2")))
     await journal.close()
     modes = {stat.S_IMODE(one.stat().st_mode) for one in file.parent.iterdir()}
     assert modes == {0o600}
@@ -65,7 +66,7 @@ async def test_records_and_tokens_outlive_the_process(journal: Journal, file: Pa
     assert found == replace(record("a", created=found.created), tokens=(5, 6, 2**32 - 1))
     ended = await again.find("b")
     assert ended is not None
-    assert (ended.result, ended.events, ended.tokens) == ({"x": 1}, (b"1", b"2"), ())
+    assert (ended.result, ended.events, ended.tokens) == (schema, (b"1", b"2"), ())
     await again.close()
 
 
