@@ -2,9 +2,9 @@
 
 Eight hours' worth are REQUESTS: three clients that each ask once every 20 seconds. The clients here ask as fast as they
 get answers. They join, ask several small questions over one connection, leave some answers, and go. A worker is killed
-KILLS times. `python -m tests.chaos.soak --requests 4320` starts a run, whose curves are in `build/bench/soak_hours.*`,
-and `--chart docs/images` writes the chart of docs/failure.md. The run is flat if no curve has a trend, by the interval
-of its slope.
+after every KILL_REQUESTS. `python -m tests.chaos.soak --requests 4320` starts a run, whose curves are in
+`build/bench/soak_hours.*`. `--chart docs/images` writes the chart of docs/failure.md. The run is flat if no curve has a
+trend, by the interval of its slope.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SURVIVOR = 0
 REQUESTS = 3 * 3 * 60 * 8
 """Requests in eight hours of three clients, each with three a minute."""
 
-KILLS = 24
-"""Kills in a run: one every 20 minutes of the eight hours."""
+KILL_REQUESTS = REQUESTS // 24
+"""Requests from kill to kill, which are those of 20 minutes."""
 
 SAMPLES = 180
 """Samples of the processes in a run."""
@@ -186,9 +186,9 @@ def _differences(name: str, early: dict[str, Any], late: dict[str, Any]) -> Iter
 
 
 async def _kill_workers(soak: Soak, team: Team, requests: int) -> None:
-    """Kill a worker KILLS times and start it again."""
-    for number in range(1, KILLS + 1):
-        await soak.wait_for(requests * number // (KILLS + 1))
+    """Kill a worker after every KILL_REQUESTS and start it again."""
+    for asked in range(KILL_REQUESTS, requests, KILL_REQUESTS):
+        await soak.wait_for(asked)
         victim = random.choice([n for n in range(WORKERS) if n != SURVIVOR])
         soak.counts["kills"] += 1
         await asyncio.to_thread(team.restart, victim, "builtin")
