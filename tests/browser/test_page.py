@@ -145,6 +145,7 @@ def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
     page = opened.page
     opened.show("chat")
     page.click(".parameters summary")
+    page.fill("input[name=temperature]", "1.5")
     page.fill("input[name=seed]", "7")
     page.fill("input[name=max_tokens]", "40")
     opened.ask("Explain what a list is.")
@@ -156,7 +157,12 @@ def test_a_fixed_seed_gives_the_same_answer_again(opened: WatchedPage) -> None:
     page.reload()
     page.wait_for_selector(".message.assistant")
     assert page.locator(".message.user").last.inner_text().endswith("Explain what a list is.")
-    assert page.locator(".parameters summary").inner_text() == "Parameters: seed 7, max tokens 40"
+    assert page.locator(".parameters summary").inner_text() == (
+        "Parameters: temperature 1.5, seed 7, max tokens 40"
+    )
+    page.click(".parameters summary")
+    page.fill("input[name=temperature]", "")
+    page.click(".parameters summary")
 
 
 @contextmanager

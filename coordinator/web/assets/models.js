@@ -186,8 +186,8 @@ function modelEntry(name, facts, badge) {
 function loadParts(report) {
   const part = report.total ? report.done / report.total : null;
   const text = part === null ? "" : `: ${bytes(report.done)} of ${bytes(report.total)}`;
-  const note = report.note && h("p", { class: "hint" }, sentence(report.note));
-  return [h("p", { class: "hint" }, `${sentence(report.phase)}${text}`), note, h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
+  const note = report.note ? [h("p", { class: "hint" }, sentence(report.note))] : [];
+  return [h("p", { class: "hint" }, `${sentence(report.phase)}${text}`), ...note, h("progress", { max: 1, value: part, "aria-label": `Loading ${report.model}` })];
 }
 
 // The coordinator's notes begin with a small letter.
