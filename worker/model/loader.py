@@ -57,6 +57,20 @@ class StageModules:
     """Bytes of the weights of the whole checkpoint."""
 
 
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage to load: its layers, and whether it is the first and the last of its plan.
+
+    `dtype` None keeps the stored types. `with_head` says whether a last stage has the MTP head.
+    """
+
+    span: Span
+    first: bool
+    last: bool
+    dtype: mx.Dtype | None = None
+    with_head: bool = True
+
+
 def load_stage(
     checkpoint: Checkpoint,
     span: Span,
@@ -67,7 +81,7 @@ def load_stage(
     with_head: bool = True,
     on_progress: OnProgress | None = None,
 ) -> StageModules:
-    """Load the layers of `span` and the other parts of the stage. `dtype` None keeps the stored types.
+    """Load the stage of a StageSpec with these fields.
 
     Names, shapes and types of the whole stage are checked before the first weight is read. Then the parts are read one
     after another, so the peak memory stays close to that of the stage. Without the head's tensors the head is None, and
@@ -76,30 +90,17 @@ def load_stage(
     Raises SpanError, CheckpointError with tensor and file, and UsageError for a dtype that cannot run here.
     """
     return run_steps(
-        load_steps(
-            checkpoint,
-            span,
-            first=first,
-            last=last,
-            dtype=dtype,
-            with_head=with_head,
-            on_progress=on_progress,
-        )
+        load_steps(checkpoint, StageSpec(span, first, last, dtype, with_head), on_progress)
     )
 
 
 def load_steps(
-    checkpoint: Checkpoint,
-    span: Span,
-    *,
-    first: bool,
-    last: bool,
-    dtype: mx.Dtype | None,
-    with_head: bool = True,
-    on_progress: OnProgress | None = None,
+    checkpoint: Checkpoint, spec: StageSpec, on_progress: OnProgress | None = None
 ) -> Generator[str, None, StageModules]:
     """Load a stage like `load_stage`, one weight a step. Yield the part that the next step reads."""
-    parts = checkpoint.stage_parts(span, first=first, last=last, with_head=with_head)
+    parts = checkpoint.stage_parts(
+        spec.span, first=spec.first, last=spec.last, with_head=spec.with_head
+    )
     if checkpoint.unknown:
         raise CheckpointError(
             f"{checkpoint.tensors[checkpoint.unknown[0]].file}: tensor {checkpoint.unknown[0]} belongs to "
@@ -110,12 +111,12 @@ def load_steps(
         raise checkpoint.missing_tensors_error(missing)
     for part in parts:
         check_types(checkpoint, part)
-    modules: dict[str, Any] = {part: _build(checkpoint, part, dtype) for part in parts}
+    modules: dict[str, Any] = {part: _build(checkpoint, part, spec.dtype) for part in parts}
     yield from _read(checkpoint, modules, on_progress)
     return StageModules(
         config=checkpoint.config,
-        span=span,
-        layers=[modules[f"layers.{layer}"] for layer in span],
+        span=spec.span,
+        layers=[modules[f"layers.{layer}"] for layer in spec.span],
         embed_tokens=modules.get("embed"),
         norm=modules.get("norm"),
         lm_head=modules.get("lm_head"),

@@ -16,7 +16,7 @@ from proto.progress import OnProgress
 from worker.engine.apple_gpu import warn_of_emulated_bfloat16
 from worker.engine.memory import release_weights, wire_weights
 from worker.engine.warm_up import warm_up_steps
-from worker.model.loader import DTYPES, load_steps, run_steps
+from worker.model.loader import DTYPES, StageSpec, load_steps, run_steps
 from worker.model.stage import Stage
 from worker.node.identity import Identity
 from worker.node.stage_key import StageKey
@@ -94,15 +94,9 @@ def stage_steps(
         expect(seconds)
         on_progress(done, total)
 
-    modules = yield from load_steps(
-        checkpoint,
-        key.span,
-        first=key.first,
-        last=key.last,
-        dtype=DTYPES[key.dtype] if key.dtype else None,
-        with_head=key.mtp,
-        on_progress=report,
-    )
+    dtype = DTYPES[key.dtype] if key.dtype else None
+    spec = StageSpec(key.span, key.first, key.last, dtype, with_head=key.mtp)
+    modules = yield from load_steps(checkpoint, spec, report)
     if key.last and key.mtp and modules.head is None and checkpoint.mtp.announced:
         log.warning(
             "no MTP: config.json announces a head, but tensors of it are missing",
