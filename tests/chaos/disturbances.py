@@ -40,10 +40,19 @@ class Received:
 
 @dataclass
 class Server:
-    """The address of the disturbed server, and the name of its model."""
+    """The address of the disturbed server, the name of its model, and the API key of its disturbing clients."""
 
     url: str
     model: str
+    key: str = ""
+
+    def head(self, path: str, length: int) -> bytes:
+        """Return the head of a request."""
+        lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+        lines += [f"Authorization: Bearer {self.key}"] * bool(self.key)
+        return "\r\n".join(
+            (*lines, f"Content-Length: {length}", "Connection: close", "", "")
+        ).encode()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -71,7 +80,7 @@ class Server:
         reader, writer = await self.open()
         try:
             with contextlib.suppress(ConnectionError):  # refused before the body was complete
-                writer.write(head(path, len(body)) + body)
+                writer.write(self.head(path, len(body)) + body)
                 await writer.drain()
             first = (await reader.readline()).split()
             headers = {}
@@ -83,12 +92,6 @@ class Server:
             return int(first[1]) if len(first) > 1 else 0, headers
         finally:
             writer.close()
-
-
-def head(path: str, length: int) -> bytes:
-    """Return the head of a request."""
-    lines = f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"
-    return "\r\n".join((*lines, f"Content-Length: {length}", "Connection: close", "", "")).encode()
 
 
 def completion(server: Server, prompt: object, tokens: int, **more: object) -> bytes:
@@ -143,7 +146,7 @@ async def half_heads(server: Server, received: Received) -> None:
 
 async def half_bodies(server: Server, received: Received) -> None:
     """Hold many connections with a small part of a body."""
-    await idle(server, received, head("/v1/completions", 10_000) + b'{"model": ')
+    await idle(server, received, server.head("/v1/completions", 10_000) + b'{"model": ')
 
 
 async def half_handshakes(server: Server, received: Received) -> None:
@@ -174,7 +177,7 @@ async def slow_readers(server: Server, received: Received) -> None:
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             try:
                 body = completion(server, "def f(", 8000, stream=True, logprobs=20)
-                writer.write(head("/v1/completions", len(body)) + body)
+                writer.write(server.head("/v1/completions", len(body)) + body)
                 received.counts["opened"] += 1
                 began = time.monotonic()
                 await _wait_for_end(writer)

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from coordinator.trust.key_ring import KeyRing, Scope
 from mtp.builtin import checkpoint_dir
 from tests.bench.report import lines, publish
 from tests.chaos import disturbances
@@ -115,8 +116,15 @@ def run_disturbance(name: str, server: Server, seconds: float, result: Connectio
     result.send(received)
 
 
-def measure(name: str, coordinator: Coordinator, model: str, folder: Path, seconds: float) -> Row:
-    """Measure both clients while a disturbance lasts."""
+def measure(
+    name: str,
+    coordinator: Coordinator,
+    model: str,
+    folder: Path,
+    seconds: float,
+    keys: tuple[str, str] = ("", ""),
+) -> Row:
+    """Measure both clients while a disturbance lasts. `keys` are the keys of the disturbing clients and of these."""
     row, ended = Row(name, {}, Peaks()), threading.Event()
 
     def watch() -> None:
@@ -130,12 +138,14 @@ def measure(name: str, coordinator: Coordinator, model: str, folder: Path, secon
     process = None
     if kinds()[name] is not None:
         context = multiprocessing.get_context("spawn")
-        server = Server(coordinator.url, model)
+        server = Server(coordinator.url, model, keys[0])
         process = context.Process(target=run_disturbance, args=(name, server, seconds + 3, sending))
         process.start()
         time.sleep(3)  # its imports and its connections
     try:
-        row.latencies = asyncio.run(measure_latencies(coordinator.url, model, seconds)).row()
+        row.latencies = asyncio.run(
+            measure_latencies(coordinator.url, model, seconds, keys[1])
+        ).row()
         with suppress(TimeoutError):
             row.peaks.tasks = ask_for_tasks(folder, coordinator.pid)
         if process is not None and receiving.poll(60):
@@ -157,6 +167,15 @@ def long_model(folder: Path) -> Path:
     config["text_config"]["max_position_embeddings"] = CONTEXT
     (made / "config.json").write_text(json.dumps(config))
     return made
+
+
+def made_keys(state: Path) -> tuple[str, str]:
+    """Make a key for the disturbing clients and one for the others, and return both."""
+    ring = KeyRing(state)
+    flood, others = (
+        ring.create(name, frozenset({Scope.INFERENCE})) for name in ("flood", "others")
+    )
+    return flood, others
 
 
 def as_json(row: Row) -> dict[str, Any]:
@@ -193,11 +212,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each disturbance")
     parser.add_argument("--only", default="", help="a part of the names of disturbances")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--keys", action="store_true", help="disturbing clients share a named key")
     given = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        model = long_model(folder)
+        model, state = long_model(folder), folder / "state"
+        keys = made_keys(state) if given.keys else ("", "")
         with running_workers(folder, model, given.workers) as workers:
             flags = [flag for worker in workers for flag in ("--worker", worker.address)]
             module = "tests.support.processes.counting_coordinator"
@@ -208,6 +229,8 @@ def main() -> None:
                 "--no-mdns",
                 "--model",
                 str(model),
+                "--state-dir",
+                str(state),
                 *flags,
                 "--wait",
                 "100",
@@ -222,7 +245,7 @@ def main() -> None:
                         continue
                     if rows:
                         time.sleep(SETTLE_SECONDS)
-                    rows.append(measure(name, coordinator, model.name, folder, given.seconds))
+                    rows.append(measure(name, coordinator, model.name, folder, given.seconds, keys))
                     print(table(rows[-1:]).splitlines()[-1], flush=True)
                     assert process.running, process.text()[-3000:]
                 errors = [r for r in process.records() if r.get("level") in ("error", "critical")]

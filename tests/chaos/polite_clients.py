@@ -57,10 +57,11 @@ def quantile(seconds: Sequence[float], share: float) -> float | None:
     return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
 
 
-async def measure_latencies(url: str, model: str, seconds: float) -> Latencies:
-    """Run both clients for `seconds` and return their measurements."""
+async def measure_latencies(url: str, model: str, seconds: float, key: str = "") -> Latencies:
+    """Run both clients for `seconds` and return their measurements. They send the API key `key`, if there is one."""
     found = Latencies()
-    async with httpx.AsyncClient(base_url=url, timeout=LONGEST_SECONDS) as client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=url, timeout=LONGEST_SECONDS, headers=headers) as client:
         tasks = [
             asyncio.create_task(_stream(client, model, found)),
             asyncio.create_task(_send_small(client, model, found)),

@@ -106,7 +106,7 @@ def test_prompts_keep_their_speed_while_no_stream_runs(stages: int) -> None:
             began = simulation.clock()
             return (await simulation.stream(8000, 1))[0] - began
 
-    timing = Timing(stages, 0.01, token=0.004)
+    timing = Timing(stages, 0.04, token=0.004)
     assert run_virtually(seconds()) < 1.15 * 8000 * timing.token
 
 
@@ -142,10 +142,12 @@ def test_the_oldest_prompt_gets_a_quarter_of_the_frames() -> None:
     """A long prompt is computed while short ones arrive without end."""
     drive = Drive(limits=LONG)
     long = drive.submit(range(400), tokens=1)
-    while not any(isinstance(event, Finished) for event in drive.events[long]):
+    for _ in range(300):
         drive.submit(range(8), tokens=1)
         drive.fill()
         drive.back()
+        if any(isinstance(event, Finished) for event in drive.events[long]):
+            break
     mine = [chunk.seq_id == long for chunk in chunks_of(drive.stage.seen)]
     assert sum(mine) == 50 and len(mine) < 4 * 50 + 10
 
