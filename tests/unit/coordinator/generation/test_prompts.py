@@ -154,10 +154,10 @@ def test_the_oldest_prompt_gets_a_quarter_of_the_frames() -> None:
 
 def test_a_large_request_waits_for_its_memory_and_gets_it() -> None:
     """A request that needs most of the K/V memory is admitted while younger small ones arrive without end."""
-    drive = Drive(limits=LONG, room=replace(ROOM, kv_tokens=100))
+    drive = Drive(limits=LONG, room=replace(ROOM, kv_tokens=400))
     drive.submit(tokens=40)
-    large = drive.submit(range(60), tokens=30)
-    for _ in range(200):
+    large = drive.submit(range(300), tokens=80)
+    for _ in range(300):
         drive.submit((1, 2), tokens=20)
         drive.fill()
         drive.back()
