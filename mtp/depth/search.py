@@ -29,14 +29,14 @@ OPTIMISTIC_ACCEPTANCE = 0.9
 COST_DOUBT = math.log(1.1)
 """Logarithm. A shape out of use is assumed to cost this much less than its estimate when a later probe is decided."""
 
-PROBE_COST = 0.015
-"""Share of time that probes may take."""
+PROBE_COST = 0.007
+"""Share of time that probes of one shape may take at first. It halves with each probe that changes nothing."""
 
-FIRST_INTERVAL = 96
-"""Steps. Minimum interval between probes at first. It doubles while probes change nothing."""
+SHORT_INTERVAL, LONG_INTERVAL = 48, 96
+"""Steps. Bounds of the first interval between probes of a shape. It doubles with each probe that changes nothing."""
 
 LAST_INTERVAL = 320
-"""Steps. Maximum interval between probes."""
+"""Steps. Maximum interval between probes of one shape."""
 
 LONGEST_PROBE = 12
 """Steps. Maximum length of a probe, for example if requests are too short to finish a measurement."""
@@ -69,8 +69,8 @@ class Search:
         self._step = 0
         self._probe: Shape | None = None
         self._last_probed: dict[Shape, int] = {}
-        self._interval = FIRST_INTERVAL
-        self._next_probe = FIRST_INTERVAL
+        self._tries: dict[Shape, int] = {}
+        """Probes of each shape since the last change of shape."""
         self._probe_began = 0
         self._start_probe(self.current)
 
@@ -168,8 +168,7 @@ class Search:
         best = max(measured, key=lambda s: self._value(s, chances), default=self.current)
         if self._value(best, chances) > self._value(self.current, chances) + SWITCH_GAIN:
             self.current = best
-            self._interval = max(FIRST_INTERVAL, self._interval // 4)
-            self._next_probe = min(self._next_probe, self._step + self._interval)
+            self._tries.clear()
 
     def _worth_probing(self) -> Shape | None:
         """Return the shape to probe now, or None.
@@ -182,18 +181,22 @@ class Search:
         untried = self._best_untried(likely)
         if untried is not None and self._value(untried, likely) > goal:
             return untried
-        if self._step < self._next_probe:
-            return None
         candidates = self._doubtful(goal)
         optimistic = self._optimistic_chances()
         untried = self._best_untried(optimistic)
         if untried is not None and self._value(untried, optimistic) > goal:
             candidates.append(untried)
-        probe = min(candidates, key=lambda s: self._last_probed.get(s, 0), default=None)
-        paid = 0.0 if probe is None else self._probe_price(probe) / PROBE_COST
-        self._next_probe = self._step + min(LAST_INTERVAL, round(max(self._interval, paid)))
-        self._interval = min(2 * self._interval, LAST_INTERVAL)
+        due = [s for s in candidates if self._step >= self._last_probed.get(s, 0) + self._wait(s)]
+        probe = min(due, key=lambda s: self._last_probed.get(s, 0), default=None)
+        if probe is not None:
+            self._tries[probe] = self._tries.get(probe, 0) + 1
         return probe
+
+    def _wait(self, shape: Shape) -> int:
+        """Return the steps that pass between two probes of `shape`."""
+        paid = round(self._probe_price(shape) / PROBE_COST)
+        first = min(LONG_INTERVAL, max(SHORT_INTERVAL, paid))
+        return min(LAST_INTERVAL, first << min(8, self._tries.get(shape, 0)))
 
     def _probe_price(self, probe: Shape) -> float:
         """Return the expected loss of a probe, in steps of the shape in use."""
