@@ -76,3 +76,14 @@ def test_filling_costs_nothing_where_drafts_are_worthless() -> None:
     timing = Timing(4, row=0.005, draft=0.001)
     off, auto = (run_virtually(stream_seconds(timing, mode, 0.01, 400)) for mode in ("off", "auto"))
     assert auto < 1.05 * off
+
+
+def test_filled_chooses_wide_windows_where_rows_are_cheap() -> None:
+    """At the costs of two GPUs with a slow host, `filled` is 1.9 times as fast as plain decoding in one process.
+
+    A stage of half the model takes 60 % of the whole, a further row 5 % and a draft 4 %. Single tokens reach 1.3.
+    """
+    whole = 0.020
+    timing = Timing(2, 0.6 * whole, 0.025 * whole, row=0.03 * whole, draft=0.04 * whole)
+    seconds = run_virtually(stream_seconds(timing, "filled", 0.82, 400))
+    assert 399 * whole / seconds > 1.9
