@@ -106,17 +106,18 @@ def turns_of(
 ) -> mx.array:
     """Return cosines and sines of rows, where sequence i owns `widths[i]` rows from position `offsets[i]` on.
 
-    With `moved`, int32 `[rows]`, each row is so many positions earlier. Returns fp32 `[rows, 2, half]`.
+    With `moved`, int32 `[rows]`, every sequence has one row, and it is so many positions earlier. Returns fp32
+    `[rows, 2, half]`.
     """
     end = max(offset + width for offset, width in zip(offsets, widths, strict=True))
     length = FIRST_POSITIONS
     while length < end:
         length *= 2
     table = _table(rope.dims, rope.base, rope.scale, length)
-    if moved is None and len(offsets) == 1:
-        return table[offsets[0] : end]
-    positions = _positions(tuple(offsets), tuple(widths))
-    return table[positions if moved is None else positions - moved]
+    if moved is not None:
+        return table[mx.array(list(offsets), dtype=mx.int32) - moved]
+    parts = [table[at : at + width] for at, width in zip(offsets, widths, strict=True)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 @lru_cache(maxsize=4)
@@ -128,10 +129,3 @@ def _table(dims: int, base: float, scale: float, length: int) -> mx.array:
     table = mx.contiguous(turned.reshape(length, 2, dims // 2))
     mx.eval(table)
     return table
-
-
-@lru_cache(maxsize=16)
-def _positions(offsets: tuple[int, ...], widths: tuple[int, ...]) -> mx.array:
-    """Return the position of each row. All attention layers of a frame share it."""
-    starts = zip(offsets, widths, strict=True)
-    return mx.array([at + row for at, width in starts for row in range(width)], dtype=mx.int32)
