@@ -38,7 +38,13 @@ from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner
 from worker.engine.hardware import compile_seconds, default_memory_limit
-from worker.engine.memory import CacheTrimmer, release_weights, set_limits, wire_weights
+from worker.engine.memory import (
+    CacheTrimmer,
+    release_weights,
+    set_limits,
+    trim_allocator,
+    wire_weights,
+)
 from worker.engine.relay import relayed_tokens
 from worker.engine.sensors import Sensors, own_version
 from worker.engine.stage_engine import StageEngine
@@ -181,6 +187,7 @@ class LocalPipeline:
         set_limits(self._memory_limit)
         release_weights()
         stages = self._model.load(self.thread.expect, on_progress)
+        trim_allocator()
         wire_weights(wanted=self._model.wired)
         warn_of_emulated_bfloat16(stages[0].dtype)
         last = stages[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 
@@ -71,6 +72,17 @@ def release_weights() -> None:
         mx.set_wired_limit(0)
     gc.collect()  # an error that ended the last stage may still refer to its weights
     mx.clear_cache()
+    trim_allocator()
+
+
+def trim_allocator() -> None:
+    """Return memory that the C library keeps for later allocations to the system. Only glibc needs it.
+
+    A load frees the bytes that it has read and converted. In a soak they stayed in the process: 34 MB of 193 MB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class CacheTrimmer:

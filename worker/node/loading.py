@@ -14,7 +14,7 @@ from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.progress import OnProgress
 from worker.engine.apple_gpu import warn_of_emulated_bfloat16
-from worker.engine.memory import release_weights, wire_weights
+from worker.engine.memory import release_weights, trim_allocator, wire_weights
 from worker.engine.warm_up import warm_up_steps
 from worker.model.loader import DTYPES, StageSpec, load_steps, run_steps
 from worker.model.stage import Stage
@@ -111,6 +111,7 @@ def stage_steps(
     warn_of_emulated_bfloat16(stage.dtype)
     for _ in warm_up_steps(stage, first=key.first, last=key.last, expect=expect):
         yield ""
+    trim_allocator()
     return LoadedStage(key, stage, weight_bytes)
 
 

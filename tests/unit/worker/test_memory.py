@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 
 import mlx.core as mx
 import psutil
@@ -15,6 +16,9 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.memory import FRAMES_BETWEEN_CLEARS, CacheTrimmer
 
 GB = 10**9
+
+BLOCK_BYTES, BLOCKS = 100_000, 500
+"""Blocks below the size from which the C library returns each one at once."""
 
 
 class FakeMlx:
@@ -154,3 +158,21 @@ async def test_an_idle_engine_clears_the_cache_once(
     await asyncio.sleep(0.2)
     assert len(clears) == 1
     await thread.close()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc alone keeps it")
+def test_freed_memory_returns_to_the_system() -> None:
+    """Memory that a load has freed does not stay in the process, even below a block that is in use."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = [libc.malloc(BLOCK_BYTES) for _ in range(BLOCKS)]
+    for block in blocks:
+        ctypes.memset(block, 1, BLOCK_BYTES)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = psutil.Process().memory_info().rss
+    memory.release_weights()
+    assert psutil.Process().memory_info().rss < before - BLOCKS * BLOCK_BYTES // 2
+    libc.free(blocks[-1])
