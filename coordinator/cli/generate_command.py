@@ -71,7 +71,7 @@ def generate(
     mtp: Annotated[
         str,
         typer.Option(
-            help="Drafts a step: auto, off, a number, or filled: one-token windows, one for every stage."
+            help="Drafts a step: auto, off, a number, or filled: several windows of an answer in flight."
         ),
     ] = "auto",
     acceptance: Annotated[

@@ -34,7 +34,7 @@ AUTO_DEPTH = 7
 FILLED_DEPTH = 15
 """Drafts. Maximum depth of a filled pipeline, and so at most 16 tokens of a sequence are in flight.
 
-Their tapes take 40 MB on a stage with all of Qwen3.5-27B, which is less than a snapshot and fits into the reserve.
+Their tapes take 30 MB on a stage with all of Qwen3.5-27B, which is less than a snapshot and fits into the reserve.
 """
 
 
