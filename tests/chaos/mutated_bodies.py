@@ -116,7 +116,7 @@ def main() -> None:
                 (node,) = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
                 tracebacks = process.text().count("Traceback")
                 plans = len(process.records("cluster: serving"))
-    for name in ("resident", "collected", "trimmed", "traced", "mlx", "mlx_cache"):
+    for name in ("resident", "collected", "trimmed", "traced", "mlx", "mlx_cache", "backups"):
         print(f"{name:10} {before[name] / 1e6:8.1f} -> {after[name] / 1e6:8.1f} MB")
     print(f"peak {peak:.1f} MB")
     kept = ("memory_used", "memory_cached", "prefix_bytes", "weight_bytes")

@@ -177,7 +177,7 @@ async def _ask_for_memory(processes: dict[str, int], folder: Path) -> dict[str, 
 
 def _differences(name: str, early: dict[str, Any], late: dict[str, Any]) -> Iterator[str]:
     """Yield the memory, the threads and the objects of a process in both reports."""
-    for what in ("resident", "trimmed", "mlx", "mlx_cache"):
+    for what in ("resident", "trimmed", "mlx", "mlx_cache", "backups"):
         yield f"{name}: {what} {early[what] / 1e6:.1f} to {late[what] / 1e6:.1f} MB"
     for what in ("threads", "python_threads"):
         if early[what] != late[what]:

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
+from proto.backup import LayerState
 from tests.support.processes.task_count import ANSWER_SECONDS, TASKS, answer_for_tasks
 
 
@@ -68,7 +69,8 @@ def describe() -> None:
     collected = process.memory_info().rss
     ctypes.CDLL(None).malloc_trim(0)
     trimmed = process.memory_info().rss
-    types = Counter(type(each).__qualname__ for each in gc.get_objects())
+    objects = gc.get_objects()
+    types = Counter(type(each).__qualname__ for each in objects)
     named = Counter(thread.name for thread in threading.enumerate())
     found = {
         "resident": before,
@@ -76,6 +78,7 @@ def describe() -> None:
         "trimmed": trimmed,
         "mlx": mx.get_active_memory(),
         "mlx_cache": mx.get_cache_memory(),
+        "backups": sum(len(each.data) for each in objects if isinstance(each, LayerState)),
         "objects": types.most_common(60),
         "python_threads": dict(named),
         "threads": _thread_names(),
