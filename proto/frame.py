@@ -106,8 +106,10 @@ _FRAME_NAMES = ("epoch", "number", "stage time or shape")
 
 
 _packer = msgpack.Packer()
-"""Packs the headers of all threads. A new packer for each header would clear 256 KB of memory. A call holds Python's
-lock from its start to its end."""
+"""The packer of the headers of all threads. A new packer for each header would allocate a buffer of 256 KB.
+
+A call holds Python's lock from its start to its end.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ SLOWEST_LINK = 4e6
 
 OnWritten = Callable[[], None]
 Parts = tuple[memoryview, ...]
-"""What remains of a frame, as parts that follow each other on the wire."""
+"""The rest of a frame, as parts that follow each other on the wire."""
 
 
 class FrameWriter:

@@ -34,13 +34,10 @@ from worker.cache.prefix_entry import PrefixEntry
 from worker.cache.sequence_cache import SequenceCache, copies_of
 from worker.engine.backup import ReceivedBackup, StageBackups
 from worker.engine.relay import RelayedTokens
-from worker.engine.tensor_bytes import from_bytes, plain_view, to_bytes
+from worker.engine.tensor_bytes import NO_TENSOR, from_bytes, plain_view, to_bytes
 from worker.model.stage import Run, Stage
 from worker.model.verdict import Verdict
 from worker.model.verifier import Verifier
-
-NO_TENSOR: tuple[str, tuple[int, ...], memoryview | bytes] = ("", (), b"")
-"""The dtype, the shape and the bytes of a frame without hidden states."""
 
 MAX_COPIED_BYTES = {"cpu": 0, "metal": 2**28, "cuda": 2**28}
 """Bytes by backend. Largest K/V caches of a frame that begins before the frame before it is finished.
@@ -420,17 +417,10 @@ class BegunFrame:
         now = time.perf_counter()
         elapsed = now - max(self.started, self.engine.last_finished)
         self.engine.last_finished = now
-        return Frame(
-            frame.epoch,
-            frame.number,
-            frame.ops,
-            self.segments,
-            self.outcomes or frame.outcomes,
-            (*frame.stage_us, int(elapsed * 1e6)),
-            dtype,
-            shape,
-            tensor,
-        )
+        stage_us = (*frame.stage_us, int(elapsed * 1e6))
+        outcomes = self.outcomes or frame.outcomes
+        head = (frame.epoch, frame.number, frame.ops, self.segments, outcomes, stage_us)
+        return Frame(*head, dtype, shape, tensor)
 
     def clean_up(self) -> None:
         """Do what the next hop does not wait for: copy prefixes, apply outcomes early, and release memory."""

@@ -9,6 +9,9 @@ import numpy as np
 
 from proto.dtype import DTYPE_BYTES
 
+NO_TENSOR: tuple[str, tuple[int, ...], memoryview | bytes] = ("", (), b"")
+"""The dtype, the shape and the bytes of a frame without hidden states."""
+
 _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
