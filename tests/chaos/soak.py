@@ -122,11 +122,9 @@ class Soak:
             for what in ("memory", "descriptors", "threads", "tasks"):
                 row[f"{name} {what}"] = getattr(use, what)
         for name, share in (("median", 0.5), ("95 %", 0.95)):
-            if (value := quantile(self.latencies, share)) is not None:
-                row[f"first token {name}, ms"] = value
+            key, value = f"first token {name}, ms", quantile(self.latencies, share)
+            row[key] = (self.rows[-1][key] if self.rows else 0.0) if value is None else value
         self.latencies.clear()
-        if self.rows:
-            row = {key: row.get(key, self.rows[-1].get(key, 0.0)) for key in self.rows[0]}
         self.rows.append(row)
 
     def curve(self, name: str) -> list[float]:
