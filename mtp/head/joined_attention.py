@@ -106,7 +106,7 @@ def turns_of(
 ) -> mx.array:
     """Return cosines and sines of rows, where sequence i owns `widths[i]` rows from position `offsets[i]` on.
 
-    With `moved`, int32 `[rows]`, every sequence has one row, and it is so many positions earlier. Returns fp32
+    With `moved`, int32 `[n]`, every sequence has one row, and row i is `moved[i]` positions earlier. Returns fp32
     `[rows, 2, half]`.
     """
     end = max(offset + width for offset, width in zip(offsets, widths, strict=True))

@@ -1,1 +1,1 @@
-"""Kernels for MLX's CUDA backend. Each replaces mlx-lm operations, which stay as its reference."""
+"""Kernels for MLX's CUDA backend, and faster forms for its CPU backend. mlx-lm's operations stay as their reference."""
