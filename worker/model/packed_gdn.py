@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -42,6 +43,7 @@ class PackedGDN(nn.Module):
     def __init__(self, layer: GatedDeltaNet, dtype: mx.Dtype) -> None:
         super().__init__()
         self.shape = GatedDeltaShape(layer.num_k_heads, layer.num_v_heads)
+        self._compiled: CompiledBody | None = None
         self.dtype = dtype
         self.constants = (
             layer.conv1d.weight.reshape(-1, TAPS).astype(dtype),
@@ -76,28 +78,18 @@ class PackedGDN(nn.Module):
         for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
             windows.append(Window(cache.point, start, width, stays_open))
             start += width
-        projection, out = self.projection, self.out
         arrays = gather_windows(x, windows)
         # A first window has no past: any rows stand for it, and every shape of them would be traced.
         past = None if arrays.past is x else arrays.past
-        compiled = x.shape[0] <= FEW_ROWS and past is not None
-        if compiled and isinstance(projection, PackedLinear) and isinstance(out, PackedLinear):
-            body = _compiled_body(self.shape, norm.eps)
-            weights = (norm.weight, projection.w, projection.factors, out.w, out.factors)
-            mlp_weights = packed_mlp_weights(*mlp)
-            x, rows, conv, state = body(
-                x,
-                weights,
-                mlp_weights,
-                self.constants,
-                past,
-                arrays.conv,
-                arrays.state,
-                arrays.spans,
+        body = self._body(norm, mlp) if x.shape[0] <= FEW_ROWS and past is not None else None
+        if body is not None:
+            x, rows, conv, state = body.run(
+                x, *body.weights, past, arrays.conv, arrays.state, arrays.spans
             )
-            if not mlp_weights:
+            if not body.has_mlp:
                 x = add_mlp(*mlp, x)
         else:
+            projection, out = self.projection, self.out
             rows = projection(norm(x))
             y, conv, state = gated_delta_window(
                 self.shape,
@@ -111,6 +103,33 @@ class PackedGDN(nn.Module):
             x = add_mlp(*mlp, out(y, x))
         record_windows(caches, windows, rows, Snapshots(conv, state))
         return x
+
+    def _body(self, norm: nn.RMSNorm, mlp: tuple[nn.Module, nn.RMSNorm]) -> CompiledBody | None:
+        """Return the compiled layer with its weights, or None if its projections are not packed.
+
+        The weights of a layer never change, and looking them up takes as long as building an operation.
+        """
+        if self._compiled is None:
+            projection, out = self.projection, self.out
+            if not (isinstance(projection, PackedLinear) and isinstance(out, PackedLinear)):
+                return None
+            own = (norm.weight, projection.w, projection.factors, out.w, out.factors)
+            run = _compiled_body(self.shape, norm.eps)
+            self._compiled = CompiledBody(run, (own, packed_mlp_weights(*mlp), self.constants))
+        return self._compiled
+
+
+@dataclass(frozen=True)
+class CompiledBody:
+    """A compiled layer, and its arguments between the rows and the state: its own weights, the MLP's, constants."""
+
+    run: Callable[..., Any]
+    weights: tuple[tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
+
+    @property
+    def has_mlp(self) -> bool:
+        """True if the compiled layer includes the MLP."""
+        return bool(self.weights[1])
 
 
 @lru_cache(maxsize=8)
