@@ -32,6 +32,11 @@ class FrameBuffer:
         self._long: bytearray | None = None
         self._got = self._wanted = 0
 
+    @property
+    def in_long_frame(self) -> bool:
+        """True if `room` is for the next bytes of a frame that is longer than SMALL_BYTES."""
+        return self._long is not None
+
     def room(self) -> memoryview:
         """Return the memory for the next bytes. Release it before the next call."""
         if self._long is None:
@@ -107,9 +112,12 @@ class FrameReader:
 
     def _read(self) -> None:
         buffer = FrameBuffer()
+        # Each call ends with a wait for Python's lock. So one call takes the rest of a long frame, except over TLS.
+        whole = 0 if isinstance(self._connection, ssl.SSLSocket) else socket.MSG_WAITALL
         while True:
+            flags = whole if buffer.in_long_frame else 0
             with buffer.room() as room:
-                count = self._connection.recv_into(room)
+                count = self._connection.recv_into(room, 0, flags)
             if not count:
                 return
             for data in buffer.add_received(count):
