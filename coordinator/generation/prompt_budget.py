@@ -15,7 +15,7 @@ because the stages read all weights for each.
 """
 
 SECONDS_ALONE = 1.0
-"""Seconds. The same while no stream runs. It bounds the wait of a short request for the frames before its own."""
+"""Seconds. The same while no stream runs, for the chunks after the first of a frame. A short request waits for them."""
 
 SHORTEST_FRAME = 32
 """Tokens. Lower bound, and unit, of the budget. Reading the weights takes most of the time of a shorter frame."""

@@ -14,6 +14,11 @@ from coordinator.planning.capacity import Capacity
 Running = Mapping[int, Sequence]
 
 
+def has_streams(running: Running) -> bool:
+    """Return whether an answer is being decoded."""
+    return any(sequence.decoding for sequence in running.values())
+
+
 class Prompts:
     """The order of prompts, and the tokens of them that fit into a frame."""
 
@@ -22,7 +27,7 @@ class Prompts:
 
     def frame_tokens(self, limits: Limits, stages: int, running: Running) -> int:
         """Return the maximum of prompt tokens in the next frame."""
-        streams = any(sequence.decoding for sequence in running.values())
+        streams = has_streams(running)
         return min(limits.step_tokens, self.budget.frame_tokens(stages, streams=streams))
 
     def next_to_admit(
@@ -60,19 +65,26 @@ class Prompts:
         """Return the admitted sequences of the next frame with prompts, and the maximum length of their chunks.
 
         After a failure, a frame has one chunk's tokens. The first prompt continues while the others wait, so the next
-        failure finds some of them advanced.
+        failure finds some of them advanced. While no stream runs, chunks are whole. So their lengths are a function of
+        the prompts and not of measured times. GPUs round differently for another number of rows.
         """
         if not any(sequence.prefilling for sequence in running.values()):
             return []
         left, chunks = self.frame_tokens(limits, stages, running), list[tuple[Sequence, int]]()
+        whole = not has_streams(running)
         prompts = self._sort_prompts(running, waiting)
         for sequence in prompts:
             chunk = limits.chunk_length(sequence.prefill_tokens)
             if stormy:
                 left = min(left, chunk)
-            if sequence.seq_id in running and left > 0:
-                chunks.append((sequence, min(chunk, left)))
-                left -= min(chunk, left, sequence.prompt_left)
+            if sequence.seq_id not in running or left <= 0:
+                continue
+            if not whole:
+                chunk = min(chunk, left)
+            elif chunks and min(chunk, sequence.prompt_left) > left:
+                break
+            chunks.append((sequence, chunk))
+            left -= min(chunk, sequence.prompt_left)
         self.order.record_frame([sequence for sequence, _ in chunks], prompts)
         return chunks
 

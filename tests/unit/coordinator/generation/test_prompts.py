@@ -110,6 +110,18 @@ def test_prompts_keep_their_speed_while_no_stream_runs(stages: int) -> None:
     assert run_virtually(seconds()) < 1.15 * 8000 * timing.token
 
 
+@pytest.mark.parametrize("seconds", [0.001, 100.0])
+def test_chunks_are_whole_while_no_stream_runs(seconds: float) -> None:
+    """The lengths of a prompt's chunks are a function of the prompt. The prefix cache wants the cut before the last."""
+    drive = Drive(limits=replace(LONG, prefill_chunk=200, step_tokens=400))
+    drive.scheduler.prompts.budget.record_frame(chunk_frame(100, seconds))
+    prompt = drive.submit(range(700), tokens=1)
+    while not drive.tokens(prompt):
+        drive.fill()
+        drive.back()
+    assert [chunk.width for chunk in chunks_of(drive.stage.seen)] == [128] * 5 + [32, 28]
+
+
 # ---- the order of prompts
 
 
