@@ -25,8 +25,8 @@ def warn_once_of_shortage(loop: asyncio.AbstractEventLoop) -> None:
         """Log an exception that no task expected."""
         nonlocal logged, count
         error = context.get("exception")
-        accepting = isinstance(error, OSError) and "accept" in context["message"]
-        if not (accepting and error.errno in SHORTAGES):
+        accepting = "accept" in context["message"]
+        if not (accepting and isinstance(error, OSError) and error.errno in SHORTAGES):
             loop.default_exception_handler(context)
             return
         count += 1
