@@ -202,16 +202,18 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     assert all(
         (o.accepted_length, o.token, o.drafts, o.logprobs) == (0, None, (), ()) for o in void
     )
-    truth = None
+    truth: int | None = None
+    drafts: tuple[int, ...] = ()
     for (old, outcome), (new, _) in pairwise((s, o) for s, o in results if not o.cancelled):
-        truth = truth if outcome.token is None else outcome.token
+        if outcome.token is not None:
+            truth, drafts = outcome.token, outcome.drafts
         assert new.position == old.position + outcome.accepted_length
         if new.continues:
             assert new.tokens == () and wire.mode == "off"
         elif wire.mode != "filled":
             assert new.tokens == (truth, *outcome.drafts)
         elif outcome.accepted_length < old.width:
-            assert new.tokens == (truth,)
+            assert new.tokens == (truth, *drafts)[: new.width]
     assert wire.rejected == sum(trim for *_, trim in rejected)
 
 
