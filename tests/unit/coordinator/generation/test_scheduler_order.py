@@ -124,15 +124,20 @@ def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
 
 
 def test_never_more_micro_batches_than_stages() -> None:
-    """At most N micro-batches and N + 1 chunks are in flight, also if sequences become ready one by one."""
+    """At most N micro-batches and N + 1 chunks are in flight, also if sequences become ready one by one.
+
+    The stages may run one frame of a micro-batch ahead of the coordinator.
+    """
     drive = Drive(stages=2, limits=replace(LIMITS, step_tokens=4))
     for i in range(12):
         drive.submit((1, 2, 3, i), tokens=50)
     for _ in range(100):
         drive.fill()
-        micro_batches = sum(is_decode(f) for f in list(drive.stage.under_way))
-        assert micro_batches <= 2
-        assert drive.stage.in_flight - micro_batches <= 3
+        frames = [f for f in drive.stage.under_way if is_decode(f)]
+        micro_batches = Counter(tuple(s.seq_id for s in f.segments) for f in frames)
+        assert len(micro_batches) <= 2
+        assert max(micro_batches.values(), default=0) <= 2
+        assert drive.stage.in_flight - len(frames) <= 3
         drive.back()
 
 
