@@ -27,7 +27,7 @@ checkpoint.
 def join_stage(modules: StageModules) -> None:
     """Replace the parts of `modules` that take fewer operations joined, for MLX's CPU backend.
 
-    Do nothing on macOS, whose BLAS is another one, and where `--exact` finds other arithmetic than that of a CPU.
+    Do nothing on macOS, whose BLAS is another one, and on GPUs. A stage with `--exact` keeps its layers.
     """
     if Arithmetic.here().backend != "cpu" or sys.platform == "darwin":
         return
