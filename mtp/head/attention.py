@@ -111,11 +111,9 @@ def attend(
             for t in (q_rows, keys, values)
         )
         offsets = [cache.offset for cache in group]
-        if turned:
-            pass
-        elif holes:
+        if not turned and holes:
             q, k = _turned_at(attention.rope, q, k, offsets, holes)
-        else:
+        elif not turned:
             q, k = _turned(attention.rope, q, k, offsets)
         for i, cache in enumerate(group):
             one = slice(i, i + 1)
