@@ -12,8 +12,11 @@ from coordinator.cluster.events import (
     PlanFailed,
     PlanKept,
     PlanPostponed,
+    PlanPrepared,
+    PlanPreparing,
     PlanServing,
     PlanStarting,
+    PreparationFailed,
     ReplanRequested,
     TimePassed,
     WorkerDraining,
@@ -48,6 +51,8 @@ def apply(view: View, event: Event, now: float) -> View:
                 replan=False,
                 considered=frozenset(),
                 postponed=frozenset(),
+                preparing=frozenset(),
+                prepared=frozenset(),
             )
             return _enter(started, Phase.STARTING)
         case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
@@ -55,6 +60,12 @@ def apply(view: View, event: Event, now: float) -> View:
             return _enter(served, Phase.SERVING)
         case PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
             return _with_failed_plan(view, reason, address)
+        case PlanPreparing(epoch) if epoch == view.epoch:
+            return replace(view, preparing=view.usable_ids(), unprepared="")
+        case PlanPrepared(epoch) if epoch == view.epoch:
+            return replace(view, prepared=view.preparing, preparing=frozenset())
+        case PreparationFailed(epoch, reason, address) if epoch == view.epoch:
+            return _with_failed_preparation(replace(view, unprepared=reason), address)
         case ReplanRequested():
             return replace(view, replan=_has_plan(view))
         case ModelChanged(why_not_alone):
@@ -64,19 +75,15 @@ def apply(view: View, event: Event, now: float) -> View:
             waited = 0.0 if ended.usable() else settings.wait
             return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)
         case PlanKept():
-            return replace(view, replan=False, considered=_usable_ids(view))
+            return replace(view, replan=False, considered=view.usable_ids())
         case PlanPostponed():
-            return replace(view, postponed=_usable_ids(view))
+            return replace(view, postponed=view.usable_ids())
         case GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
         case GatheringRestarted():
             return _enter(replace(view, gathered=0.0, alone_problem=""), Phase.GATHERING)
         case _:
             return view  # an event of a plan that has been replaced
-
-
-def _usable_ids(view: View) -> frozenset[str]:
-    return frozenset(m.worker_id for m in view.usable())
 
 
 def _has_plan(view: View) -> bool:
@@ -142,9 +149,19 @@ def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
     return _end_plan(view, reason)
 
 
+def _with_failed_preparation(view: View, address: str | None) -> View:
+    """Record the failure of a worker that is alive. The loss of a worker has an event of its own."""
+    view = replace(view, preparing=frozenset(), retry_at=view.now + RETRY_SECONDS)
+    member = view.members.get(address) if address is not None else None
+    if member is None or member.state is not MemberState.READY:
+        return view
+    failed = member.with_failure_recorded(view.now, FIRST_BACKOFF)
+    return replace(view, members={**view.members, failed.address: failed})
+
+
 def _end_plan(view: View, reason: str) -> View:
     served = view.phase is Phase.SERVING
     failed_at = view.now if served else view.failed_at
     recovering = view.recovering or served
     view = replace(view, serving=(), recovering=recovering, problem=reason, failed_at=failed_at)
-    return _enter(view, Phase.GATHERING)
+    return _enter(replace(view, preparing=frozenset()), Phase.GATHERING)

@@ -38,6 +38,14 @@ class StartPlan:
 
 
 @dataclass(frozen=True)
+class PreparePlan:
+    """Let the workers that the plan in force does not use load their stages of `plan`, while it serves."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True)
 class StartAlone:
     """Run all stages in this process."""
 
@@ -65,7 +73,7 @@ class GiveUp:
     reason: str
 
 
-Action = StartPlan | StartAlone | KeepPlan | PostponePlan | GiveUp
+Action = StartPlan | PreparePlan | StartAlone | KeepPlan | PostponePlan | GiveUp
 
 
 def decide(view: View, planner: Planner) -> Action | None:
@@ -126,6 +134,8 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         return _plan_with_joined(view, planner)
     reason = "no worker is ready"
     if usable := view.usable():
+        if view.usable_ids() == view.preparing:
+            return None
         try:
             plan = planner(usable, view.epoch + 1)
         except ClusterError as error:
@@ -133,8 +143,9 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
         else:
             if _addresses(plan) != view.serving:
                 why = f"{leaving[0].name} is leaving" if leaving else "a user asked for it"
-                return StartPlan(plan, why)
+                return _change_to(view, plan, why)
             reason = "it is the best one for the workers that are ready"
+            reason += f"; {view.unprepared}" if view.unprepared else ""
     if leaving and _can_serve_alone(view):
         return StartAlone(view.epoch + 1)
     # Without a replacement, the leaving worker serves until its process ends.
@@ -143,27 +154,45 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
 
 def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     """Use workers that joined since the plan started, when no answer is open or the gain is large."""
-    usable = [m for m in view.usable() if m.has_files or m.address in view.serving]
+    usable, ids = view.usable(), view.usable_ids()
     joined = [m for m in usable if m.address not in view.serving]
-    if not view.settings.auto_replan or not joined:
+    if not view.settings.auto_replan or not joined or ids in (view.considered, view.preparing):
         return None
-    ids = frozenset(m.worker_id for m in view.usable())
-    if ids == view.considered or (view.open_requests and ids == view.postponed):
+    if view.open_requests and ids == view.postponed:
         return None
     if view.now - max(view.since, *(m.ready_since for m in joined)) < SETTLE_SECONDS:
         return None
-    if view.open_requests and view.now - view.failed_at < CALM_SECONDS:
+    calm = view.now - view.failed_at >= CALM_SECONDS
+    if view.open_requests and not calm and ids == view.prepared:
         return None
     names = tuple(m.name for m in joined)
     try:
         plan = planner(usable, view.epoch + 1)
         if _addresses(plan) == view.serving:
             return KeepPlan(f"it is the best one with {_listed(names)}")
-        if not view.open_requests or _pays(view, plan, planner):
-            return StartPlan(plan, f"{_listed(names)} joined")
+        action = _change_to(view, plan, f"{_listed(names)} joined")
+        if not isinstance(action, StartPlan) or not view.open_requests:
+            return action
+        if not calm:
+            return None
+        if _pays(view, plan, planner):
+            return action
     except ClusterError as error:
         return KeepPlan(f"no plan with {_listed(names)}: {error}")
     return PostponePlan(names)
+
+
+def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan | None:
+    """Start `plan` in place of the plan in force, once the workers that only `plan` uses have loaded their layers.
+
+    Otherwise every open answer would pause while they load.
+    """
+    ids = view.usable_ids()
+    if ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
+        return StartPlan(plan, reason)
+    if ids == view.preparing or view.now < view.retry_at:
+        return None
+    return PreparePlan(plan, reason)
 
 
 def _pays(view: View, plan: Plan, planner: Planner) -> bool:

@@ -70,6 +70,29 @@ class PlanStarting:
 
 
 @dataclass(frozen=True)
+class PlanPreparing:
+    """The workers that the plan of `epoch` does not use load their stages of the next one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PlanPrepared:
+    """They have loaded them, while the plan of `epoch` served."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PreparationFailed:
+    """The next plan could not be prepared beside the plan of `epoch`. `address` is the worker that failed, if known."""
+
+    epoch: int
+    reason: str
+    address: str | None = None
+
+
+@dataclass(frozen=True)
 class PlanServing:
     """The plan that was being loaded serves."""
 
@@ -127,6 +150,9 @@ Event = (
     | WorkerDraining
     | WorkerLeft
     | PlanStarting
+    | PlanPreparing
+    | PlanPrepared
+    | PreparationFailed
     | PlanServing
     | PlanFailed
     | ReplanRequested

@@ -19,6 +19,7 @@ from coordinator.cluster.decide import (
     GiveUp,
     KeepPlan,
     PostponePlan,
+    PreparePlan,
     StartAlone,
     StartPlan,
     decide,
@@ -32,6 +33,7 @@ from coordinator.cluster.events import (
     PlanFailed,
     PlanKept,
     PlanPostponed,
+    PlanPreparing,
     PlanServing,
     PlanStarting,
     ReplanRequested,
@@ -42,6 +44,7 @@ from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
+from coordinator.cluster.preparation import prepare_plan, workers_in_use
 from coordinator.cluster.replan_log import ReplanLog
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, View
@@ -98,6 +101,7 @@ class ClusterManager:
         self._planner = model.planner(LINK_SECONDS)
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
+        self._preparation: asyncio.Task[None] | None = None
         self._background = BackgroundTasks()
         self._is_closing = False
         self._reported_no_mtp = False
@@ -255,6 +259,7 @@ class ClusterManager:
         """Cancel the plan in force, whether it serves or starts."""
         if self._start is not None:
             self._start.cancel()
+        self._cancel_preparation()
         self.plan = None
         self._drop_pipeline(error)
 
@@ -271,11 +276,16 @@ class ClusterManager:
                         extra={"machines": unlike},
                     )
                 self._begin(plan.epoch, addresses, self._serve(plan))
+            case PreparePlan(plan, reason):
+                self._cancel_preparation()
+                self._apply_event(PlanPreparing(self.view.epoch))
+                self._preparation = self._background.spawn(self._prepare(plan, reason))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
             case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
                 self.replans.record(f"the plan stays as it is: {reason}")
+                self._cancel_preparation()
                 self._apply_event(PlanKept())
             case PostponePlan(workers):
                 log.info(
@@ -296,6 +306,22 @@ class ClusterManager:
         # Applied before `work` starts: this event stops a plan over workers that gives way to this process.
         self._apply_event(PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
+
+    async def _prepare(self, plan: Plan, reason: str) -> None:
+        """Load what the workers in use leave of `plan`, and report the result as an event."""
+        busy = workers_in_use(self.view, plan)
+        start = PlanStart(plan, self.view, self.model, self.options, self.membership)
+        new = [s.node for s in plan.stages if s.node not in busy]
+        names = ", ".join(self.view.members[address].name for address in new)
+        log.info("workers load beside the plan", extra={"workers": names, "reason": reason})
+        event = await prepare_plan(start, self.model, self.view.epoch, busy)
+        self._preparation = None
+        self._apply_event(event)
+
+    def _cancel_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
+            self._preparation = None
 
     async def _serve(self, plan: Plan) -> None:
         """Load and connect `plan`, and complete `acquire` with its pipeline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 
 from coordinator.cluster.membership import Membership
@@ -62,6 +62,7 @@ class PlanStart:
         self.has_mtp = False
         """True once the last stage has loaded an MTP head."""
         self._members = view.members
+        self._present_epoch = view.epoch
         self._model = model
         self._options = options
         self._membership = membership
@@ -90,13 +91,19 @@ class PlanStart:
             raise
         return pipeline
 
-    async def load_stages(self, room: Capacity, *, ahead: bool = False) -> list[WorkerClient]:
-        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`."""
-        workers = [self._worker(stage) for stage in self.plan.stages]
+    async def load_stages(
+        self, room: Capacity, *, ahead: bool = False, without: Collection[str] = ()
+    ) -> list[WorkerClient]:
+        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`.
+
+        The stages of the workers at the addresses `without` are left out.
+        """
+        stages = [stage for stage in self.plan.stages if stage.node not in without]
+        workers = [self._worker(stage) for stage in stages]
         with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
             await _all(
                 self._load(worker, self._request(stage, room, ahead=ahead), show)
-                for worker, stage in zip(workers, self.plan.stages, strict=True)
+                for worker, stage in zip(workers, stages, strict=True)
             )
         return workers
 
@@ -109,7 +116,7 @@ class PlanStart:
     def _request(self, stage: StagePlan, room: Capacity, *, ahead: bool) -> pb.LoadRequest:
         return pb.LoadRequest(
             coordinator=self._options.me,
-            epoch=self.plan.epoch,
+            epoch=self._present_epoch if ahead else self.plan.epoch,
             model=self._model.ref,
             span=pb.Span(start=stage.span.start, end=stage.span.end),
             first=stage.first,

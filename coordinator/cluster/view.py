@@ -81,6 +81,12 @@ class View:
     """Worker ids of the usable workers for which the present plan was found best. `auto_replan` skips them."""
     postponed: frozenset[str] = frozenset()
     """Worker ids of the usable workers that a new plan will use once no answer is open."""
+    preparing: frozenset[str] = frozenset()
+    """Worker ids of the usable workers whose plan is being prepared: new workers load beside the plan in force."""
+    prepared: frozenset[str] = frozenset()
+    """Worker ids of the usable workers whose plan is prepared, so that it may start."""
+    unprepared: str = ""
+    """Reason why the last preparation of a plan failed, for people."""
     problem: str = ""
     """Reason why the last attempt at a plan failed, for people."""
     alone_problem: str = ""
@@ -91,6 +97,10 @@ class View:
         return sorted(
             (m for m in self.members.values() if m.usable(self.now)), key=lambda m: m.address
         )
+
+    def usable_ids(self) -> frozenset[str]:
+        """Return the ids of the workers that a plan may use now."""
+        return frozenset(member.worker_id for member in self.usable())
 
     @property
     def waited(self) -> float:

@@ -34,6 +34,7 @@ from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.apple_gpu import default_prefill_chunk, warn_of_emulated_bfloat16
 from worker.engine.backup import ReceivedBackup
+from worker.engine.compiler_folder import compiled_functions
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner
@@ -185,6 +186,7 @@ class LocalPipeline:
     def _load(self, on_progress: OnProgress | None) -> None:
         """Load the stages on the engine thread."""
         set_limits(self._memory_limit)
+        compiled_functions.adjust()
         release_weights()
         stages = self._model.load(self.thread.expect, on_progress)
         trim_allocator()

@@ -17,6 +17,9 @@ CRASHES = (
 SHOWN = 300
 """Length of the shown part of a log after the text of a crash."""
 
+BEGINNING = 40
+"""Length of the beginning that is shown of a longer record. Its end names the error."""
+
 
 def crashes_of(folder: Path) -> list[str]:
     """Return the crashes in the logs of a folder, each with the name of its log."""
@@ -25,5 +28,13 @@ def crashes_of(folder: Path) -> list[str]:
         text = log.read_text(errors="replace")
         places = [at for crash in CRASHES if (at := text.find(crash)) >= 0]
         if places:
-            found.append(f"{log.name}: {text[min(places) :][:SHOWN]}")
+            found.append(f"{log.name}: {_excerpt(text[min(places) :])}")
     return found
+
+
+def _excerpt(text: str) -> str:
+    """Return the start of `text`, or start and end of its first line if this is a long record."""
+    line = text.partition("\n")[0]
+    if len(line) <= SHOWN:
+        return text[:SHOWN]
+    return f"{line[:BEGINNING]} … {line[BEGINNING - SHOWN :]}"

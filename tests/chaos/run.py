@@ -93,7 +93,10 @@ def coordinating(
     place: Place | None = None,
     timeout: float = FAILURE_TIMEOUT,
 ) -> Iterator[Coordinator]:
-    """Run a coordinator over the workers of `team`, with further `options` of `mtp-coord serve`."""
+    """Run a coordinator over the workers of `team`, with further `options` of `mtp-coord serve`.
+
+    The layers compute in fp32, unless `options` name another type.
+    """
     place = place or Place()
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
     flags += [

@@ -104,6 +104,10 @@ def test_crashes_are_found_in_logs(tmp_path: Path) -> None:
     (tmp_path / "good.log").write_text("well\n")
     (tmp_path / "bad.log").write_text("well\nTraceback (most recent call last):\n  boom\n")
     assert crashes_of(tmp_path) == ["bad.log: Traceback (most recent call last):\n  boom\n"]
+    (tmp_path / "bad.log").write_text("Traceback " + "x" * 900 + " RuntimeError: full\nnext line\n")
+    (found,) = crashes_of(tmp_path)
+    assert found.startswith("bad.log: Traceback x")
+    assert found.endswith("RuntimeError: full")
 
 
 def test_pieces_are_counted_by_the_workers_of_their_plan() -> None:

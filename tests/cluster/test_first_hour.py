@@ -83,6 +83,8 @@ def test_a_server_waits_for_its_workers_and_uses_late_ones(tmp_path: Path, toy: 
                 changed = coordinator.wait_for("changing the plan")
                 assert changed["reason"] == "w2 joined"
                 wait_for_spans(coordinator, 3)
+                (loaded,) = third.records("next stage loaded")
+                assert loaded["time"] < changed["time"], "the plan before serves while it loads"
                 assert not coordinator.records("pipeline failed"), "a wanted change is no failure"
 
 

@@ -17,6 +17,7 @@ from proto.rpc.data_plane import StreamBinding
 from proto.rpc.data_socket import DataTickets
 from proto.rpc.hop_probe import HopFigures
 from proto.terminal.progress_bar import byte_bar
+from worker.engine.compiler_folder import compiled_functions
 from worker.engine.memory import release_weights
 from worker.engine.sensors import Sensors
 from worker.engine.stage_engine import Budget, StageEngine
@@ -108,6 +109,8 @@ class WorkerNode:
         key = StageKey.of(request)
         if request.ahead:
             self._check_epoch(request.epoch)
+            if request.epoch > self.epoch:
+                self._leave_plan(request.epoch, key)
             loaded = self.loaded
             if loaded is None or loaded.key != key:
                 loaded = await self.ahead.load(request.model, key, on_progress)
@@ -116,6 +119,14 @@ class WorkerNode:
         return pb.LoadResult(
             weight_bytes=loaded.weight_bytes, has_mtp=loaded.stage.modules.head is not None
         )
+
+    def _leave_plan(self, epoch: int, key: StageKey) -> None:
+        """End the plan of an older epoch than that of the plan in force, and free its stage unless it is `key`."""
+        self._enter_epoch(epoch)
+        if self.loaded is not None and self.loaded.key != key:
+            self.loaded = None
+            self.machinery.thread.submit(release_weights)
+            self._become(pb.WORKER_STATE_IDLE)
 
     async def _load_next(
         self, key: StageKey, request: pb.LoadRequest, on_progress: OnProgress
@@ -267,6 +278,7 @@ class WorkerNode:
 
 def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> StageEngine:
     """Return the engine of a plan. Runs on the engine thread."""
+    compiled_functions.adjust()
     stage, key = loaded.stage, loaded.key
     verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if key.last else None
     return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)

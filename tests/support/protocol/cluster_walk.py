@@ -18,6 +18,7 @@ from coordinator.cluster.decide import (
     KeepPlan,
     Planner,
     PostponePlan,
+    PreparePlan,
     StartAlone,
     StartPlan,
     decide,
@@ -29,8 +30,11 @@ from coordinator.cluster.events import (
     PlanFailed,
     PlanKept,
     PlanPostponed,
+    PlanPrepared,
+    PlanPreparing,
     PlanServing,
     PlanStarting,
+    PreparationFailed,
     ReplanRequested,
     TimePassed,
     WorkerDraining,
@@ -92,13 +96,15 @@ def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> St
     actions: list[Action] = []
     while (action := decide(following, planner)) is not None:
         actions.append(action)
-        following = apply(following, _done(action), now)
+        following = apply(following, _done(action, following), now)
         assert len(actions) < 5, actions
     return Step(planner, view, event, after, tuple(actions), following)
 
 
-def _done(action: Action) -> Event:
+def _done(action: Action, view: View) -> Event:
     match action:
+        case PreparePlan():
+            return PlanPreparing(view.epoch)
         case StartPlan(plan):
             return PlanStarting(plan.epoch, tuple(stage.node for stage in plan.stages))
         case StartAlone(epoch):
@@ -122,6 +128,11 @@ def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
         yield PlanFailed(view.epoch, "a hop broke"), 0.0
         for address in view.serving:
             yield PlanFailed(view.epoch, "it cannot load", address), 0.0
+    if view.preparing:
+        yield PlanPrepared(view.epoch), 0.0
+        yield PreparationFailed(view.epoch, "it cannot load", "b"), 0.0
+        yield PreparationFailed(view.epoch, "of no worker"), 0.0
+    yield PlanPrepared(view.epoch - 1), 0.0
     yield PlanServing(view.epoch), 0.0
     yield PlanServing(view.epoch - 1), 0.0
     yield PlanFailed(view.epoch - 1, "of an older plan"), 0.0
@@ -178,4 +189,5 @@ def _key(view: View) -> object:
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
     flags = (view.recovering, view.replan, bool(view.alone_problem), bool(view.open_requests))
-    return view.phase, view.serving, times, flags, view.considered, view.postponed, members
+    sets = (view.considered, view.postponed, view.preparing, view.prepared)
+    return view.phase, view.serving, times, flags, sets, members

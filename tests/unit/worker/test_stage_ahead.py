@@ -105,6 +105,19 @@ async def test_another_stage_or_the_end_of_the_lease_frees_it(node: WorkerNode, 
     assert (await load(node, request(7, 1))).weight_bytes == 1
 
 
+async def test_a_worker_outside_the_plan_frees_its_old_stage(
+    node: WorkerNode, steps: Steps
+) -> None:
+    """The plan in force has a newer epoch than the worker, so no plan uses its stage. The same stage is kept."""
+    await load(node, request(5, 0))
+    await load(node, request(7, 0, ahead=True))
+    assert (node.epoch, steps.taken) == (7, 0)
+    assert node.loaded is not None
+    await load(node, request(8, 1, ahead=True))
+    assert (node.epoch, steps.taken) == (8, 3)
+    assert node.loaded is None
+
+
 async def test_frames_run_between_the_steps(node: WorkerNode, steps: Steps) -> None:
     """Work of the present plan waits for one step, not for the load. A new plan ends the load."""
     steps.endless = True

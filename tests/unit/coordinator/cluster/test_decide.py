@@ -17,6 +17,7 @@ from coordinator.cluster.decide import (
     KeepPlan,
     Planner,
     PostponePlan,
+    PreparePlan,
     StartAlone,
     StartPlan,
     decide,
@@ -25,7 +26,9 @@ from coordinator.cluster.decide import (
 from coordinator.cluster.events import (
     GatheringRestarted,
     PlanFailed,
+    PlanPrepared,
     PlanServing,
+    PreparationFailed,
     ReplanRequested,
     TimePassed,
     WorkerDraining,
@@ -93,6 +96,9 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
             assert reason
         case KeepPlan() | PostponePlan():
             assert before.serving == view.serving
+        case PreparePlan(plan):
+            assert before.serving == view.serving
+            assert any(stage.node not in view.serving for stage in plan.stages)
 
 
 def _check_change(step: Step) -> None:
@@ -138,10 +144,11 @@ def _check_done(step: Step) -> None:
             assert not step.plannable, "a plan was possible"
         assert not (alone and over), "this process could serve"
     if view.phase is Phase.SERVING:
-        assert not view.replan, "a replan was not answered"
+        waiting = bool(view.preparing) or view.now < view.retry_at
+        assert waiting or not view.replan, "a replan was not answered"
         states = {view.members[address].state for address in view.serving}
         if MemberState.DRAINING in states:
-            assert not (step.plannable or alone), "a draining worker was kept"
+            assert waiting or not (step.plannable or alone), "a draining worker was kept"
     if view.phase is Phase.ENDED and step.before.phase is not Phase.ENDED:
         assert isinstance(step.actions[-1], GiveUp), "it ended without a reason"
 
@@ -164,8 +171,11 @@ def test_every_order_of_events_while_serving(settings: Settings, fewest: int) ->
     planner = planner_for(fewest)
     start = serving("a", "b", planner=planner, settings=settings)
     steps, views = walk(start, planner, "ab", 3, check)
-    print(f"{steps:,} steps from {views:,} views")
-    assert steps > 4_000
+    joining, more = walk(
+        serving("a", planner=planner_for(1), settings=settings), planner, "ab", 4, check
+    )
+    print(f"{steps + joining:,} steps from {views + more:,} views")
+    assert steps + joining > 12_000
 
 
 @pytest.mark.slow
@@ -288,7 +298,9 @@ def test_a_worker_that_leaves_is_planned_around() -> None:
     both = planner_for(2)
     view = happen(serving("a", "b", planner=both, settings=REMOTE), WorkerDraining("b"), both).view
     assert (view.phase, view.serving) == (Phase.SERVING, ("a", "b"))
-    assert happen(view, WorkerJoined(worker("c")), both).view.serving == ("a", "c")
+    view = happen(view, WorkerJoined(worker("c")), both).view
+    assert view.serving == ("a", "b"), "it serves until the other one has loaded"
+    assert prepared(view, both).serving == ("a", "c")
 
 
 def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
@@ -300,7 +312,9 @@ def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
     assert not same.view.replan
     joined = happen(view, WorkerJoined(worker("b")), planner)
     assert joined.actions == ()
-    assert happen(joined.view, ReplanRequested(), planner).view.serving == ("a", "b")
+    asked = happen(joined.view, ReplanRequested(), planner)
+    assert [type(a) for a in asked.actions] == [PreparePlan]
+    assert prepared(asked.view, planner).serving == ("a", "b")
 
 
 def test_a_replan_requested_while_a_plan_starts_follows_it() -> None:
@@ -310,7 +324,8 @@ def test_a_replan_requested_while_a_plan_starts_follows_it() -> None:
     view = happen(view, WorkerJoined(worker("b")), planner).view
     view = happen(view, ReplanRequested(), planner).view
     assert (view.phase, view.serving) == (Phase.STARTING, ("a",))
-    assert happen(view, PlanServing(1), planner).view.serving == ("a", "b")
+    view = happen(view, PlanServing(1), planner).view
+    assert prepared(view, planner).serving == ("a", "b")
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
@@ -380,6 +395,12 @@ def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
 # ---- automatic replan
 
 
+def prepared(view: View, planner: Planner) -> View:
+    """Return the view after the new workers have loaded beside the plan in force."""
+    assert view.preparing
+    return happen(view, PlanPrepared(view.epoch), planner).view
+
+
 def joined(settings: Settings, planner: Planner, **member: Any) -> View:
     """Return a cluster that serves over `a` and that `b` has joined since."""
     view = serving("a", planner=planner, settings=settings)
@@ -393,7 +414,11 @@ def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
     view = joined(AUTO, planner)
     early = happen(view, TimePassed(), planner, after=1.9)
     assert early.actions == ()
-    (action,) = happen(early.view, TimePassed(), planner, after=0.1).actions
+    step = happen(early.view, TimePassed(), planner, after=0.1)
+    (action,) = step.actions
+    assert isinstance(action, PreparePlan)
+    assert action.reason == "name-b joined"
+    (action,) = happen(step.view, PlanPrepared(1), planner).actions
     assert isinstance(action, StartPlan)
     assert action.reason == "name-b joined"
 
@@ -407,9 +432,10 @@ def slow(members: Sequence[Member], epoch: int) -> Plan:
 def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     """Otherwise the change is postponed once, and follows when no answer is open."""
     fast = planner_for(1)
-    (action,) = happen(joined(AUTO, fast), TimePassed(1), fast, after=2.0).actions
-    assert isinstance(action, StartPlan)
-    step = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0)
+    view = happen(joined(AUTO, fast), TimePassed(1), fast, after=2.0).view
+    assert prepared(view, fast).serving == ("a", "b")
+    view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
+    step = happen(view, PlanPrepared(1), slow)
     assert step.actions == (PostponePlan(("name-b",)),)
     busy = happen(step.view, TimePassed(1), slow, after=60.0)
     assert busy.actions == ()
@@ -424,7 +450,8 @@ def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     view = happen(view, PlanServing(view.epoch), planner).view
     assert view.serving == ("a",)
     view = happen(view, WorkerJoined(worker("b")), planner, after=1.0).view
-    soon = happen(view, TimePassed(1), planner, after=CALM_SECONDS - 2.0)
+    view = happen(view, TimePassed(1), planner, after=2.0).view
+    soon = happen(view, PlanPrepared(view.epoch), planner, after=CALM_SECONDS - 4.0)
     assert soon.actions == ()
     assert happen(soon.view, TimePassed(1), planner, after=2.0).view.serving == ("a", "b")
     assert happen(soon.view, TimePassed(), planner).view.serving == ("a", "b")
@@ -441,9 +468,46 @@ def test_a_plan_that_is_not_better_is_considered_once() -> None:
     assert happen(step.view, TimePassed(), first_only, after=60.0).actions == ()
 
 
-def test_a_worker_without_files_waits_for_a_replan() -> None:
-    """Fetching a model takes minutes, in which no plan would serve."""
+def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
+    """It backs off after each failure, and is tried again."""
     planner = planner_for(1)
-    view = joined(AUTO, planner, has_files=False)
-    assert happen(view, TimePassed(), planner, after=60.0).actions == ()
-    assert happen(view, ReplanRequested(), planner).view.serving == ("a", "b")
+    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    for tries in (1, 2, 3):
+        view = happen(view, PreparationFailed(1, "too little memory", "b"), planner).view
+        assert (view.phase, view.serving) == (Phase.SERVING, ("a",))
+        assert view.members["b"].backoff_until == view.now + 2.0**tries
+        step = happen(view, TimePassed(), planner, after=2.0**tries)
+        assert [type(a) for a in step.actions] == [PreparePlan]
+        view = step.view
+    assert prepared(view, planner).serving == ("a", "b")
+
+
+def test_a_replan_answers_when_the_new_worker_cannot_load() -> None:
+    """The plan stays, and the request is answered."""
+    planner = planner_for(1)
+    view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
+    step = happen(view, PreparationFailed(1, "too little memory", "b"), planner)
+    (action,) = step.actions
+    assert isinstance(action, KeepPlan)
+    assert action.reason.endswith("; too little memory")
+    assert not step.view.replan
+
+
+def test_a_plan_that_fails_while_the_next_one_is_prepared_is_replaced() -> None:
+    """The recovery uses the new worker, whether it has loaded or not."""
+    planner = planner_for(1)
+    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    step = happen(view, PlanFailed(1, "a hop broke"), planner)
+    assert step.view.serving == ("a", "b")
+    assert not step.view.preparing
+    assert happen(step.view, PlanPrepared(1), planner).actions == ()
+
+
+def test_another_worker_that_joins_during_a_preparation_changes_it() -> None:
+    """The next plan has both new workers."""
+    planner = planner_for(1)
+    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    view = happen(view, WorkerJoined(worker("c")), planner).view
+    step = happen(view, TimePassed(), planner, after=2.0)
+    assert [type(a) for a in step.actions] == [PreparePlan]
+    assert prepared(step.view, planner).serving == ("a", "b", "c")
