@@ -257,5 +257,7 @@ def test_the_warm_up_runs_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
             patch.setattr("worker.engine.warm_up.CHUNK", 4)
             warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)
     messages = [record.getMessage() for record in caplog.records]
+    done = [vars(r)["done"] for r in caplog.records if r.getMessage() == "compiling kernels"]
+    assert done == [f"{frame} of 31 frames" for frame in (0, 8, 16, 24)] * 2
     assert messages.count("kernels compiled") == 2
     assert "warm-up ended early" not in messages

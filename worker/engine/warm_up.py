@@ -35,8 +35,11 @@ WIDTHS = (1, 2, 4, 5, 1)
 BATCHES = (1, 4, 8)
 """Sequences at once. With windows of 5 tokens they cover every kernel by number of rows."""
 
-FRAMES_OF_BATCH = 2 + len(WIDTHS)
-"""Frames of one number of sequences: the prompts, the windows, and the end of the sequences."""
+FRAMES = sum(count + len(WIDTHS) + 1 for count in BATCHES)
+"""Frames in all: one for each prompt, then the windows, and one for the end of the sequences."""
+
+LOGGED_FRAMES = 8
+"""Frames from one line of the log to the next."""
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -135,9 +138,8 @@ def warm_up_steps(
     frames = WarmUp(engine, drafts)
     try:
         for _ in frames.run():
-            if frames.done % FRAMES_OF_BATCH == 0:
-                done = f"{frames.done} of {FRAMES_OF_BATCH * len(BATCHES)} frames"
-                log.info("compiling kernels", extra={"done": done})
+            if frames.done % LOGGED_FRAMES == 0:
+                log.info("compiling kernels", extra={"done": f"{frames.done} of {FRAMES} frames"})
             yield
             expect(COMPILE_SECONDS)
     except Exception as error:
