@@ -23,10 +23,15 @@ class Trend:
     high: float
     mean: float
 
-    def is_flat(self, tolerance: float) -> bool:
-        """Return whether zero growth is in the interval, or the interval within `tolerance` of the mean."""
+    def direction(self, tolerance: float) -> str:
+        """Return "grows", "falls" or "flat".
+
+        A curve is flat if zero growth is in the interval, or the interval within `tolerance` of the mean.
+        """
         bound = tolerance * abs(self.mean)
-        return self.low <= 0 <= self.high or -bound <= self.low <= self.high <= bound
+        if self.low <= 0 <= self.high or -bound <= self.low <= self.high <= bound:
+            return "flat"
+        return "grows" if self.growth > 0 else "falls"
 
 
 def trend_of(values: Sequence[float]) -> Trend:
