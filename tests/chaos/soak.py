@@ -3,8 +3,8 @@
 Eight hours' worth are REQUESTS: three clients that each ask once every 20 seconds. The clients here ask as fast as they
 get answers. They join, ask several small questions over one connection, leave some answers, and go. A worker is killed
 after every KILL_REQUESTS. `python -m tests.chaos.soak --requests 4320` starts a run, whose curves are in
-`build/bench/soak_hours.*`. `--chart docs/images` writes the chart of docs/failure.md. The run succeeds if no curve grows,
-by the interval of its slope.
+`build/bench/soak_hours.*`. `--chart docs/images` writes the chart of docs/failure.md. The run succeeds if no curve
+grows, by the interval of its slope.
 """
 
 from __future__ import annotations
