@@ -34,7 +34,7 @@ from proto.span import Span
 from proto.terminal.progress_bar import byte_bar
 from worker.engine.apple_gpu import default_prefill_chunk, warn_of_emulated_bfloat16
 from worker.engine.backup import ReceivedBackup
-from worker.engine.compiler_folder import compiled_functions
+from worker.engine.cpu_compiler import compiled_functions
 from worker.engine.deadline import DeadlineEstimate
 from worker.engine.engine_thread import EngineThread
 from worker.engine.frame_runner import FrameRunner

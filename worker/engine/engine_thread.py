@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from worker.engine.cpu_compiler import compiler_runs
 from worker.engine.hardware import compile_seconds
 from worker.engine.mlx_thread import run_on_mlx_thread
 from worker.engine.thread_result import post, run_into
@@ -23,6 +24,9 @@ Work = Callable[[], None]
 
 USUAL_SECONDS = 1.0
 """Seconds. Deadline of a piece of work that sets no other."""
+
+COMPILER_SECONDS = 60.0
+"""Seconds. Longest work whose deadline moves because a compiler runs. A frame may need several new functions."""
 
 IDLE_SECONDS = 1.0
 """Seconds without work after which the thread calls `on_idle`, once."""
@@ -91,6 +95,14 @@ class EngineThread:
         """Seconds by which the present work exceeds its deadline; 0 before the deadline."""
         due = self._due
         return 0.0 if due is None else max(0.0, time.monotonic() - due)
+
+    def wait_for_compiler(self) -> None:
+        """Move a deadline that has passed while MLX compiles a function, for at most COMPILER_SECONDS of work."""
+        since = self._working_since
+        if since is None or self.stall == 0 or time.monotonic() - since > COMPILER_SECONDS:
+            return
+        if compiler_runs():
+            self.expect(USUAL_SECONDS)
 
     @property
     def busy_us(self) -> int:

@@ -17,7 +17,7 @@ from proto.rpc.data_plane import StreamBinding
 from proto.rpc.data_socket import DataTickets
 from proto.rpc.hop_probe import HopFigures
 from proto.terminal.progress_bar import byte_bar
-from worker.engine.compiler_folder import compiled_functions
+from worker.engine.cpu_compiler import compiled_functions
 from worker.engine.memory import release_weights
 from worker.engine.sensors import Sensors
 from worker.engine.stage_engine import Budget, StageEngine

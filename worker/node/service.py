@@ -318,6 +318,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
         binding = node.binding
         engine = None if binding is None else binding.engine
+        thread.wait_for_compiler()
         worker_status = pb.WorkerStatus(
             state=node.state,
             epoch=binding.place.epoch if binding and binding.bound else 0,

@@ -1,7 +1,8 @@
-"""The folder in which MLX's CPU backend compiles functions with g++ while it computes.
+"""The C++ compiler that MLX's CPU backend runs while it computes, once for each new function.
 
-Where this folder is full, each of these compilations fails, and with it every frame that needs one. So the functions run
-uncompiled until the folder has room. On x86-64 their results had the same bits, in fp32 and in bf16.
+A run takes about a second on an idle core, and its results stay in the temporary folder. Where this folder is full,
+every frame with a new function fails. So functions run uncompiled until the folder has room. On x86-64 their results
+had the same bits, in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 
 from mtp.kernels.cuda import backend
 
@@ -20,6 +22,9 @@ log = logging.getLogger(__name__)
 
 NEEDED_BYTES = 2**17
 """Bytes that one compilation may write. A function of the built-in model takes about 40 KB in all."""
+
+COMPILERS = ("sh", "g++", "c++", "clang++")
+"""Names of the process that MLX starts: the compiler, or the shell around it."""
 
 VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 """Environment variables that name the folder, in the order of C++'s `temp_directory_path`."""
@@ -56,6 +61,15 @@ class CompiledFunctions:
             log.info("MLX compiles functions again", extra={"folder": str(compiler_folder())})
             mx.enable_compile()
         self._off = problem is not None
+
+
+def compiler_runs() -> bool:
+    """Return whether a compiler runs for this process."""
+    if backend() != "cpu":
+        return False
+    with contextlib.suppress(psutil.Error):
+        return any(child.name() in COMPILERS for child in psutil.Process().children())
+    return False
 
 
 def _problem_with(folder: Path) -> str | None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mtp.kernels.cuda import backend
-from worker.engine.compiler_folder import CompiledFunctions, compiler_folder
+from worker.engine.cpu_compiler import CompiledFunctions, compiler_folder
+from worker.engine.engine_thread import EngineThread
 
 COMPUTE = """
 import mlx.core as mx
-from worker.engine.compiler_folder import compiled_functions
+from worker.engine.cpu_compiler import compiled_functions
 compiled_functions.adjust()
 print(mx.compile(lambda x: mx.exp(x) * 2 + mx.sin(x) * 3)(mx.ones(2)).tolist())
 """
@@ -67,3 +70,31 @@ def test_mlx_computes_without_a_temporary_folder(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.skipif(backend() != "cpu", reason="other backends run no compiler of their own")
+async def test_work_that_waits_for_a_compiler_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process with a compiler's name moves the deadline. Work without one is late, and so is endless work."""
+    thread, late, release = EngineThread(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        """Exceed the deadline by five seconds until `release`."""
+        thread.expect(-5.0)
+        late.set()
+        release.wait(20)
+
+    thread.submit(work)
+    assert await asyncio.to_thread(late.wait, 20)
+    thread.wait_for_compiler()
+    assert thread.stall > 4
+    compiler = await asyncio.create_subprocess_exec("sh", "-c", "sleep 20; true")
+    with monkeypatch.context() as patch:
+        patch.setattr("worker.engine.engine_thread.COMPILER_SECONDS", 0.0)
+        thread.wait_for_compiler()
+        assert thread.stall > 4, "it compiles for longer than any function takes"
+    thread.wait_for_compiler()
+    assert thread.stall == 0
+    compiler.kill()
+    await compiler.wait()
+    release.set()
+    await thread.close()
