@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from proto import cluster_pb2 as pb
 from proto.rpc.grpc_text import printable
 from proto.rpc.hop_probe import HopFigures
@@ -34,9 +32,7 @@ def report_problem(info: pb.WorkerInfo, num_layers: int) -> str:
     hardware = info.hardware
     if not info.worker_id or len(info.worker_id) > MAX_ID or not info.worker_id.isprintable():
         return "reports an invalid worker id"
-    if not math.isfinite(hardware.bytes_per_second) or not (
-        0 <= hardware.bytes_per_second <= MAX_SPEED
-    ):
+    if not 0 <= hardware.bytes_per_second <= MAX_SPEED:  # not for NaN either
         return f"reports an invalid speed of {hardware.bytes_per_second:g} bytes/s"
     if not 0 < hardware.memory_limit <= MAX_MEMORY:
         return f"reports an invalid memory limit of {hardware.memory_limit} bytes"

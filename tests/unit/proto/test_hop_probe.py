@@ -69,6 +69,42 @@ def test_a_slow_link_gets_one_burst(
     assert figures.bytes_per_second <= BURSTS[0] / 0.01
 
 
+def test_the_time_of_a_hop_is_half_the_way_there_and_back(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer answers after 40 ms, so a hop takes 20 ms. This time is no part of the speed."""
+    client, server = ends
+    read = hop_probe._receive
+
+    def slow(connection: socket.socket, count: int) -> bytes:
+        """Delay what the client receives."""
+        if connection is client:
+            time.sleep(0.04)
+        return read(connection, count)
+
+    monkeypatch.setattr(hop_probe, "_receive", slow)
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(answer_probes, server)
+        figures = measure_hop(client)
+        answered.result(DEADLINE)
+    assert 0.02 <= figures.seconds < 0.04
+    assert figures.bytes_per_second > BURSTS[0] / 0.04
+
+
+@pytest.mark.timeout(20)
+def test_a_connection_that_ends_ends_the_measurement(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Both sides report it instead of waiting for bytes that cannot come."""
+    client, server = ends
+    server.shutdown(socket.SHUT_WR)
+    with pytest.raises(ProtocolError, match="ended during its handshake"):
+        measure_hop(client)
+    client.close()
+    with pytest.raises((ProtocolError, ConnectionError)):
+        answer_probes(server)
+
+
 @pytest.mark.parametrize("bursts", [(BURSTS[0] + 1,), (*BURSTS, 1)])
 def test_a_client_cannot_send_more_than_the_bursts(
     ends: tuple[socket.socket, socket.socket], bursts: tuple[int, ...]
