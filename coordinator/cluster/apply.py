@@ -9,6 +9,7 @@ from coordinator.cluster.events import (
     GatheringFailed,
     GatheringRestarted,
     ModelChanged,
+    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -42,7 +43,8 @@ def apply(view: View, event: Event, now: float) -> View:
             members = {a: m.with_failure_forgiven(now) for a, m in view.members.items()}
             return replace(view, members=members, open_requests=open_requests)
         case WorkerJoined() | WorkerRefused() | WorkerLost() | WorkerDraining() | WorkerLeft():
-            return _end_plan_without_its_workers(view, _with_member_event(view, event))
+            following = _without_lost_preparation(view, _with_member_event(view, event))
+            return _end_plan_without_its_workers(view, following)
         case PlanStarting(epoch, addresses):
             started = replace(
                 view,
@@ -51,21 +53,25 @@ def apply(view: View, event: Event, now: float) -> View:
                 replan=False,
                 considered=frozenset(),
                 postponed=frozenset(),
-                preparing=frozenset(),
-                prepared=frozenset(),
+                unprepared="",
             )
+            started = _without_preparation(started)
             return _enter(started, Phase.STARTING)
         case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)
         case PlanFailed(epoch, reason, address) if epoch == view.epoch and _has_plan(view):
             return _with_failed_plan(view, reason, address)
-        case PlanPreparing(epoch) if epoch == view.epoch:
-            return replace(view, preparing=view.usable_ids(), unprepared="")
-        case PlanPrepared(epoch) if epoch == view.epoch:
-            return replace(view, prepared=view.preparing, preparing=frozenset())
-        case PreparationFailed(epoch, reason, address) if epoch == view.epoch:
-            return _with_failed_preparation(replace(view, unprepared=reason), address)
+        case PlanPreparing(workers):
+            return replace(_without_preparation(view), preparing=workers, unprepared="")
+        case PlanPrepared(workers) if view.preparing and workers == view.preparing:
+            return replace(_without_preparation(view), prepared=workers)
+        case PreparationFailed(workers, reason, address) if (
+            view.preparing and workers == view.preparing
+        ):
+            return _with_failed_preparation(view, reason, address)
+        case NextModelLoading(loading) if loading is not view.next_model:
+            return replace(_without_preparation(view), next_model=loading)
         case ReplanRequested():
             return replace(view, replan=_has_plan(view))
         case ModelChanged(why_not_alone):
@@ -75,9 +81,10 @@ def apply(view: View, event: Event, now: float) -> View:
             waited = 0.0 if ended.usable() else settings.wait
             return replace(ended, recovering=True, gathered=waited, since=now, retry_at=0.0)
         case PlanKept():
-            return replace(view, replan=False, considered=view.usable_ids())
+            kept = replace(view, replan=False, considered=view.candidate_ids(), unprepared="")
+            return _without_preparation(kept)
         case PlanPostponed():
-            return replace(view, postponed=view.usable_ids())
+            return replace(view, postponed=view.candidate_ids())
         case GatheringFailed(reason):
             return _enter(replace(view, problem=reason, serving=()), Phase.ENDED)
         case GatheringRestarted():
@@ -149,9 +156,26 @@ def _with_failed_plan(view: View, reason: str, address: str | None) -> View:
     return _end_plan(view, reason)
 
 
-def _with_failed_preparation(view: View, address: str | None) -> View:
-    """Record the failure of a worker that is alive. The loss of a worker has an event of its own."""
-    view = replace(view, preparing=frozenset(), retry_at=view.now + RETRY_SECONDS)
+def _without_preparation(view: View) -> View:
+    return replace(view, preparing=frozenset(), prepared=frozenset())
+
+
+def _without_lost_preparation(before: View, view: View) -> View:
+    """Return `view` without a preparation if one of its workers is not ready any more and may have lost its stage."""
+    usable = {m.worker_id for m in view.members.values() if m.state is MemberState.READY}
+    return view if before.preparing | before.prepared <= usable else _without_preparation(view)
+
+
+def _with_failed_preparation(view: View, reason: str, address: str | None) -> View:
+    """Record the failure of a worker that is alive. The loss of a worker has an event of its own.
+
+    Without a worker to blame the same plan is not tried again before the workers change, or a user asks for it.
+    """
+    considered = view.considered if address is not None else view.candidate_ids()
+    replan = view.replan and address is not None
+    retry_at = view.now + RETRY_SECONDS
+    view = replace(view, unprepared=reason, considered=considered, replan=replan, retry_at=retry_at)
+    view = _without_preparation(view)
     member = view.members.get(address) if address is not None else None
     if member is None or member.state is not MemberState.READY:
         return view
@@ -164,4 +188,4 @@ def _end_plan(view: View, reason: str) -> View:
     failed_at = view.now if served else view.failed_at
     recovering = view.recovering or served
     view = replace(view, serving=(), recovering=recovering, problem=reason, failed_at=failed_at)
-    return _enter(replace(view, preparing=frozenset()), Phase.GATHERING)
+    return _enter(_without_preparation(view), Phase.GATHERING)

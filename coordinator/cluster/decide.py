@@ -43,6 +43,8 @@ class PreparePlan:
 
     plan: Plan
     reason: str
+    workers: frozenset[str]
+    """Ids of the workers of which `plan` was made."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
     if not leaving and not view.replan:
         return _plan_with_joined(view, planner)
     reason = "no worker is ready"
-    if usable := view.usable():
-        if view.usable_ids() == view.preparing:
+    if usable := view.candidates():
+        if view.candidate_ids() == view.preparing:
             return None
         try:
             plan = planner(usable, view.epoch + 1)
@@ -154,9 +156,11 @@ def _plan_while_serving(view: View, planner: Planner) -> Action | None:
 
 def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     """Use workers that joined since the plan started, when no answer is open or the gain is large."""
-    usable, ids = view.usable(), view.usable_ids()
+    usable, ids = view.candidates(), view.candidate_ids()
     joined = [m for m in usable if m.address not in view.serving]
-    if not view.settings.auto_replan or not joined or ids in (view.considered, view.preparing):
+    if not view.settings.auto_replan or not joined or view.next_model:
+        return None
+    if ids in (view.considered, view.preparing):
         return None
     if view.open_requests and ids == view.postponed:
         return None
@@ -183,16 +187,16 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
 
 
 def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan | None:
-    """Start `plan` in place of the plan in force, once the workers that only `plan` uses have loaded their layers.
+    """Start `plan` in place of the plan in force, once it is prepared. Otherwise open answers would wait for its loads.
 
-    Otherwise every open answer would pause while they load.
+    It is not prepared while workers load another model, which would lose its stages.
     """
-    ids = view.usable_ids()
-    if ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
+    ids = view.candidate_ids()
+    if view.next_model or ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
         return StartPlan(plan, reason)
-    if ids == view.preparing or view.now < view.retry_at:
+    if view.now < view.retry_at:
         return None
-    return PreparePlan(plan, reason)
+    return PreparePlan(plan, reason, ids)
 
 
 def _pays(view: View, plan: Plan, planner: Planner) -> bool:

@@ -71,25 +71,32 @@ class PlanStarting:
 
 @dataclass(frozen=True)
 class PlanPreparing:
-    """The workers that the plan of `epoch` does not use load their stages of the next one."""
+    """The next plan is being prepared: those of `workers`, by id, that are new load beside the plan in force."""
 
-    epoch: int
+    workers: frozenset[str]
 
 
 @dataclass(frozen=True)
 class PlanPrepared:
-    """They have loaded them, while the plan of `epoch` served."""
+    """The new ones of `workers` have loaded their stages of the next plan."""
 
-    epoch: int
+    workers: frozenset[str]
 
 
 @dataclass(frozen=True)
 class PreparationFailed:
-    """The next plan could not be prepared beside the plan of `epoch`. `address` is the worker that failed, if known."""
+    """The next plan over `workers` could not be prepared. `address` is the worker that failed, if known."""
 
-    epoch: int
+    workers: frozenset[str]
     reason: str
     address: str | None = None
+
+
+@dataclass(frozen=True)
+class NextModelLoading:
+    """The workers begin to load the stages of another model beside the present one, or that has ended."""
+
+    loading: bool
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,7 @@ Event = (
     | PlanPreparing
     | PlanPrepared
     | PreparationFailed
+    | NextModelLoading
     | PlanServing
     | PlanFailed
     | ReplanRequested

@@ -30,12 +30,14 @@ from coordinator.cluster.events import (
     GatheringFailed,
     GatheringRestarted,
     ModelChanged,
+    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
     PlanPreparing,
     PlanServing,
     PlanStarting,
+    PreparationFailed,
     ReplanRequested,
     TimePassed,
 )
@@ -44,7 +46,7 @@ from coordinator.cluster.member import Member
 from coordinator.cluster.membership import Membership
 from coordinator.cluster.options import ManagerOptions
 from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
-from coordinator.cluster.preparation import prepare_plan, workers_in_use
+from coordinator.cluster.preparation import Preparation, workers_in_use
 from coordinator.cluster.replan_log import ReplanLog
 from coordinator.cluster.served import ServedModel
 from coordinator.cluster.view import Phase, View
@@ -148,6 +150,7 @@ class ClusterManager:
         """
         if self.view.phase is not Phase.SERVING or self.plan is None or not self.view.serving:
             raise NotReadyError("no plan over workers serves")
+        self._apply_event(NextModelLoading(True))
         described = await self.membership.describe_for(model)
         usable = [found for found in described.values() if isinstance(found, Member)]
         usable = [m for m in usable if self.view.members[m.address].usable(self.view.now)]
@@ -157,6 +160,10 @@ class ClusterManager:
         start = PlanStart(plan, view, model, self.options, self.membership)
         self.loads = start.loads
         return LoadAhead(start, room, model.capacity(plan))
+
+    def end_load_ahead(self) -> None:
+        """Free the workers for the next plan of the present model. Call it after `plan_ahead`, whatever came of it."""
+        self._apply_event(NextModelLoading(False))
 
     async def change_model(
         self, model: ServedModel, alone: Callable[[int], Awaitable[Pipeline]], why_not_alone: str
@@ -251,6 +258,8 @@ class ClusterManager:
             )
         if before.serving and not self.view.serving:
             self._stop_plan(WorkerLostError(self.view.problem))
+        if before.preparing and not self.view.preparing:
+            self._cancel_preparation()
         action = decide(self.view, self._planner)
         if action is not None:
             self._execute(action)
@@ -276,16 +285,15 @@ class ClusterManager:
                         extra={"machines": unlike},
                     )
                 self._begin(plan.epoch, addresses, self._serve(plan))
-            case PreparePlan(plan, reason):
+            case PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
-                self._apply_event(PlanPreparing(self.view.epoch))
-                self._preparation = self._background.spawn(self._prepare(plan, reason))
+                self._preparation = self._background.spawn(self._prepare(plan, reason, workers))
+                self._apply_event(PlanPreparing(workers))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
             case KeepPlan(reason):
                 log.info("the plan stays as it is", extra={"reason": reason})
                 self.replans.record(f"the plan stays as it is: {reason}")
-                self._cancel_preparation()
                 self._apply_event(PlanKept())
             case PostponePlan(workers):
                 log.info(
@@ -307,16 +315,27 @@ class ClusterManager:
         self._apply_event(PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
 
-    async def _prepare(self, plan: Plan, reason: str) -> None:
-        """Load what the workers in use leave of `plan`, and report the result as an event."""
-        busy = workers_in_use(self.view, plan)
-        start = PlanStart(plan, self.view, self.model, self.options, self.membership)
-        new = [s.node for s in plan.stages if s.node not in busy]
-        names = ", ".join(self.view.members[address].name for address in new)
-        log.info("workers load beside the plan", extra={"workers": names, "reason": reason})
-        event = await prepare_plan(start, self.model, self.view.epoch, busy)
-        self._preparation = None
-        self._apply_event(event)
+    def _prepare(
+        self, plan: Plan, reason: str, workers: frozenset[str]
+    ) -> Coroutine[Any, Any, None]:
+        """Return the work of a preparation, whose result is an event."""
+        view, busy = self.view, workers_in_use(self.view, plan)
+        new = [view.members[s.node].name for s in plan.stages if s.node not in busy]
+        log.info(
+            "preparing the next plan", extra={"loading": ", ".join(new) or "none", "reason": reason}
+        )
+        start = PlanStart(plan, view, self.model, self.options, self.membership)
+        preparation = Preparation(start, self.model, workers, busy)
+
+        async def run() -> None:
+            """Prepare the plan and report the result."""
+            event = await preparation.run()
+            self._preparation = None
+            if isinstance(event, PreparationFailed) and event.address is None:
+                self.replans.record(f"the plan stays as it is: {event.reason}")
+            self._apply_event(event)
+
+        return run()
 
     def _cancel_preparation(self) -> None:
         if self._preparation is not None:

@@ -91,21 +91,25 @@ class PlanStart:
             raise
         return pipeline
 
-    async def load_stages(
-        self, room: Capacity, *, ahead: bool = False, without: Collection[str] = ()
-    ) -> list[WorkerClient]:
-        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`.
-
-        The stages of the workers at the addresses `without` are left out.
-        """
-        stages = [stage for stage in self.plan.stages if stage.node not in without]
-        workers = [self._worker(stage) for stage in stages]
+    async def load_stages(self, room: Capacity, *, ahead: bool = False) -> list[WorkerClient]:
+        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`."""
+        workers = [self._worker(stage) for stage in self.plan.stages]
         with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
             await _all(
                 self._load(worker, self._request(stage, room, ahead=ahead), show)
-                for worker, stage in zip(workers, stages, strict=True)
+                for worker, stage in zip(workers, self.plan.stages, strict=True)
             )
         return workers
+
+    async def prepare_stages(self, room: Capacity, busy: Collection[str]) -> None:
+        """Load all stages beside those in force. The workers at the addresses `busy` only fetch what they lack."""
+        with byte_bar("loading layers beside the plan", log) as show:
+            await _all(
+                (self._fetch if stage.node in busy else self._load)(
+                    self._worker(stage), self._request(stage, room, ahead=True), show
+                )
+                for stage in self.plan.stages
+            )
 
     def _worker(self, stage: StagePlan) -> WorkerClient:
         worker = self._membership.clients.get(stage.node)
@@ -137,23 +141,36 @@ class PlanStart:
         )
 
     async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
-        address = worker.address
-
-        def on_progress(done: int, total: int) -> None:
-            """Record and show the bytes that this worker has loaded."""
-            self.loads.done[address] = (done, total)
-            show(*self.loads.totals)
-
+        await self._fetch(worker, request, show)
         try:
-            if not self._members[address].has_files:
-                await self._model.provider.provide_weights(worker, request, on_progress)
-            result = await worker.load(request, on_progress)
+            result = await worker.load(request, self._progress_of(worker, show))
             if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
-            # A worker that does not answer is recorded as lost. A worker that answers and cannot load is the suspect.
-            await self._membership.probe(address)
-            raise StartError(str(error), address) from error
+            raise await self._start_error(worker, error) from error
+
+    async def _fetch(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
+        """Provide the weights that the worker lacks, which it writes to its disk."""
+        if self._members[worker.address].has_files:
+            return
+        try:
+            progress = self._progress_of(worker, show)
+            await self._model.provider.provide_weights(worker, request, progress)
+        except ClusterError as error:
+            raise await self._start_error(worker, error) from error
+
+    def _progress_of(self, worker: WorkerClient, show: OnProgress) -> OnProgress:
+        def on_progress(done: int, total: int) -> None:
+            """Record and show the bytes that this worker has loaded."""
+            self.loads.done[worker.address] = (done, total)
+            show(*self.loads.totals)
+
+        return on_progress
+
+    async def _start_error(self, worker: WorkerClient, error: ClusterError) -> StartError:
+        """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""
+        await self._membership.probe(worker.address)
+        return StartError(str(error), worker.address)
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:

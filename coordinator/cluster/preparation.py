@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
 from coordinator.cluster.plan_start import PlanStart, StartError
@@ -26,21 +25,31 @@ def workers_in_use(view: View, plan: Plan) -> frozenset[str]:
     return frozenset(stage.node for stage in plan.stages if on_this_machine(stage.node))
 
 
-async def prepare_plan(
-    start: PlanStart, model: ServedModel, epoch: int, without: Collection[str]
-) -> PlanPrepared | PreparationFailed:
-    """Load the stages of `start` beside the plan of `epoch`, except on the workers `without`. Return what happened.
+class Preparation:
+    """One preparation of `start` for a plan over `workers`, by id. The workers at the addresses `busy` fetch only."""
 
-    The load of a worker ends when it makes no progress, so this call ends too.
-    """
-    try:
-        room = model.capacity(start.plan)
-        await start.load_stages(room, ahead=True, without=without)
-    except ClusterError as error:
-        suspect = error.suspect if isinstance(error, StartError) else None
-        log.warning("the plan stays: the next one could not load", extra={"error": str(error)})
-        return PreparationFailed(epoch, str(error), suspect)
-    except Exception as error:  # a bug: the next plan must not be prepared forever
-        log.exception("the next plan could not be prepared")
-        return PreparationFailed(epoch, f"{type(error).__name__}: {error}")
-    return PlanPrepared(epoch)
+    def __init__(
+        self,
+        start: PlanStart,
+        model: ServedModel,
+        workers: frozenset[str],
+        busy: frozenset[str],
+    ) -> None:
+        self._start = start
+        self._model = model
+        self._workers = workers
+        self._busy = busy
+
+    async def run(self) -> PlanPrepared | PreparationFailed:
+        """Load and fetch, and return what happened. The load of a worker that makes no progress ends as an error."""
+        try:
+            room = self._model.capacity(self._start.plan)
+            await self._start.prepare_stages(room, self._busy)
+        except ClusterError as error:
+            suspect = error.suspect if isinstance(error, StartError) else None
+            log.warning("the plan stays: the next one could not load", extra={"error": str(error)})
+            return PreparationFailed(self._workers, str(error), suspect)
+        except Exception as error:  # a bug: the next plan must not be prepared forever
+            log.exception("the next plan could not be prepared")
+            return PreparationFailed(self._workers, f"{type(error).__name__}: {error}")
+        return PlanPrepared(self._workers)

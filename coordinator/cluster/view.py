@@ -82,11 +82,13 @@ class View:
     postponed: frozenset[str] = frozenset()
     """Worker ids of the usable workers that a new plan will use once no answer is open."""
     preparing: frozenset[str] = frozenset()
-    """Worker ids of the usable workers whose plan is being prepared: new workers load beside the plan in force."""
+    """Ids of the workers whose plan is being prepared: those that are new load beside the plan in force."""
     prepared: frozenset[str] = frozenset()
-    """Worker ids of the usable workers whose plan is prepared, so that it may start."""
+    """Ids of the workers whose plan is prepared, so that it may start."""
     unprepared: str = ""
-    """Reason why the last preparation of a plan failed, for people."""
+    """Reason why the last preparation failed, for people. Empty once a plan was chosen since."""
+    next_model: bool = False
+    """True while workers load the stages of another model. They have room for one next stage only."""
     problem: str = ""
     """Reason why the last attempt at a plan failed, for people."""
     alone_problem: str = ""
@@ -98,9 +100,20 @@ class View:
             (m for m in self.members.values() if m.usable(self.now)), key=lambda m: m.address
         )
 
-    def usable_ids(self) -> frozenset[str]:
-        """Return the ids of the workers that a plan may use now."""
-        return frozenset(member.worker_id for member in self.usable())
+    def candidates(self) -> list[Member]:
+        """Return the usable workers for the plan after the one in force.
+
+        While a plan is prepared, and until it starts, other workers do not change it. Otherwise one that fails again
+        and again would keep those that load from being used. A plan that is postponed may change.
+        """
+        usable, chosen = self.usable(), self.preparing or self.prepared
+        found = [m for m in usable if m.worker_id in chosen]
+        is_open = not chosen or chosen == self.postponed or len(found) < len(chosen)
+        return usable if is_open else found
+
+    def candidate_ids(self) -> frozenset[str]:
+        """Return the ids of the candidates."""
+        return frozenset(member.worker_id for member in self.candidates())
 
     @property
     def waited(self) -> float:

@@ -221,12 +221,13 @@ class ModelSwitch:
         served = served_model(model.checkpoint, model.options, model.mode)
         if problem := await manager.problem_with(served, model.why_not_alone):
             raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
-        kept = await self._load_ahead(manager, before, model)
-        model.local.reserved_bytes = manager.local_worker_bytes
         try:
+            kept = await self._load_ahead(manager, before, model)
+            model.local.reserved_bytes = manager.local_worker_bytes
             await self._finish_answers(before, model, hold=kept)
             await self._start_or_return(before, partial(self._start_cluster, manager, model))
         finally:
+            manager.end_load_ahead()
             await model.local.drop_ahead()
 
     async def _load_ahead(

@@ -137,6 +137,9 @@ class WorkerClient:
             ) from None
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            _raise_if_cancelled()
+            raise WorkerLostError(f"{self.address} was lost while it loaded") from None
         finally:
             stream.cancel()
 
@@ -165,6 +168,9 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             lost = error.code() is grpc.StatusCode.INTERNAL  # gRPC's code for a failed write
             raise (self._lost_during_transfer() if lost else self._translate(error)) from error
+        except asyncio.CancelledError:
+            _raise_if_cancelled()
+            raise self._lost_during_transfer() from None
         finally:
             for task in tasks:
                 task.cancel()
@@ -401,6 +407,13 @@ async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
         return task.result()
     finally:
         task.cancel()
+
+
+def _raise_if_cancelled() -> None:
+    """Raise CancelledError if the caller is cancelled. gRPC also raises it in calls of a channel that is closed."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:

@@ -92,16 +92,18 @@ class EngineThread:
 
     @property
     def stall(self) -> float:
-        """Seconds by which the present work exceeds its deadline; 0 before the deadline."""
+        """Seconds by which the present work exceeds its deadline; 0 before the deadline and without work."""
         due = self._due
-        return 0.0 if due is None else max(0.0, time.monotonic() - due)
+        if due is None or self._working_since is None:
+            return 0.0
+        return max(0.0, time.monotonic() - due)
 
     def wait_for_compiler(self) -> None:
         """Move a deadline that has passed while MLX compiles a function, for at most COMPILER_SECONDS of work."""
         since = self._working_since
         if since is None or self.stall == 0 or time.monotonic() - since > COMPILER_SECONDS:
             return
-        if compiler_runs():
+        if compiler_runs() and self._working_since == since:
             self.expect(USUAL_SECONDS)
 
     @property

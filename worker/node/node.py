@@ -103,7 +103,7 @@ class WorkerNode:
         """Load a stage and return what was loaded. `on_progress` is called on the event loop.
 
         Raises BusyError, StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then
-        be unloaded, but not if the request loads `ahead`.
+        be unloaded. A request that loads `ahead` unloads only a stage that the plan in force does not use.
         """
         self.renew_lease(request.coordinator, request.lease_ms)
         key = StageKey.of(request)

@@ -1,4 +1,4 @@
-"""The stage of the next model, loaded beside the stage in force so that the present model serves meanwhile."""
+"""The stage of the next plan or model, loaded beside the stage in force so that the present one serves meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
-from proto.errors import StaleEpochError
+from proto.errors import DeadlineError, StaleEpochError
 from proto.progress import OnProgress
 from worker.engine.engine_thread import EngineThread
 from worker.node.identity import Identity
@@ -40,7 +40,7 @@ class StageAhead:
         """Load the stage `key`, unless it is loaded already, and return it. `on_progress` runs on the event loop.
 
         Raises MemoryLimitError if it does not fit beside the memory in use, StaleEpochError when `take` or `drop` ends
-        the load, and the errors of `read_stage`.
+        the load, DeadlineError for a disk that hangs, and the errors of `read_stage`.
         """
         if self._loaded is not None and self._loaded.key == key:
             return self._loaded
@@ -58,14 +58,15 @@ class StageAhead:
         seconds = part_seconds(max(checkpoint.part_bytes().values()))
         try:
             cached = ""
-            while isinstance(
-                part := await self._thread.call(partial(self._step, steps, seconds)), str
-            ):
+            while True:
+                part = await self._thread.call(partial(self._step, steps, seconds))
                 if self._loading is not loading:
                     raise StaleEpochError("the plan changed while the next stage was loading")
+                if isinstance(part, LoadedStage):
+                    break
                 if part not in ("", cached):
                     cached = part
-                    await asyncio.to_thread(_read_into_page_cache, checkpoint, part)
+                    await _cache_part(checkpoint, part, seconds)
         except BaseException:
             self._thread.submit(partial(_abandon, steps))
             raise
@@ -103,6 +104,17 @@ def _abandon(steps: Steps) -> None:
     """Free the weights of an unfinished load. Runs on the engine thread."""
     steps.close()
     mx.clear_cache()
+
+
+async def _cache_part(checkpoint: Checkpoint, part: str, seconds: float) -> None:
+    """Read a part on another thread. Raises DeadlineError if the disk takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await asyncio.to_thread(_read_into_page_cache, checkpoint, part)
+    except TimeoutError:
+        raise DeadlineError(
+            f"reading {part} of {checkpoint.path.name} took longer than {seconds:.0f} s"
+        ) from None
 
 
 def _read_into_page_cache(checkpoint: Checkpoint, part: str) -> None:

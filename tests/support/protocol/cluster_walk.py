@@ -27,6 +27,7 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
+    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -96,15 +97,15 @@ def happen(view: View, event: Event, planner: Planner, after: float = 0.0) -> St
     actions: list[Action] = []
     while (action := decide(following, planner)) is not None:
         actions.append(action)
-        following = apply(following, _done(action, following), now)
+        following = apply(following, _done(action), now)
         assert len(actions) < 5, actions
     return Step(planner, view, event, after, tuple(actions), following)
 
 
-def _done(action: Action, view: View) -> Event:
+def _done(action: Action) -> Event:
     match action:
-        case PreparePlan():
-            return PlanPreparing(view.epoch)
+        case PreparePlan(_, _, workers):
+            return PlanPreparing(workers)
         case StartPlan(plan):
             return PlanStarting(plan.epoch, tuple(stage.node for stage in plan.stages))
         case StartAlone(epoch):
@@ -129,10 +130,13 @@ def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
         for address in view.serving:
             yield PlanFailed(view.epoch, "it cannot load", address), 0.0
     if view.preparing:
-        yield PlanPrepared(view.epoch), 0.0
-        yield PreparationFailed(view.epoch, "it cannot load", "b"), 0.0
-        yield PreparationFailed(view.epoch, "of no worker"), 0.0
-    yield PlanPrepared(view.epoch - 1), 0.0
+        yield PlanPrepared(view.preparing), 0.0
+        yield PreparationFailed(view.preparing, "it cannot load", "b"), 0.0
+        yield PreparationFailed(view.preparing, "of no worker"), 0.0
+        yield NextModelLoading(True), 0.0
+    if view.next_model:
+        yield NextModelLoading(False), 0.0
+    yield PlanPrepared(frozenset({"a1", "of an older preparation"})), 0.0
     yield PlanServing(view.epoch), 0.0
     yield PlanServing(view.epoch - 1), 0.0
     yield PlanFailed(view.epoch - 1, "of an older plan"), 0.0
@@ -188,6 +192,7 @@ def _key(view: View) -> object:
         for _, m in sorted(view.members.items())
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
-    flags = (view.recovering, view.replan, bool(view.alone_problem), bool(view.open_requests))
+    alone, busy = bool(view.alone_problem), bool(view.open_requests)
+    flags = (view.recovering, view.replan, alone, busy, view.next_model)
     sets = (view.considered, view.postponed, view.preparing, view.prepared)
     return view.phase, view.serving, times, flags, sets, members

@@ -25,6 +25,7 @@ from coordinator.cluster.decide import (
 )
 from coordinator.cluster.events import (
     GatheringRestarted,
+    NextModelLoading,
     PlanFailed,
     PlanPrepared,
     PlanServing,
@@ -72,6 +73,11 @@ def check(step: Step) -> None:
     if view.phase is Phase.GATHERING:
         assert view.waited < limit, "the wait is over and nothing was done"
     assert view.epoch >= before.epoch
+    ready = {m.worker_id for m in view.members.values() if m.state is MemberState.READY}
+    assert view.preparing | view.prepared <= ready
+    assert view.phase is Phase.SERVING or not view.preparing
+    if isinstance((step.actions or (None,))[-1], KeepPlan):
+        assert not view.preparing, "nothing is prepared, and nobody reports its end"
     _check_change(step)
     _check_holds(step)
     _check_done(step)
@@ -98,6 +104,7 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
             assert before.serving == view.serving
         case PreparePlan(plan):
             assert before.serving == view.serving
+            assert not view.next_model
             assert any(stage.node not in view.serving for stage in plan.stages)
 
 
@@ -398,7 +405,7 @@ def test_a_gap_between_pinned_layers_waits_for_another_worker() -> None:
 def prepared(view: View, planner: Planner) -> View:
     """Return the view after the new workers have loaded beside the plan in force."""
     assert view.preparing
-    return happen(view, PlanPrepared(view.epoch), planner).view
+    return happen(view, PlanPrepared(view.preparing), planner).view
 
 
 def joined(settings: Settings, planner: Planner, **member: Any) -> View:
@@ -418,7 +425,7 @@ def test_a_joined_worker_is_used_at_a_quiet_moment() -> None:
     (action,) = step.actions
     assert isinstance(action, PreparePlan)
     assert action.reason == "name-b joined"
-    (action,) = happen(step.view, PlanPrepared(1), planner).actions
+    (action,) = happen(step.view, PlanPrepared(step.view.preparing), planner).actions
     assert isinstance(action, StartPlan)
     assert action.reason == "name-b joined"
 
@@ -435,7 +442,7 @@ def test_open_answers_are_paused_only_for_a_large_gain() -> None:
     view = happen(joined(AUTO, fast), TimePassed(1), fast, after=2.0).view
     assert prepared(view, fast).serving == ("a", "b")
     view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
-    step = happen(view, PlanPrepared(1), slow)
+    step = happen(view, PlanPrepared(view.preparing), slow)
     assert step.actions == (PostponePlan(("name-b",)),)
     busy = happen(step.view, TimePassed(1), slow, after=60.0)
     assert busy.actions == ()
@@ -451,7 +458,7 @@ def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     assert view.serving == ("a",)
     view = happen(view, WorkerJoined(worker("b")), planner, after=1.0).view
     view = happen(view, TimePassed(1), planner, after=2.0).view
-    soon = happen(view, PlanPrepared(view.epoch), planner, after=CALM_SECONDS - 4.0)
+    soon = happen(view, PlanPrepared(view.preparing), planner, after=CALM_SECONDS - 4.0)
     assert soon.actions == ()
     assert happen(soon.view, TimePassed(1), planner, after=2.0).view.serving == ("a", "b")
     assert happen(soon.view, TimePassed(), planner).view.serving == ("a", "b")
@@ -473,7 +480,9 @@ def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
     planner = planner_for(1)
     view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
     for tries in (1, 2, 3):
-        view = happen(view, PreparationFailed(1, "too little memory", "b"), planner).view
+        view = happen(
+            view, PreparationFailed(view.preparing, "too little memory", "b"), planner
+        ).view
         assert (view.phase, view.serving) == (Phase.SERVING, ("a",))
         assert view.members["b"].backoff_until == view.now + 2.0**tries
         step = happen(view, TimePassed(), planner, after=2.0**tries)
@@ -486,7 +495,7 @@ def test_a_replan_answers_when_the_new_worker_cannot_load() -> None:
     """The plan stays, and the request is answered."""
     planner = planner_for(1)
     view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
-    step = happen(view, PreparationFailed(1, "too little memory", "b"), planner)
+    step = happen(view, PreparationFailed(view.preparing, "too little memory", "b"), planner)
     (action,) = step.actions
     assert isinstance(action, KeepPlan)
     assert action.reason.endswith("; too little memory")
@@ -500,14 +509,90 @@ def test_a_plan_that_fails_while_the_next_one_is_prepared_is_replaced() -> None:
     step = happen(view, PlanFailed(1, "a hop broke"), planner)
     assert step.view.serving == ("a", "b")
     assert not step.view.preparing
-    assert happen(step.view, PlanPrepared(1), planner).actions == ()
+    assert happen(step.view, PlanPrepared(view.preparing), planner).actions == ()
 
 
-def test_another_worker_that_joins_during_a_preparation_changes_it() -> None:
-    """The next plan has both new workers."""
+def test_a_worker_that_is_lost_while_it_loads_is_used_when_it_returns() -> None:
+    """The replan is answered at the loss. The same process is prepared again after its return."""
+    planner = planner_for(1)
+    view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
+    step = happen(view, WorkerLost("b", "silent"), planner)
+    assert [type(a) for a in step.actions] == [KeepPlan]
+    assert not step.view.preparing
+    view = happen(step.view, WorkerJoined(worker("b")), planner).view
+    view = happen(view, ReplanRequested(), planner).view
+    assert prepared(view, planner).serving == ("a", "b")
+
+
+def test_a_prepared_worker_that_was_lost_is_prepared_again() -> None:
+    """It may have dropped what it loaded."""
+    view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
+    view = happen(view, PlanPrepared(view.preparing), slow).view
+    assert view.prepared
+    view = happen(view, WorkerLost("b", "silent"), slow).view
+    view = happen(view, WorkerJoined(worker("b")), slow).view
+    assert [type(a) for a in happen(view, ReplanRequested(), slow).actions] == [PreparePlan]
+
+
+def test_a_worker_that_fails_again_and_again_does_not_keep_another_from_being_used() -> None:
+    """`b` loads for ten minutes. `c` fails at once, whenever its back-off ends."""
+    planner = planner_for(1)
+    view = happen(joined(AUTO, planner), WorkerJoined(worker("c")), planner).view
+    view = happen(view, TimePassed(), planner, after=2.0).view
+    assert len(view.preparing) == 3
+    view = happen(view, PreparationFailed(view.preparing, "too little memory", "c"), planner).view
+    view = happen(view, TimePassed(), planner, after=1.0).view
+    began = view.preparing
+    assert began == {"a1", "b1"}
+    for _ in range(600):
+        view = happen(view, TimePassed(), planner, after=1.0).view
+        assert view.preparing == began
+    assert prepared(view, planner).serving == ("a", "b")
+
+
+def test_a_preparation_that_fails_without_a_culprit_is_not_repeated() -> None:
+    """It is tried again for other workers, or when a user asks."""
     planner = planner_for(1)
     view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    view = happen(view, PreparationFailed(view.preparing, "a bug"), planner).view
+    assert happen(view, TimePassed(), planner, after=600.0).actions == ()
+    later = happen(view, TimePassed(), planner, after=600.0).view
+    assert [type(a) for a in happen(later, ReplanRequested(), planner).actions] == [PreparePlan]
+
+
+def test_no_plan_is_prepared_while_workers_load_another_model() -> None:
+    """Both would lose what they loaded. Afterwards the worker is used."""
+    planner = planner_for(1)
+    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
+    view = happen(view, NextModelLoading(True), planner).view
+    assert not view.preparing
+    view = happen(view, TimePassed(), planner, after=60.0).view
+    assert (view.preparing, view.serving) == (frozenset(), ("a",))
+    view = happen(view, NextModelLoading(False), planner).view
+    assert prepared(view, planner).serving == ("a", "b")
+
+
+def joined_twice(planner: Planner, busy: int) -> Step:
+    """Return the step that ends the preparation for `b`, during which `c` has joined."""
+    view = happen(joined(AUTO, planner), TimePassed(busy), planner, after=2.0).view
     view = happen(view, WorkerJoined(worker("c")), planner).view
-    step = happen(view, TimePassed(), planner, after=2.0)
-    assert [type(a) for a in step.actions] == [PreparePlan]
-    assert prepared(step.view, planner).serving == ("a", "b", "c")
+    view = happen(view, TimePassed(busy), planner, after=2.0).view
+    assert view.preparing == {"a1", "b1"}
+    return happen(view, PlanPrepared(view.preparing), planner)
+
+
+def test_another_worker_that_joins_during_a_preparation_is_used_after_it() -> None:
+    """The loads in progress are not lost."""
+    planner = planner_for(1)
+    step = joined_twice(planner, 0)
+    assert step.view.serving == ("a", "b")
+    view = happen(step.view, PlanServing(step.view.epoch), planner).view
+    view = happen(view, TimePassed(), planner, after=2.0).view
+    assert prepared(view, planner).serving == ("a", "b", "c")
+
+
+def test_a_postponed_plan_changes_for_another_worker() -> None:
+    """The plan over all of them may pay."""
+    step = joined_twice(slow, 1)
+    assert [type(a) for a in step.actions] == [PostponePlan, PreparePlan]
+    assert prepared(replace(step.view, open_requests=0), slow).serving == ("a", "b", "c")

@@ -127,6 +127,7 @@ class Manager:
             usable=lambda: ["w"] if workers else [], epoch=1, serving=("w",)
         )
         self.local_worker_bytes = int
+        self.loading_ahead = False
 
     async def problem_with(self, model: Model, why_not_alone: str) -> str:
         """See ClusterManager."""
@@ -135,6 +136,7 @@ class Manager:
 
     async def plan_ahead(self, model: Model) -> Any:
         """See ClusterManager."""
+        self.loading_ahead = True
         self.host.parts.model.capacity(model.nbytes)
 
         async def run() -> None:
@@ -145,6 +147,10 @@ class Manager:
                 raise WorkerLostError("worker lost")
 
         return SimpleNamespace(room="some", run=run, loads=self.loads)
+
+    def end_load_ahead(self) -> None:
+        """See ClusterManager."""
+        self.loading_ahead = False
 
     async def change_model(self, model: Model, make: Any, why_not_alone: str) -> None:
         """See ClusterManager."""
@@ -278,6 +284,7 @@ async def test_workers_without_room_end_the_present_model_first(host: Host) -> N
         await switch.load(name)
         assert "pause" in host.events
         assert host.events[-1] == f"publish {name}"
+        assert not host.manager.loading_ahead, "the workers are free for the plans of their model"
         assert host.events[host.events.index("pause") - 1].endswith("keeps to all")
         assert reason in switch.report.note
 
