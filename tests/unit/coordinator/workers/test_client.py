@@ -11,26 +11,25 @@ import pytest
 
 from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
-from proto import cluster_pb2_grpc as pb_grpc
 from proto.errors import WorkerLostError
 
 PATIENCE = 20.0
 """Seconds. Deadline of each wait."""
 
 
-class SilentWorker(pb_grpc.WorkerServicer):
-    """A worker whose loads and transfers begin and never end."""
+class SilentWorker:
+    """A worker with two calls, which begin and never end."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
 
-    async def Load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
+    async def load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadProgress]:
         """Yield one progress message."""
         yield pb.LoadProgress(progress=pb.LoadBytes(done=1, total=2))
         self.begun.set()
         await asyncio.Event().wait()
 
-    async def Provide(self, requests: Any, context: Any) -> AsyncIterator[pb.WeightsReply]:
+    async def provide(self, requests: Any, context: Any) -> AsyncIterator[pb.WeightsReply]:
         """Yield nothing."""
         async for _ in requests:
             self.begun.set()
@@ -42,7 +41,17 @@ class SilentWorker(pb_grpc.WorkerServicer):
 async def worker() -> AsyncIterator[tuple[WorkerClient, SilentWorker]]:
     """Return a client and its silent worker."""
     service, server = SilentWorker(), grpc.aio.server()
-    pb_grpc.add_WorkerServicer_to_server(service, server)
+    methods = {
+        "Load": grpc.unary_stream_rpc_method_handler(
+            service.load, pb.LoadRequest.FromString, pb.LoadProgress.SerializeToString
+        ),
+        "Provide": grpc.stream_stream_rpc_method_handler(
+            service.provide, pb.Weights.FromString, pb.WeightsReply.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("mtpcluster.v1.Worker", methods),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = WorkerClient(f"127.0.0.1:{port}", pb.Coordinator(id="c", name="c"))
