@@ -41,7 +41,7 @@ class SilentWorker:
 async def worker() -> AsyncIterator[tuple[WorkerClient, SilentWorker]]:
     """Return a client and its silent worker."""
     service, server = SilentWorker(), grpc.aio.server()
-    methods = {
+    methods: dict[str, Any] = {
         "Load": grpc.unary_stream_rpc_method_handler(
             service.load, pb.LoadRequest.FromString, pb.LoadProgress.SerializeToString
         ),
