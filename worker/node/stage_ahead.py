@@ -39,8 +39,8 @@ class StageAhead:
     async def load(self, model: pb.ModelRef, key: StageKey, on_progress: OnProgress) -> LoadedStage:
         """Load the stage `key`, unless it is loaded already, and return it. `on_progress` runs on the event loop.
 
-        Raises MemoryLimitError if it does not fit beside the memory in use, StaleEpochError when `take` or `drop` ends
-        the load, DeadlineError for a disk that hangs, and the errors of `read_stage`.
+        Raises MemoryLimitError if it does not fit beside the memory in use, and StaleEpochError when `take` or `drop`
+        ends the load. Also raises DeadlineError for a disk that hangs, and the errors of `read_stage`.
         """
         if self._loaded is not None and self._loaded.key == key:
             return self._loaded
