@@ -1,0 +1,109 @@
+"""The preparation of a plan: which workers load, which only fetch, and how failures are reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.events import PlanPrepared, PreparationFailed
+from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.plan_start import PlanStart
+from coordinator.cluster.preparation import Preparation, workers_in_use
+from coordinator.cluster.view import Settings, View
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, MemoryLimitError
+from proto.span import Span
+from tests.support.protocol.cluster_walk import worker
+
+FAR = "192.0.2.7:7100"
+"""An address of another machine."""
+
+EPOCH = 4
+
+
+class Cluster:
+    """Workers `a`, `b` and `c` of which `a` and `b` serve, and the next plan over all of them. `broken` cannot load."""
+
+    def __init__(self, *fetching: str, broken: str = "", error: Exception | None = None) -> None:
+        members = {
+            name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")
+        }
+        self.view = View(Settings(), epoch=EPOCH, members=members, serving=("a", "b"))
+        stages = [
+            SimpleNamespace(node=name, span=Span(i, i + 1), first=i == 0, last=i == 2)
+            for i, name in enumerate(members)
+        ]
+        self.plan: Any = SimpleNamespace(epoch=EPOCH + 1, stages=stages)
+        self.calls: list[tuple[str, str]] = []
+        self.requests: list[pb.LoadRequest] = []
+        self.broken, self.error = broken, error or MemoryLimitError("too little memory")
+        clients = {n: SimpleNamespace(address=n, load=self._loader(n)) for n in members}
+        self.membership: Any = SimpleNamespace(clients=clients, probe=self._probe)
+        self.model: Any = SimpleNamespace(
+            capacity=lambda plan: SimpleNamespace(sequences=1, kv_tokens=1, prefix_bytes=0),
+            ref=pb.ModelRef(name="m"),
+            dtype=None,
+            kv_bits=0,
+            with_head=True,
+            exact=False,
+            draft_vocab=DraftVocabularySize(),
+            provider=SimpleNamespace(provide_weights=self._provide),
+        )
+
+    async def prepare(self) -> PlanPrepared | PreparationFailed:
+        """Run the preparation."""
+        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
+        start = PlanStart(self.plan, self.view, self.model, options, self.membership)
+        ids, busy = frozenset({"a1", "b1", "c1"}), workers_in_use(self.view, self.plan)
+        return await Preparation(start, self.model, ids, busy).run()
+
+    def _loader(self, name: str) -> Any:
+        async def load(request: pb.LoadRequest, on_progress: Any) -> Any:
+            self.calls.append(("load", name))
+            self.requests.append(request)
+            if name == self.broken:
+                raise self.error
+            on_progress(1, 1)
+            return SimpleNamespace(has_mtp=True)
+
+        return load
+
+    async def _provide(self, client: Any, request: pb.LoadRequest, on_progress: Any) -> None:
+        self.calls.append(("fetch", client.address))
+
+    async def _probe(self, address: str) -> None:
+        self.calls.append(("probe", address))
+
+
+async def test_new_workers_load_and_the_others_only_fetch() -> None:
+    """The workers of the plan in force write what they lack to their disks, and keep their stages."""
+    cluster = Cluster("b", "c")
+    assert await cluster.prepare() == PlanPrepared(frozenset({"a1", "b1", "c1"}))
+    assert sorted(cluster.calls) == [("fetch", "b"), ("fetch", "c"), ("load", "c")]
+    (request,) = cluster.requests
+    assert (request.ahead, request.epoch) == (True, EPOCH), "the plan in force goes on"
+
+
+@pytest.mark.parametrize(
+    ("error", "address"), [(MemoryLimitError("too little memory"), "c"), (KeyError("a bug"), None)]
+)
+async def test_a_failure_is_an_event(error: Exception, address: str | None) -> None:
+    """It names the worker that answers and cannot load. A bug has no culprit."""
+    cluster = Cluster(broken="c", error=error)
+    event = await cluster.prepare()
+    assert isinstance(event, PreparationFailed)
+    assert event.address == address
+    assert str(error.args[0]) in event.reason
+    assert (("probe", "c") in cluster.calls) == isinstance(error, ClusterError)
+
+
+def test_this_machine_is_in_use_while_it_serves_alone() -> None:
+    """Its workers load when the model of this process has gone."""
+    stages = [SimpleNamespace(node=node) for node in ("127.0.0.1:7100", FAR)]
+    plan: Any = SimpleNamespace(stages=stages)
+    assert workers_in_use(View(Settings()), plan) == {"127.0.0.1:7100"}
+    assert workers_in_use(View(Settings(), serving=(FAR,)), plan) == {FAR}
