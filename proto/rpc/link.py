@@ -18,6 +18,8 @@ from proto.rpc.status_codes import from_status
 from proto.trust.identity import Role
 from proto.trust.node_trust import NodeTrust
 
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
 CLOSE_SECONDS = 1.0
 """Seconds. Maximum wait for the tasks of a link to end."""
 
@@ -58,24 +60,25 @@ class Link:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             FRAMES
         )
-        self._call = method(metadata=self._binding.to_metadata())
+        # Kept by no attribute: as long as a call exists, gRPC keeps its connection, although the channel is closed.
+        call = method(metadata=self._binding.to_metadata())
         try:
             async with asyncio.timeout(self.timeout):
-                metadata = await self._call.initial_metadata()
+                metadata = await call.initial_metadata()
         except TimeoutError:
             raise DeadlineError(
                 f"opening a stream to {self.address} timed out after {self.timeout:g} s"
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise await self._failure() from error
-        if self._call.done():  # refused: the receiver sent a status instead
-            raise await self._failure()
+            raise await self._failure(call) from error
+        if call.done():  # refused: the receiver sent a status instead
+            raise await self._failure(call)
         connection, figures = await asyncio.to_thread(
             dial, self.address, self._trust, self._node, ticket_in(metadata), self.timeout
         )
         broken: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
         self._writer = FrameWriter(connection, self.address, self.timeout, broken.set_result)
-        self._task = asyncio.create_task(self._watch(broken), name=f"link to {self.address}")
+        self._task = asyncio.create_task(self._watch(call, broken), name=f"link to {self.address}")
         return figures
 
     def send(
@@ -100,13 +103,14 @@ class Link:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=2 * CLOSE_SECONDS)
+            self._task = None  # the traceback of its cancellation refers to the call
         if self._writer is not None:
             self._writer.close()
         await self._channel.close()
 
-    async def _watch(self, broken: asyncio.Future[ClusterError]) -> None:
+    async def _watch(self, call: Call, broken: asyncio.Future[ClusterError]) -> None:
         """Report the failure of the hop: by the status of the call, or by a write that failed or was late."""
-        status = asyncio.create_task(self._failure())
+        status = asyncio.create_task(self._failure(call))
         try:
             await asyncio.wait({status, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done() and not isinstance(broken.result(), DeadlineError):
@@ -117,12 +121,12 @@ class Link:
             status.cancel()
             await asyncio.wait({status}, timeout=CLOSE_SECONDS)
 
-    async def _failure(self) -> ClusterError:
+    async def _failure(self, call: Call) -> ClusterError:
         """Wait for the stream to end, and return the error of its status."""
-        code = await self._call.code()
+        code = await call.code()
         return from_status(
             code.name,
-            await self._call.details(),
-            await self._call.trailing_metadata(),
+            await call.details(),
+            await call.trailing_metadata(),
             self.address,
         )
