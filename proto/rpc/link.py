@@ -102,10 +102,11 @@ class Link:
         """End the hop and close its connections."""
         if self._task is not None:
             self._task.cancel()
+        if self._writer is not None:
+            self._writer.close()  # before any wait, which the end of the event loop may cut
+        if self._task is not None:
             await asyncio.wait({self._task}, timeout=2 * CLOSE_SECONDS)
             self._task = None  # the traceback of its cancellation refers to the call
-        if self._writer is not None:
-            self._writer.close()
         await self._channel.close()
 
     async def _watch(self, call: Call, broken: asyncio.Future[ClusterError]) -> None:
