@@ -24,12 +24,14 @@ endif
 # The libraries that pyproject.toml names, for the lines that say what is installed.
 LIBRARIES = $(shell sed -n '/^dependencies = \[/,/^]/s/^ *"\([A-Za-z0-9_-]*\).*/\1/p' pyproject.toml | uniq | paste -sd ' ' -)
 
-# Tests run in parallel. Cluster tests are distributed by file, because the tests of a file share their processes.
+# Tests run in parallel. They are distributed by file, because the tests of a file share models and processes.
 JOBS ?= 2
 # Hypothesis's profile "ci" draws the same examples every time. Without it, pytest draws new ones.
 PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
+PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
 
-PROCESS_TESTS := tests/cluster tests/clients tests/chaos tests/browser
+PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
+PROGRAM_TESTS := tests/cluster tests/clients tests/chaos tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
@@ -37,7 +39,7 @@ GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.p
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
 
-.PHONY: help demo test test-slow nightly clients check fmt bench proto check-proto constraints clean
+.PHONY: help demo test test-all test-slow nightly clients check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,13 +48,15 @@ help: ## list the targets
 demo: $(VENV)/.runtime ## three workers and a coordinator on this machine, one prompt over HTTP
 	$(BIN)/mtp-coord demo
 
-test: $(VENV)/.dev ## the tests, without the slow ones
-	$(PYTEST) --numprocesses $(JOBS) --dist loadscope -m 'not slow' tests/repository tests/unit tests/parity tests/fuzz
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not slow' $(PROCESS_TESTS) || { \
-		echo "Process tests failed, see above. They run once more, one at a time: a shared machine delays processes." >&2; \
-		$(PYTEST) -m 'not slow' --last-failed --last-failed-no-failures none $(PROCESS_TESTS); }
+test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
+	$(PARALLEL) -m 'not slow and not thorough' $(PART_TESTS)
+	$(PARALLEL) -m smoke $(PROGRAM_TESTS)
 
-test-slow: $(VENV)/.dev ## the slow ones
+test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
+	$(PARALLEL) -m thorough $(PART_TESTS)
+	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
+
+test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
 	$(PYTEST) -m slow
 
 clients: ## install the clients of other projects that tests/clients runs, in Python and node
@@ -67,9 +71,9 @@ clients: ## install the clients of other projects that tests/clients runs, in Py
 
 nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, and 100 ends of processes at any moment
 	$(BIN)/python -m tests.chaos.virtual --faults 10000
-	$(BIN)/python -m tests.chaos.run --faults 80 --table .cache/chaos.json
-	$(BIN)/python -m tests.chaos.run --faults 70 --kinds network --table .cache/chaos.json
-	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host --table .cache/chaos.json
+	$(BIN)/python -m tests.chaos.run --faults 80
+	$(BIN)/python -m tests.chaos.run --faults 70 --kinds network
+	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host
 	$(BIN)/python -m tests.chaos.storm
 	$(BIN)/python -m tests.chaos.ends --rounds 20
 

@@ -1,1 +1,1 @@
-"""Mathematics beside the layers of the model (sampling, the MTP head, draft depth), and checkpoints."""
+"""Mathematics of the model (layers, sampling, the MTP head, draft depth), and checkpoints."""

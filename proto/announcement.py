@@ -1,14 +1,60 @@
-"""The mDNS record of a worker. It is untrusted until a Describe call confirms it."""
+"""Addresses of machines, and the mDNS record of a worker. The record is untrusted until a Describe call confirms it."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from proto.errors import ProtocolError, SpanError
+from proto.errors import ProtocolError, SpanError, UsageError
 from proto.frame import VERSION
 from proto.span import Span
+
+
+def parse_address(flag: str, text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Return host and port of `text`: `HOST:PORT` or `[v6]:PORT`.
+
+    `default_port` permits `HOST`, `:PORT` (the loopback host) and port 0. Raises UsageError that names `flag`.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if default_port is not None:
+        if not colon or text.strip().endswith("]"):
+            host, port = text.strip(), str(default_port)
+        host = host or "127.0.0.1"
+    bare = host.removeprefix("[").removesuffix("]")
+    malformed = not bare or any(c.isspace() or c in "/,@[]" for c in bare)
+    lowest = 1 if default_port is None else 0
+    number = int(port[:6]) if port.isascii() and port.isdigit() else -1
+    if malformed or not lowest <= number < 65536:
+        example = f"127.0.0.1:{default_port}" if default_port else "192.168.1.7:50505"
+        raise UsageError(f"{flag} {text!r:.100}: write HOST:PORT, as in {example}")
+    if bare.isdigit() and not colon:
+        raise UsageError(
+            f"{flag} {text!r:.100} has no host. Write HOST:PORT, as in 127.0.0.1:{bare}"
+        )
+    return bare, number
+
+
+def join_address(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """Return the host of `address`, which `join_address` made."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a listener on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 SERVICE_TYPE = "_mtp-worker._tcp.local."
 
@@ -20,7 +66,7 @@ _MAX_LABEL = 63
 
 _MAX_TEXT = 128
 _TRUST_ID = re.compile("[0-9a-f]{16}")
-"""A cluster id or node id, as in proto/trust/identity.py."""
+"""A cluster id or node id, as in proto/trust/certificates.py."""
 
 _ID_DIGITS = 8
 """Digits of the worker id in the instance name, so that two workers with one name remain distinct."""

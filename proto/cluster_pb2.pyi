@@ -624,7 +624,6 @@ class LoadRequest(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_FIELD_NUMBER: _builtins.int
     DRAFT_VOCAB_AUTO_FIELD_NUMBER: _builtins.int
-    AHEAD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     first: _builtins.bool
     last: _builtins.bool
@@ -642,8 +641,6 @@ class LoadRequest(_message.Message):
     """lowest tokens that drafts come from; 0 for all words"""
     draft_vocab_auto: _builtins.bool
     """use the part only while it pays"""
-    ahead: _builtins.bool
-    """keep the stage in memory beside the one in force, for a later Load of the same stage"""
     @_builtins.property
     def coordinator(self) -> Global___Coordinator: ...
     @_builtins.property
@@ -669,11 +666,10 @@ class LoadRequest(_message.Message):
         exact: _builtins.bool = ...,
         draft_vocab: _builtins.int = ...,
         draft_vocab_auto: _builtins.bool = ...,
-        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "limits", b"limits", "model", b"model", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "draft_vocab", b"draft_vocab", "draft_vocab_auto", b"draft_vocab_auto", "dtype", b"dtype", "epoch", b"epoch", "exact", b"exact", "first", b"first", "kv_bits", b"kv_bits", "last", b"last", "lease_ms", b"lease_ms", "limits", b"limits", "model", b"model", "mtp", b"mtp", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -731,26 +727,23 @@ Global___LoadBytes: _TypeAlias = LoadBytes  # noqa: Y015
 class LoadResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REUSED_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
-    MEMORY_USED_FIELD_NUMBER: _builtins.int
     HAS_MTP_FIELD_NUMBER: _builtins.int
-    reused: _builtins.bool
-    """the weights were already loaded"""
+    LAYERS_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
-    memory_used: _builtins.int
     has_mtp: _builtins.bool
+    layers: _builtins.str
+    """how the layers compute, for people, such as "48 packed, exact" """
     def __init__(
         self,
         *,
-        reused: _builtins.bool = ...,
         weight_bytes: _builtins.int = ...,
-        memory_used: _builtins.int = ...,
         has_mtp: _builtins.bool = ...,
+        layers: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_mtp", b"has_mtp", "memory_used", b"memory_used", "reused", b"reused", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_mtp", b"has_mtp", "layers", b"layers", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1051,36 +1044,21 @@ class MachineState(_message.Message):
 
     MEMORY_FREE_FIELD_NUMBER: _builtins.int
     SWAP_USED_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    POWER_FIELD_NUMBER: _builtins.int
     memory_free: _builtins.int
     """bytes that programs can still get without swapping"""
     swap_used: _builtins.int
     """bytes"""
-    temperature: _builtins.float
-    """degrees Celsius, of the hottest sensor of the chip"""
-    power: _builtins.float
-    """watts, of the GPU or of the whole machine"""
     def __init__(
         self,
         *,
         memory_free: _builtins.int = ...,
         swap_used: _builtins.int = ...,
-        temperature: _builtins.float | None = ...,
-        power: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "_temperature", b"_temperature", "power", b"power", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power", b"_power", "_temperature", b"_temperature", "memory_free", b"memory_free", "power", b"power", "swap_used", b"swap_used", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_free", b"memory_free", "swap_used", b"swap_used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__power: _TypeAlias = _typing.Literal["power"]  # noqa: Y015
-    _WhichOneofArgType__power: _TypeAlias = _typing.Literal["_power", b"_power"]  # noqa: Y015
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__power) -> _WhichOneofReturnType__power | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MachineState: _TypeAlias = MachineState  # noqa: Y015
 

@@ -117,8 +117,7 @@ class WorkerServicer:
 
     def Load(self, request, context):
         """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
-        of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch. With `ahead`
-        the weights are loaded beside the stage of the plan in force. A stage of an older plan is dropped.
+        of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

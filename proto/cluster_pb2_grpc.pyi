@@ -48,8 +48,7 @@ class WorkerStub:
     """
     Load: _grpc.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]
     """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
-    of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch. With `ahead`
-    the weights are loaded beside the stage of the plan in force. A stage of an older plan is dropped.
+    of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
     """
     Connect: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ConnectRequest, _cluster_pb2.ConnectReply]
     """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
@@ -90,8 +89,7 @@ class WorkerAsyncStub(WorkerStub):
     """
     Load: _aio.UnaryStreamMultiCallable[_cluster_pb2.LoadRequest, _cluster_pb2.LoadProgress]  # type: ignore[assignment]
     """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
-    of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch. With `ahead`
-    the weights are loaded beside the stage of the plan in force. A stage of an older plan is dropped.
+    of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
     """
     Connect: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ConnectRequest, _cluster_pb2.ConnectReply]  # type: ignore[assignment]
     """Bind the loaded stage into a plan: the sender and the receiver of its frames, and the token that frames need.
@@ -147,8 +145,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.LoadProgress], _abc.AsyncIterator[_cluster_pb2.LoadProgress]]:
         """Make the worker a stage: load the weights of the span unless they are loaded already. The reply is any number
-        of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch. With `ahead`
-        the weights are loaded beside the stage of the plan in force. A stage of an older plan is dropped.
+        of `progress` messages, then one `result`. Drops every sequence and prefix entry of an earlier epoch.
         """
 
     @_abc_1.abstractmethod

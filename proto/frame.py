@@ -1,67 +1,314 @@
-"""The frame, one message along the pipeline: a header and, on middle hops, a hidden-state tensor.
+"""The frame, the one message of the data plane: a header of operations, segments and outcomes, and a tensor.
 
-On the wire, a prefix of 16 bytes comes first: magic `b"MTPF"`, version u8, three zero bytes, header length u32, a zero
-u32 (little endian). Then follow the msgpack header, zero bytes up to a multiple of 16, and the bytes of the tensor. The
-header lists the state operations, which stages apply in order, and the segments. A segment is a run of tokens of one
-sequence. Segments follow each other in the tensor's first axis. All stages process the same frames in the same order,
-so the header alone keeps them replicas of one state machine (DESIGN §3).
+A frame travels as the length of its header, the header in msgpack, and the bytes of the tensor.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import msgpack
 
-from proto.dtype import DTYPE_BYTES
 from proto.errors import ProtocolError, VersionError
-from proto.operation import (
-    Admit,
-    Commit,
-    DropPrefix,
-    Evict,
-    Op,
-    RestorePrefix,
-    SavePrefix,
-    op_from_wire,
-    op_to_wire,
+from proto.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from proto.wire import (
+    DTYPE_BYTES,
+    MAX_TOKEN,
+    check_float,
+    check_int,
+    check_ints,
+    check_list,
+    check_row,
+    check_tokens,
+    check_type,
+    pack_tokens,
+    unpack_tokens,
 )
-from proto.params import MAX_LOGIT_BIAS
-from proto.segment import (
-    MAX_DRAFTS,
-    Outcome,
-    Segment,
-    TokenLogprob,
-    outcome_from_wire,
-    outcome_to_wire,
-    segment_from_wire,
-    segment_to_wire,
-)
-from proto.wire import MAX_INT, check_ints, check_list, check_row, check_str
 
-__all__ = [
-    "MAX_DRAFTS",
-    "MAX_FRAME_TOKENS",
-    "MAX_INT",
-    "MAX_MESSAGE_BYTES",
-    "VERSION",
-    "Admit",
-    "Commit",
-    "DropPrefix",
-    "Evict",
-    "Frame",
-    "Op",
-    "Outcome",
-    "RestorePrefix",
-    "SavePrefix",
-    "Segment",
-    "TokenLogprob",
-    "decode",
-    "encode",
-    "encode_head",
-]
+
+class Operation:
+    """A change of a stage's state. Its fields are integers, except where a subclass says otherwise.
+
+    Raises ProtocolError for a value out of range.
+    """
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...]
+    """The names of the fields, in wire order."""
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_ints(self.to_wire()[1:], self.__match_args__)
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """Return the row that msgpack encodes."""
+        return self.kind, *(getattr(self, name) for name in self.__match_args__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admit(Operation):
+    """The creation of an empty sequence that holds at most `capacity` tokens.
+
+    The first `prompt` tokens are the user's. Presence and frequency penalties do not count them, and grammars do not
+    read them. `vocabulary` is the tokenizer's vocabulary, packed. The first sequence of an epoch that has a grammar
+    brings it, because the last stage has no tokenizer.
+    """
+
+    kind: ClassVar[str] = "admit"
+    seq_id: int
+    capacity: int
+    prompt: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    vocabulary: bytes = b""
+
+    def __post_init__(self) -> None:
+        check_ints((self.seq_id, self.capacity, self.prompt), self.__match_args__)
+        check_type(self.vocabulary, bytes, "vocabulary")
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """Return the row that msgpack encodes."""
+        numbers = self.seq_id, self.capacity, self.prompt
+        return self.kind, *numbers, self.params.to_wire(), self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Operation):
+    """The commit of the first `accepted_length` tokens of the open window `window`.
+
+    An `accepted_length` below the window's width also drops the window's other tokens and every later
+    window. Applying a commit twice changes nothing.
+    """
+
+    kind: ClassVar[str] = "commit"
+    seq_id: int
+    window: int
+    accepted_length: int
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """Return the row that msgpack encodes. Nearly all operations are commits, so this one is written out."""
+        return "commit", self.seq_id, self.window, self.accepted_length
+
+
+@dataclass(frozen=True, slots=True)
+class Evict(Operation):
+    """The removal of a sequence and of everything it holds."""
+
+    kind: ClassVar[str] = "evict"
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePrefix(Operation):
+    """The saving of sequence `seq_id`, all of whose windows are committed, as prefix entry `entry`."""
+
+    kind: ClassVar[str] = "save"
+    seq_id: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePrefix(Operation):
+    """The start of the newly admitted, empty sequence `seq_id` from prefix entry `entry`."""
+
+    kind: ClassVar[str] = "restore"
+    seq_id: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPrefix(Operation):
+    """The removal of prefix entry `entry`."""
+
+    kind: ClassVar[str] = "drop"
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackUp(Operation):
+    """The backup of sequence `seq_id`, all of whose windows are committed, for the coordinator to read.
+
+    The coordinator has the K/V of the first `start` tokens from an earlier backup.
+    """
+
+    kind: ClassVar[str] = "back_up"
+    seq_id: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreBackup(Operation):
+    """The start of the newly admitted, empty sequence `seq_id` from its backup of `length` tokens."""
+
+    kind: ClassVar[str] = "restore_backup"
+    seq_id: int
+    length: int
+
+
+Op = Admit | Commit | Evict | SavePrefix | RestorePrefix | DropPrefix | BackUp | RestoreBackup
+
+_OPERATIONS: dict[str, type[Op]] = {operation.kind: operation for operation in get_args(Op)}
+
+
+def op_from_wire(wire: Any) -> Op:
+    """Invert `Operation.to_wire`. Raises ProtocolError for a malformed operation."""
+    kind, *values = check_list(wire, "operation", 8) or [None]
+    if not isinstance(kind, str) or kind not in _OPERATIONS:
+        raise ProtocolError("operation of an unknown kind")
+    operation = _OPERATIONS[kind]
+    if len(values) != len(operation.__match_args__):
+        raise ProtocolError(
+            f"{kind} takes {len(operation.__match_args__)} values, got {len(values)}"
+        )
+    if operation is Admit:
+        values[3] = SamplingParams.from_wire(values[3])
+    return operation(*values)
+
+
+MAX_DRAFTS = 32
+"""Maximum drafts after one token. Acceptance falls to a quarter at the fifth draft (MTP_HEAD.md)."""
+
+_SEGMENT_NAMES = ("seq_id", "window", "position")
+_OUTCOME_NAMES = ("seq_id", "window", "accepted_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens of one sequence.
+
+    `window` counts the sequence's segments from 0 and is never reused. `position` is the position of
+    `tokens[0]` in the sequence. The tokens of a prompt chunk are permanent, so it is not `open`. An open
+    window waits for its Commit. `sample` asks the last stage for the next token, and `drafts` for that
+    number of drafts after it. A `cancelled` segment builds on a rejected window; stages forward it
+    without rows. A segment that `continues` is an open window of one token: the target's choice after the
+    window before it, which the last stage knows and the header does not carry. `relay` asks the last of
+    several stages to send the next token to the first stage too, for a segment that continues this one.
+    Raises ProtocolError for a value out of range.
+    """
+
+    seq_id: int
+    window: int
+    position: int
+    tokens: tuple[int, ...]
+    open: bool = False
+    sample: bool = False
+    drafts: int = 0
+    cancelled: bool = False
+    continues: bool = False
+    relay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.continues and (self.tokens or not self.open):
+            raise ProtocolError("a segment that continues is an open window without tokens")
+        check_ints((self.seq_id, self.window, self.position), _SEGMENT_NAMES)
+        check_int(self.drafts, "drafts", MAX_DRAFTS)
+        if self.tokens:
+            check_tokens(self.tokens, "tokens")
+
+    @property
+    def width(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) + self.continues
+
+    @property
+    def rows(self) -> int:
+        """Number of this segment's rows in the frame's tensor."""
+        return 0 if self.cancelled else self.width
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of an emitted token, and of the `top` most likely tokens, under the target model.
+
+    Raises ProtocolError for a token out of range, NaN, or too many alternatives.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.top) > MAX_LOGPROBS:
+            raise ProtocolError(f"{len(self.top)} alternatives to a token, limit {MAX_LOGPROBS}")
+        for token, logprob in ((self.token, self.logprob), *self.top):
+            check_int(token, "token", MAX_TOKEN)
+            check_float(logprob, "logprob")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The last stage's decision about one segment.
+
+    `accepted_length` is the number of accepted tokens; all tokens of a prompt chunk are accepted. `token` is
+    the target's choice after the last accepted token, or None when nothing was sampled. `drafts` follow
+    `token`. `logprobs` has one entry for each token that this outcome emits: the accepted drafts, then
+    `token`. It is empty unless the request asked for it. Raises ProtocolError for a value out of range.
+    """
+
+    seq_id: int
+    window: int
+    accepted_length: int
+    token: int | None = None
+    drafts: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        check_ints((self.seq_id, self.window, self.accepted_length), _OUTCOME_NAMES)
+        if self.token is not None:
+            check_int(self.token, "token", MAX_TOKEN)
+        if len(self.drafts) > MAX_DRAFTS or len(self.logprobs) > MAX_DRAFTS + 1:
+            raise ProtocolError(f"outcome with more than {MAX_DRAFTS} drafts")
+        if self.drafts:
+            check_tokens(self.drafts, "drafts")
+
+
+_FLAGS = [tuple(flags >> bit & 1 != 0 for bit in range(5)) for flags in range(32)]
+"""The values of `open`, `sample`, `cancelled`, `continues` and `relay` for each byte of flags."""
+
+
+def _segment_to_wire(s: Segment) -> tuple[Any, ...]:
+    """Return `s` as the row that msgpack encodes."""
+    flags = s.open + 2 * s.sample + 4 * s.cancelled + 8 * s.continues + 16 * s.relay
+    return s.seq_id, s.window, s.position, flags, s.drafts, pack_tokens(s.tokens)
+
+
+def _segment_from_wire(wire: Any) -> Segment:
+    """Invert `_segment_to_wire`. Raises ProtocolError for a malformed segment."""
+    seq_id, window, position, flags, drafts, packed = check_row(wire, "segment", 6)
+    check_int(flags, "segment flags", len(_FLAGS) - 1)
+    stays_open, sample, cancelled, continues, relay = _FLAGS[flags]
+    tokens = unpack_tokens(packed, "tokens")
+    return Segment(
+        seq_id, window, position, tokens, stays_open, sample, drafts, cancelled, continues, relay
+    )
+
+
+def _outcome_to_wire(o: Outcome) -> tuple[Any, ...]:
+    """Return `o` as the row that msgpack encodes."""
+    logprobs = [(p.token, p.logprob, p.top) for p in o.logprobs]
+    drafts = pack_tokens(o.drafts)
+    return o.seq_id, o.window, o.accepted_length, o.token, drafts, logprobs, o.cancelled
+
+
+def _outcome_from_wire(wire: Any) -> Outcome:
+    """Invert `_outcome_to_wire`. Raises ProtocolError for a malformed outcome."""
+    seq_id, window, accepted, token, packed, logprobs, cancelled = check_row(wire, "outcome", 7)
+    check_list(logprobs, "logprobs", MAX_DRAFTS + 1)
+    check_type(cancelled, bool, "cancelled")
+    drafts = unpack_tokens(packed, "drafts")
+    found = tuple(map(_logprob_from_wire, logprobs))
+    return Outcome(seq_id, window, accepted, token, drafts, found, cancelled)
+
+
+def _logprob_from_wire(wire: Any) -> TokenLogprob:
+    token, logprob, top = check_row(wire, "logprob", 3)
+    pairs = [
+        check_row(pair, "alternative", 2) for pair in check_list(top, "alternatives", MAX_LOGPROBS)
+    ]
+    return TokenLogprob(token, logprob, tuple((one, p) for one, p in pairs))
+
 
 VERSION = 1
 MAGIC = b"MTPF"
@@ -168,9 +415,9 @@ def encode_head(frame: Frame) -> bytes:
         (
             frame.epoch,
             frame.number,
-            tuple(map(op_to_wire, frame.ops)),
-            tuple(map(segment_to_wire, frame.segments)),
-            tuple(map(outcome_to_wire, frame.outcomes)),
+            tuple(op.to_wire() for op in frame.ops),
+            tuple(map(_segment_to_wire, frame.segments)),
+            tuple(map(_outcome_to_wire, frame.outcomes)),
             frame.stage_us,
             frame.dtype,
             frame.shape,
@@ -227,7 +474,7 @@ def _read_frame(data: bytes | bytearray, end: int) -> Frame:
     header = view[_PREFIX.size : end]
     read = _read_short if len(header) <= SHORT_HEADER_BYTES else _read_long
     epoch, number, ops, segments, outcomes, stage_us, dtype, shape = read(header)
-    check_str(dtype, "dtype")
+    check_type(dtype, str, "dtype")
     start = end
     if dtype:
         start += _gap(len(header))
@@ -237,8 +484,8 @@ def _read_frame(data: bytes | bytearray, end: int) -> Frame:
         epoch,
         number,
         tuple(map(op_from_wire, check_list(ops, "operations", MAX_OPS))),
-        tuple(map(segment_from_wire, check_list(segments, "segments", MAX_SEGMENTS))),
-        tuple(map(outcome_from_wire, check_list(outcomes, "outcomes", MAX_SEGMENTS))),
+        tuple(map(_segment_from_wire, check_list(segments, "segments", MAX_SEGMENTS))),
+        tuple(map(_outcome_from_wire, check_list(outcomes, "outcomes", MAX_SEGMENTS))),
         tuple(check_list(stage_us, "stage times", MAX_STAGES)),
         dtype,
         tuple(check_list(shape, "shape", 2)),

@@ -26,9 +26,6 @@ class Span:
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.end))
 
-    def __contains__(self, layer: object) -> bool:
-        return isinstance(layer, int) and self.start <= layer < self.end
-
     def __str__(self) -> str:
         """Return the span in `--layers` notation, in which both ends are included."""
         return f"{self.start}-{self.end - 1}"

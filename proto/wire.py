@@ -1,4 +1,4 @@
-"""Checks for values of frames and messages. Each returns its value, or raises a ProtocolError that names it."""
+"""The types of tensors, and checks of the values that arrive from other machines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from typing import Any
 
 from proto.errors import ProtocolError
 
+STORED_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2,
+    "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the name that safetensors headers use."""
+
+STORED_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""The activation types that stages can compute in, and the name of each in safetensors headers."""
+
+DTYPE_BYTES = {name: STORED_BYTES[stored] for name, stored in STORED_NAMES.items()}
+"""Bytes of one element of each activation type."""
+
+
 MAX_INT = 2**63 - 1
 """The largest integer of a frame, seeds excepted: what a signed 64-bit integer of any language holds."""
 
@@ -14,11 +27,10 @@ MAX_TOKEN = 2**32 - 1
 """The largest token id: tokens travel as unsigned 32-bit integers."""
 
 
-def check_int(value: Any, name: str, most: int = MAX_INT) -> int:
-    """Return `value` if it is an integer in 0 to `most`."""
+def check_int(value: Any, name: str, most: int = MAX_INT) -> None:
+    """Raise ProtocolError unless `value` is an integer in 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise ProtocolError(f"{name} is an integer in 0 to {most}, got {_shown(value)}")
-    return value
 
 
 def check_ints(values: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -29,29 +41,19 @@ def check_ints(values: tuple[Any, ...], names: tuple[str, ...]) -> None:
     for value in values:
         if type(value) is not int or not 0 <= value <= MAX_INT:
             index = next(i for i, one in enumerate(values) if one is value)
-            name = names[min(index, len(names) - 1)]
-            raise ProtocolError(f"{name} is an integer in 0 to {MAX_INT}, got {_shown(value)}")
+            check_int(value, names[min(index, len(names) - 1)])
 
 
-def check_float(value: Any, name: str) -> float:
-    """Return `value` if it is a float other than NaN; infinities are accepted."""
+def check_float(value: Any, name: str) -> None:
+    """Raise ProtocolError unless `value` is a float other than NaN. Infinities are accepted."""
     if type(value) is not float or value != value:
         raise ProtocolError(f"{name} is a number, got {_shown(value)}")
-    return value
 
 
-def check_bool(value: Any, name: str) -> bool:
-    """Return `value` if it is a bool."""
-    if type(value) is not bool:
-        raise ProtocolError(f"{name} is true or false, got {_shown(value)}")
-    return value
-
-
-def check_str(value: Any, name: str) -> str:
-    """Return `value` if it is a string."""
-    if type(value) is not str:
-        raise ProtocolError(f"{name} is a string, got {_shown(value)}")
-    return value
+def check_type(value: Any, kind: type, name: str) -> None:
+    """Raise ProtocolError unless the type of `value` is `kind`."""
+    if type(value) is not kind:
+        raise ProtocolError(f"{name} is of type {kind.__name__}, got {_shown(value)}")
 
 
 def check_list(value: Any, name: str, most: int) -> list[Any]:
@@ -68,21 +70,15 @@ def check_row(value: Any, name: str, length: int) -> list[Any]:
     return value
 
 
-def check_tokens(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
-    """Return `tokens` if all of them are token ids."""
-    if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN):
+def check_tokens(tokens: tuple[int, ...], name: str) -> None:
+    """Raise ProtocolError unless all `tokens`, of which there is at least one, are token ids."""
+    if not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN):
         raise ProtocolError(f"{name} are integers in 0 to {MAX_TOKEN}")
-    return tokens
 
 
-def pack_tokens(tokens: tuple[int, ...], name: str) -> bytes:
+def pack_tokens(tokens: tuple[int, ...]) -> bytes:
     """Return token ids as 32-bit little-endian integers, so that a long prompt is read with one copy."""
-    if not tokens:
-        return b""
-    try:
-        return struct.pack(f"<{len(tokens)}I", *tokens)
-    except struct.error as error:
-        raise ProtocolError(f"{name} are integers in 0 to {MAX_TOKEN}") from error
+    return struct.pack(f"<{len(tokens)}I", *tokens) if tokens else b""
 
 
 def unpack_tokens(value: Any, name: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ os.environ["MTP_DEVICE"] = "cpu"
 # No test reads or writes the keys and certificates of the user who runs it.
 os.environ["MTP_STATE_DIR"] = tempfile.mkdtemp(prefix="mtp-state-")
 mx.set_default_device(mx.Device(mx.cpu))
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that. Some tests send Ctrl-C to children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

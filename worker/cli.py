@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from proto.address import parse_address
+from proto.announcement import parse_address
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel, configure
-from proto.terminal.size import parse_size
-from worker.node.options import DEFAULT_PORT, WorkerOptions
+from proto.terminal.progress import parse_size
+from worker.node.process import DEFAULT_PORT, WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def worker(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of this machine's certificate and of the port chosen by --listen HOST:0. The certificate "
-            "has a default directory, or MTP_STATE_DIR."
+            help="Directory of this machine's certificate.  [default: MTP_STATE_DIR, or the user's state directory]"
         ),
     ] = None,
     join: Annotated[

@@ -1,1 +1,1 @@
-"""The HTTP API: one folder per dialect, above one internal request and one internal event stream."""
+"""The HTTP API and its server: one file per dialect, one internal request, one event stream; models and the journal."""

@@ -1,38 +1,39 @@
-"""The ASGI app: routers, keys and error handlers, joined. A request starts in the router of its dialect."""
+"""The ASGI app: routers, keys and error handlers, joined, and the app of a server that has no model yet.
+
+A request starts in the router of its dialect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.requests import Request
 
-from coordinator.api import cluster_models, frame_trace, health
-from coordinator.api.anthropic import messages
-from coordinator.api.anthropic.errors import anthropic_error
-from coordinator.api.ollama import answers as ollama_answers
-from coordinator.api.ollama import models as ollama_models
-from coordinator.api.ollama.errors import ollama_error
-from coordinator.api.openai_chat import chat, completions, models, stored_chats
-from coordinator.api.openai_responses import responses
-from coordinator.api.request.body import require_key
-from coordinator.api.request.context import Api, ApiOptions, CollectTrace
-from coordinator.api.request.errors import ErrorFormat, error_body, install_error_handlers
-from coordinator.api.stored.stored_answers import Restore, StoredAnswers
-from coordinator.generation.request import Generator
-from coordinator.journal.journal import Journal
-from coordinator.models.admin import ModelAdmin
-from coordinator.models.loader import ModelLoader
+from coordinator.api import (
+    anthropic,
+    models,
+    ollama,
+    openai_chat,
+    openai_responses,
+    operations,
+)
+from coordinator.api.anthropic import anthropic_error
+from coordinator.api.context import Api, ApiOptions
+from coordinator.api.errors import ErrorFormat, error_body, install_error_handlers
+from coordinator.api.journal import Journal
+from coordinator.api.model_catalog import ModelLoader
+from coordinator.api.ollama import ollama_error
+from coordinator.api.request_body import require_key
+from coordinator.api.stored_answers import StoredAnswers
 from coordinator.status.cluster_status import StatusSource
-from coordinator.status.frame_history import FrameHistory
-from coordinator.status.metrics import Metrics
-from coordinator.text.model_info import ModelInfo
-from coordinator.text.tokenizer import Tokenizer
-from coordinator.trust.invitation import Invitation
-from coordinator.web import event_stream
-from coordinator.web.assets import page_routes
+from coordinator.status.frame_records import FrameRecords
+from coordinator.web import page
 from coordinator.web.live_feed import LiveFeed
+from coordinator.web.page import page_routes
+from proto.errors import NotReadyError
 
 ERROR_FORMATS: dict[str, ErrorFormat] = {
     "/v1/messages": anthropic_error,
@@ -41,78 +42,31 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
 }
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
-RESTORE: dict[str, Restore] = {
-    stored_chats.DIALECT: chat.restore,
-    responses.DIALECT: responses.restore,
-}
-"""The dialects with stored answers."""
-
 
 def create_app(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    model: ModelInfo,
-    status: StatusSource,
-    options: ApiOptions | None = None,
-    replan: Callable[[], None] | None = None,
-    frames: FrameHistory | None = None,
-    collect_trace: CollectTrace | None = None,
-    model_admin: ModelAdmin | None = None,
-    model_loader: ModelLoader | None = None,
-    invite: Callable[[], Invitation] | None = None,
-    journal: Journal | None = None,
+    api: Api, frames: FrameRecords | None = None, journal: Journal | None = None
 ) -> FastAPI:
     """Return an ASGI app that serves one model. The caller starts and stops the parts.
 
-    `replan` requests a new plan from the cluster; it is None without a cluster. `frames` is what the page's timeline
-    shows. `collect_trace` returns the answer of `/trace`. Without `journal` stored answers are kept in memory.
+    `frames` is what the page's timeline shows. Without `journal` stored answers are kept in memory.
     """
-    options = options or ApiOptions()
-    # No generated pages: they would load scripts from other sites.
-    app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
-    metrics = Metrics(status)
-    app.state.api = api = Api(
-        generator,
-        tokenizer,
-        model,
-        status,
-        options,
-        metrics,
-        replan,
-        collect_trace,
-        model_admin,
-        model_loader,
-        invite,
-    )
-    app.state.stored_answers = StoredAnswers(api, journal or Journal(), RESTORE)
-    app.state.live_feed = LiveFeed(
-        status, metrics.latency, metrics.clock, frames, metrics.request_log
-    )
     routers = (
-        chat.router,
-        completions.router,
-        stored_chats.router,
+        openai_chat.router,
         models.load_router,
         models.router,
-        responses.router,
-        messages.router,
-        ollama_answers.router,
-        ollama_models.router,
-        health.router,
-        event_stream.router,
-        frame_trace.router,
-        cluster_models.router,
+        openai_responses.router,
+        anthropic.router,
+        ollama.router,
+        operations.router,
+        operations.cluster_router,
+        page.router,
     )
-    for router in routers:
-        app.include_router(router, dependencies=[Depends(require_key)])
-    app.include_router(ollama_models.refusals, dependencies=[Depends(require_key)])
-    app.include_router(health.open_router)
-    app.router.routes += page_routes
-    install_error_handlers(app, _paths_of(*routers, health.open_router), ERROR_FORMATS)
-    if options.allowed_origins:
+    app = _new_app(api, routers, frames)
+    app.state.stored_answers = StoredAnswers(api, journal or Journal(), openai_responses.restore)
+    if api.options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(options.allowed_origins),
+            allow_origins=list(api.options.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -120,7 +74,39 @@ def create_app(
     return app
 
 
-def _paths_of(*routers: APIRouter) -> list[str]:
-    """Return the paths of `routers` that have no parameters."""
-    routes = [route for router in routers for route in router.routes]
-    return [route.path for route in routes if isinstance(route, Route) and "{" not in route.path]
+def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
+    # No generated pages: they would load scripts from other sites.
+    app = FastAPI(title="mtp-cluster", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.api, metrics = api, api.metrics
+    app.state.live_feed = LiveFeed(
+        api.status, metrics.latency, metrics.clock, frames, metrics.request_log
+    )
+    for router in routers:
+        app.include_router(router, dependencies=[Depends(require_key)])
+    app.include_router(operations.open_router)
+    app.router.routes += page_routes
+    install_error_handlers(app, ERROR_FORMATS)
+    return app
+
+
+def starting_app(
+    status: StatusSource,
+    options: ApiOptions,
+    reason: str = "",
+    loader: ModelLoader | None = None,
+) -> FastAPI:
+    """Return an app with the page and the operators' endpoints. It answers every other request with status 503.
+
+    `reason` is the message of that answer; without it, the state of the download. `loader` changes the model.
+    """
+    absent = cast(Any, None)  # these endpoints use neither generator, tokenizer nor model
+    api = Api(absent, absent, absent, status, options, model_loader=loader)
+    app = _new_app(api, (operations.router, page.router, models.load_router))
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
+    async def refuse(request: Request) -> None:
+        """Answer 503 with the state of the download."""
+        detail = reason or f"The server is starting: {status.status().detail}."
+        raise NotReadyError(f"{detail} Try again later.")
+
+    return app

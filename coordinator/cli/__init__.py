@@ -1,8 +1,7 @@
-"""The commands of `mtp-coord`, one file per command.
+"""The commands of `mtp-coord`.
 
-A command NAME is the function `NAME` in `NAME_command.py`, whose signature typer reads. The file is imported when its
-command is called. So `mtp-coord --help` answers at once, and a command imports its modules at the top of its file. To
-add a command, write the file and its line in COMMANDS.
+A command is a function, whose signature typer reads. Its file is imported when the command is called. So
+`mtp-coord --help` answers at once, and a command imports its modules at the top of its file.
 """
 
 from __future__ import annotations
@@ -18,33 +17,55 @@ from proto.terminal import console
 
 PROGRAM = "mtp-coord"
 
-COMMANDS: dict[str, str] = {
-    "demo": "Run a whole cluster on this machine with the built-in model, and stream an answer from it.",
-    "generate": "Generate text from one prompt, in this process or on a running cluster.",
-    "serve": "Serve a model to OpenAI clients at http://HOST:PORT/v1.",
-    "status": "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
-    "chat": "Talk to a running cluster.",
-    "top": "Watch a running cluster: stages and the slow one, time computed, acceptance, requests, events.",
-    "load": "Serve another model without a restart.",
-    "replan": "Look for a better plan over all workers, including those that joined since, and show the result.",
-    "trace": "Write the path of every frame of the last seconds through coordinator and workers to a file.",
-    "plan": "Show who would hold what, and how fast, without loading.",
-    "convert": "Convert a checkpoint for MLX, and keep its MTP head.",
-    "add-mtp": "Add the MTP head to an MLX checkpoint that lacks it.",
-    "doctor": "Check this machine, its kernels and its workers, and print advice.",
-    "token": "Create, list or revoke the tokens with which machines join the cluster.",
-    "node": "List the machines of the cluster, or remove one.",
-    "key": "Create, list or revoke the API keys of HTTP clients.",
-    "ca": "Rotate, export or import the certificate authority of the cluster.",
-    "inspect": "Show a checkpoint's layers, sizes, quantization and MTP head.",
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (
+        "demo_command",
+        "Run a whole cluster on this machine with the built-in model.",
+    ),
+    "generate": (
+        "generate_command",
+        "Generate text from one prompt, in this process or on a running cluster.",
+    ),
+    "serve": ("serve_command", "Serve a model to OpenAI clients at http://HOST:PORT/v1."),
+    "status": (
+        "cluster_commands",
+        "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
+    ),
+    "load": ("cluster_commands", "Serve another model without a restart."),
+    "replan": (
+        "cluster_commands",
+        "Look for a better plan over all workers, and show the result.",
+    ),
+    "trace": (
+        "cluster_commands",
+        "Write the path of every frame of the last seconds to a file.",
+    ),
+    "plan": ("plan_command", "Show who would hold what, and how fast, without loading."),
+    "convert": ("checkpoint_commands", "Convert a checkpoint for MLX, and keep its MTP head."),
+    "add-mtp": ("checkpoint_commands", "Add the MTP head to an MLX checkpoint that lacks it."),
+    "doctor": (
+        "doctor_command",
+        "Check this machine, its kernels and its workers, and print advice.",
+    ),
+    "token": (
+        "trust_commands",
+        "Create, list or revoke the tokens with which machines join the cluster.",
+    ),
+    "node": ("trust_commands", "List the machines of the cluster, or remove one."),
+    "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
+    "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
+    "inspect": (
+        "checkpoint_commands",
+        "Show a checkpoint's layers, sizes, quantization and MTP head.",
+    ),
 }
-"""Every command and its line on the help page, in the order in which a new user needs them."""
+"""The file and the line on the help page of every command, in the order in which a new user needs them."""
 
 
 def import_command(name: str) -> TyperCommand:
     """Import the file of the command `name`, and return the command."""
     function = name.replace("-", "_")
-    module = import_module(f"{__name__}.{function}_command")
+    module = import_module(f"{__name__}.{COMMANDS[name][0]}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name)(getattr(module, function))
     command = get_command(alone)
@@ -76,7 +97,7 @@ def not_loaded() -> None:
     """Represent a command on the help page before its file is imported."""
 
 
-for _name, _summary in COMMANDS.items():
+for _name, (_, _summary) in COMMANDS.items():
     app.command(_name, help=_summary)(not_loaded)
 
 

@@ -22,8 +22,8 @@ import httpx
 import typer
 from rich.console import Console
 
-from coordinator.cli.event_stream import stream_events
-from coordinator.cli.status_command import parse, render
+from coordinator.cli.client import stream_events
+from coordinator.cli.cluster_commands import parse, render
 from mtp.depth.controller import MtpMode
 from proto.errors import WorkerLostError
 
@@ -57,9 +57,10 @@ def demo(
     mtp: Annotated[str, typer.Option(help="Drafts a step: auto, off, a number, or filled.")] = "2",
     prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = PROMPT,
 ) -> None:
-    """Run a whole cluster on this machine with the built-in model, and stream an answer from it.
+    """Run a whole cluster on this machine with the built-in model.
 
-    On a terminal it then offers a chat. Everything it started is stopped when it ends.
+    It streams an answer from it. On a terminal it then serves its page until you press Enter. Everything it started is
+    stopped when it ends.
     """
     MtpMode.parse(mtp)
     console = Console(highlight=False, emoji=False)
@@ -77,7 +78,8 @@ def demo(
         _complete(client, console, prompt, max_tokens)
         _figures(client, console)
         if sys.stdin.isatty() and sys.stdout.isatty():
-            _chat(client, console)
+            console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
+            console.input("[dim]Enter ends the demo.[/dim] ")
 
 
 def _leave(number: int, _: object) -> None:
@@ -178,7 +180,7 @@ def _complete(client: httpx.Client, console: Console, prompt: str, max_tokens: i
     body["stream_options"] = {"include_usage": True}
     console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     started, first, usage = time.monotonic(), 0.0, None
-    for event in stream_events(client, "/completions", body):
+    for event in stream_events(client, "completions", body):
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             first = first or time.monotonic()
@@ -205,41 +207,3 @@ def _figures(client: httpx.Client, console: Console) -> None:
     root = client.base_url.copy_with(path="/status")
     status = parse(client.get(root).content)
     console.print(render(status))
-
-
-def _chat(client: httpx.Client, console: Console) -> None:
-    """Answer questions from the terminal until an empty line or the end of input.
-
-    Reasoning is disabled in the template, because that of so small a model is of little use. Any that is generated is
-    shown in dim characters.
-    """
-    console.print(
-        "\n[dim]Chat with it: an empty line ends. It has read Python and little else.[/dim]"
-    )
-    messages: list[dict[str, str]] = []
-    while question := _ask(console):
-        messages.append({"role": "user", "content": question})
-        answer = ""
-        body = {
-            "model": "builtin",
-            "messages": messages,
-            "max_tokens": 200,
-            "temperature": 0.6,
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
-        for event in stream_events(client, "/chat/completions", body):
-            for choice in event["choices"]:
-                piece = choice["delta"].get("content") or ""
-                answer += piece
-                thought = choice["delta"].get("reasoning_content") or ""
-                console.print(thought, style="dim", end="", markup=False, soft_wrap=True)
-                console.print(piece, end="", markup=False, soft_wrap=True)
-        console.print()
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _ask(console: Console) -> str:
-    try:
-        return console.input("[bold]> [/bold]").strip()
-    except (EOFError, KeyboardInterrupt):
-        return ""

@@ -14,16 +14,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli.http_call import KeyOption, call
-from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
-from coordinator.cli.state_option import StateOption
+from coordinator.cli.client import KeyOption, call
+from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
+from coordinator.cli.trust_commands import StateOption
+from coordinator.cluster.worker_client import ConnectionPolicy
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
 from coordinator.doctor.finding import Finding, Verdict
 from coordinator.trust.cluster_trust import ClusterTrust
-from coordinator.workers.connection import ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import resolve_model
-from proto.trust.state_dir import state_dir
+from proto.trust.node_trust import state_dir
 
 SIGNS = {
     Verdict.OK: "[green]✓[/]",
@@ -53,7 +53,7 @@ def doctor(
     ] = False,
     url: Annotated[
         str | None,
-        typer.Option(help="URL of a running mtp-coord serve, to check the balance of its plan."),
+        typer.Option(help="URL of a running mtp-coord serve, to check the links of its plan."),
     ] = None,
     api_key: KeyOption = None,
     state: StateOption = None,

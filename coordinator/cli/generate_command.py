@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,24 +17,328 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from coordinator.cli.draft_vocab_option import DraftVocabOption
-from coordinator.cli.exact_option import ExactOption, checked_exact
-from coordinator.cli.http_call import KeyOption
-from coordinator.cli.printed_answer import PrintedAnswer
-from coordinator.cli.prompt_source import PromptSource
-from coordinator.cli.remote_generate import RemoteRequest, generate_remotely
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import GenerationRequest, PrefillProgress
-from coordinator.local_engine.generator import local_generator
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.cli.client import KeyOption, ShownText, call, open_client, stream_events
+from coordinator.cli.options import DraftVocabOption, ExactOption, checked_exact
+from coordinator.schedule import request as generation
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    GenerationStats,
+    PrefillProgress,
+    TokenChunk,
+)
+from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
+from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
-from proto.errors import RequestError, UsageError
+from proto.errors import ProtocolError, RequestError, UsageError, WorkerLostError
+from proto.frame import TokenLogprob
 from proto.params import Acceptance, SamplingParams
 from proto.terminal import logs
-from proto.terminal.progress_bar import byte_bar
+from proto.terminal.progress import byte_bar, format_size
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens. `thinking` tells whether the answer starts in reasoning; None without a chat template."""
+
+    tokens: tuple[int, ...]
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """The source of a prompt. Raises UsageError unless exactly one of `text`, `file` and `tokens` is given."""
+
+    text: str | None
+    file: Path | None
+    tokens: str | None
+    raw: bool
+
+    def __post_init__(self) -> None:
+        given = sum(x is not None for x in (self.text, self.file, self.tokens))
+        if given != 1:
+            found = "none" if given == 0 else "more than one"
+            raise UsageError(
+                f"give one of PROMPT, --prompt, --prompt-file and --tokens; {found} was given"
+            )
+
+    def read_text(self) -> str:
+        """Return the text of the prompt. Raises UsageError for an unreadable file."""
+        assert self.tokens is None
+        if self.file is not None:
+            return _read_text(self.file)
+        assert self.text is not None
+        return self.text
+
+    def read_tokens(self, vocab_size: int, tokenizer: Tokenizer | None) -> Prompt:
+        """Return the prompt in tokens. Raises UsageError for an unreadable file and for unknown token ids."""
+        if self.tokens is not None:
+            return Prompt(_parse_tokens(self.tokens, vocab_size))
+        assert tokenizer is not None
+        text = self.read_text()
+        if self.raw:
+            return Prompt(tokenizer.encode(text))
+        try:
+            prompt = tokenizer.chat_prompt([{"role": "user", "content": text}])
+        except RequestError as error:
+            raise UsageError(
+                f"{error}. Use --raw to continue the prompt without a template"
+            ) from error
+        return Prompt(prompt.tokens, prompt.thinking)
+
+
+def _parse_tokens(text: str, vocab: int) -> tuple[int, ...]:
+    tokens = []
+    for word in text.split(","):
+        if not (word.strip().isascii() and word.strip().isdigit()):
+            raise UsageError(f"--tokens: {word!r:.40} is not a token id. Write 1,2,3")
+        if (token := int(word)) >= vocab:
+            raise UsageError(f"--tokens: {token} is not a token of this model, which has {vocab}")
+        tokens.append(token)
+    return tuple(tokens)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise UsageError(f"--prompt-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file {file}: not UTF-8 at byte {error.start}") from error
+
+
+class PrintedAnswer:
+    """The answer so far. With `stream` its text goes to stdout as soon as it is final.
+
+    A complete stop string ends the answer. The last of `tokens` is then the one that completed it. `thinking` is None
+    without a chat template, otherwise true if the answer opens in reasoning.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: tuple[str, ...],
+        *,
+        stream: bool,
+        thinking: bool | None = None,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.reason: str | None = None
+        self.stats = GenerationStats(0, 0)
+        self._shown = ShownText(enabled=stream)
+        self._tokenizer = tokenizer
+        self._parser: ChatParser | None = None
+        if tokenizer is not None and thinking is not None:
+            self._parser = ChatParser(tokenizer, thinking=thinking)
+        self._pieces = TextStream(tokenizer.text_bytes if tokenizer else _no_text, stops)
+
+    def add_event(self, event: GenerationEvent) -> None:
+        """Add the tokens of an event. Raises WorkerLostError if the engine failed."""
+        if isinstance(event, Finished):
+            self.stats = event.stats
+            if event.reason == "error":
+                raise WorkerLostError(event.error or "the engine failed")
+            if self.reason is None:
+                self.reason = event.reason
+                self._add_piece(self._pieces.finish())
+        elif isinstance(event, TokenChunk) and self.reason is None:
+            self._add_tokens(event)
+
+    def _add_tokens(self, chunk: TokenChunk) -> None:
+        for index, token in enumerate(chunk.tokens):
+            self.tokens.append(token)
+            self.logprobs += chunk.logprobs[index : index + 1]
+            self._add_piece(self._pieces.add(token))
+            if self._pieces.stopped:
+                self.reason = "stop"
+                return
+
+    def _add_piece(self, piece: Piece) -> None:
+        self.text += piece.text
+        if self._parser is None:
+            self._shown.show_content(piece.text)
+        else:
+            self._show(self._parser.add(piece.text))
+
+    def _show(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            match part:
+                case Reasoning(text):
+                    self._shown.show_reasoning(text)
+                case Content(text):
+                    self._shown.show_content(text)
+
+    def to_json(self) -> str:
+        """Return the object that `--json` prints. `logprobs` is null unless requested."""
+        entries = [
+            {
+                "token": entry.token,
+                "logprob": entry.logprob,
+                "top": [{"token": token, "logprob": value} for token, value in entry.top],
+            }
+            for entry in self.logprobs
+        ]
+        result = {
+            "tokens": self.tokens,
+            "text": self.text,
+            "finish_reason": self.reason,
+            "logprobs": entries or None,
+            "stats": summary(self.stats, len(self.tokens)),
+        }
+        return json.dumps(result)
+
+    def summarize(self) -> None:
+        """End the text on stdout, and print log-probabilities and figures on stderr."""
+        if self._parser is not None:
+            self._show(self._parser.finish())
+        if self._tokenizer is None:
+            typer.echo(",".join(map(str, self.tokens)))
+        else:
+            self._shown.end_line()
+            if self._parser is not None and self.text and not self._shown.content:
+                typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
+        for entry in self.logprobs:
+            others = " ".join(f"{self._name(t)} {p:.3f}" for t, p in entry.top)
+            typer.echo(f"{entry.logprob:8.3f}  {self._name(entry.token)}  ({others})", err=True)
+        typer.echo(_figures(summary(self.stats, len(self.tokens)), self.reason or ""), err=True)
+
+    def _name(self, token: int) -> str:
+        if self._tokenizer is None:
+            return str(token)
+        return repr(self._tokenizer.token_bytes(token).decode(errors="replace"))
+
+
+def _no_text(token: int) -> bytes:
+    """Return no bytes: without a tokenizer, tokens have no text."""
+    return b""
+
+
+def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
+    """Return the figures of a run.
+
+    `acceptance_by_position[i]` is the accepted share of the drafts at position i + 1.
+    """
+    after_first = max(0, tokens - 1)
+    pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": tokens,
+        "first_token_seconds": stats.prefill_seconds,
+        "prompt_tps": _rate(stats.prompt_tokens, stats.prefill_seconds),
+        "generation_tps": _rate(after_first, stats.decode_seconds),
+        "windows": stats.windows,
+        "tokens_per_window": _rate(after_first, stats.windows),
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_by_position": [_rate(kept, drafted) for kept, drafted in pairs],
+        "peak_memory_bytes": mx.get_peak_memory(),
+    }
+
+
+def _rate(count: float, over: float) -> float:
+    return round(count / over, 4) if over > 0 else 0.0
+
+
+def _figures(figures: dict[str, Any], reason: str) -> str:
+    """Return the figures as lines for people."""
+    drafts = "none"
+    if figures["drafted"]:
+        by_position = " ".join(f"{p:.0%}" for p in figures["acceptance_by_position"])
+        drafts = (
+            f"{figures['accepted']} of {figures['drafted']} accepted, by position {by_position}; "
+            f"{figures['tokens_per_window']:.2f} tokens a window"
+        )
+    return (
+        f"prompt      {figures['prompt_tokens']} tokens, {figures['prompt_tps']:.1f} tokens/s, "
+        f"first token after {figures['first_token_seconds']:.2f} s\n"
+        f"generation  {figures['completion_tokens']} tokens, {figures['generation_tps']:.1f} tokens/s, "
+        f"ended by {reason}\n"
+        f"drafts      {drafts}\n"
+        f"memory      {format_size(figures['peak_memory_bytes'])} at the peak"
+    )
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """One request. `fields` are those of the API; `raw` continues the text without a chat template."""
+
+    url: str
+    api_key: str | None
+    text: str
+    raw: bool
+    fields: dict[str, Any]
+
+
+def generate_remotely(request: RemoteRequest, *, as_json: bool) -> None:
+    """Print the answer to `request` as it arrives, and a summary on stderr. With `as_json` print one JSON object.
+
+    Raises the errors of `stream_events`, and UsageError for a malformed URL.
+    """
+    body = {"model": _served_model(request.url, request.api_key), **request.fields}
+    path = "/v1/completions" if request.raw else "/v1/chat/completions"
+    if request.raw:
+        body["prompt"] = request.text
+    else:
+        body["messages"] = [{"role": "user", "content": request.text}]
+    body["stream_options"] = {"include_usage": True}
+    shown = ShownText(enabled=not as_json)
+    usage: dict[str, Any] = {}
+    started, first, reason, reasoning = time.monotonic(), 0.0, "", ""
+    with open_client(request.url, request.api_key) as client:
+        for event in stream_events(client, path, body):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                first = first or time.monotonic()
+                delta = choice.get("delta") or {"content": choice.get("text")}
+                reasoning += delta.get("reasoning_content") or ""
+                shown.show_reasoning(delta.get("reasoning_content") or "")
+                shown.show_content(delta.get("content") or "")
+                reason = choice.get("finish_reason") or reason
+    if as_json:
+        facts = {
+            "text": shown.content,
+            "reasoning": reasoning,
+            "finish_reason": reason,
+            "usage": usage,
+        }
+        typer.echo(json.dumps(facts))
+        return
+    shown.end_line()
+    _summarize(usage, reason, first - started, time.monotonic() - (first or started))
+
+
+def _served_model(url: str, api_key: str | None) -> str:
+    """Return the name of the model that the server serves."""
+    body = call("GET", url, "/v1/models", api_key)
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ProtocolError(f"{url} lists no model. Give the --url of an mtp-coord serve") from None
+
+
+def _summarize(usage: dict[str, Any], reason: str, first: float, seconds: float) -> None:
+    """Print the figures of the answer on stderr, as a local `generate` does."""
+    tokens = usage.get("completion_tokens", 0)
+    details = usage.get("completion_tokens_details") or {}
+    accepted = details.get("accepted_prediction_tokens", 0)
+    drafted = accepted + details.get("rejected_prediction_tokens", 0)
+    drafts = f"{accepted} of {drafted} accepted" if drafted else "none"
+    typer.echo(
+        f"prompt      {usage.get('prompt_tokens', 0)} tokens, first token after {first:.2f} s\n"
+        f"generation  {tokens} tokens, {max(0, tokens - 1) / max(seconds, 1e-9):.1f} tokens/s, ended by {reason}\n"
+        f"drafts      {drafts}",
+        err=True,
+    )
+
 
 DEFAULT_TOKENS = 512
 """Tokens to generate without --max-tokens, or fewer if the context ends earlier."""
@@ -279,13 +586,13 @@ async def _run(
     """Generate until the text ends. After Ctrl-C `answer` has the text so far, and the reason `cancelled`."""
     async with engine as loop:
         try:
-            async for event in loop.generate(request):
+            async for event in generation.generate(loop, request):
                 if isinstance(event, PrefillProgress):
                     bars.prefill(event)
                 answer.add_event(event)
-                # A finished sequence is not in the snapshot. Its Finished event carries its figures.
-                if requests := loop.snapshot().requests:
-                    answer.stats = requests[0].stats
+                # A finished sequence does not run. Its Finished event carries its figures.
+                for sequence in loop.scheduler.running.values():
+                    answer.stats = sequence.stats(loop.clock())
                     if answer.reason is not None:
                         return
         except asyncio.CancelledError:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,28 +12,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.cli.model_argument import ModelArgument, ModelOption, required_model
-from coordinator.cli.state_option import StateOption
-from coordinator.planning.capacity import plan_capacity, reserve_bytes
-from coordinator.planning.model_costs import model_costs
-from coordinator.planning.partition import Objective
-from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
+from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.cluster.capacity import plan_capacity, reserve_bytes
+from coordinator.cluster.model_costs import model_costs
+from coordinator.cluster.plan import NodeSpec, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.remote_checkpoint import open_model
-from mtp.checkpoint.hub.resolve import resolve_model
-from mtp.exact.arithmetic import unlike_machines
-from proto.errors import NotReadyError, UsageError
+from proto.errors import UsageError
 from proto.span import Span
-from proto.terminal.size import format_size, parse_size
+from proto.terminal.progress import format_size, parse_size
 
 
 @dataclass(frozen=True)
 class Question:
     """The question of the command line about one model."""
 
-    objective: Objective
-    spare: bool
     drafts: int
     sequences: int
     context: int
@@ -60,22 +51,6 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of each of --nodes.")
     ] = None,
-    discover: Annotated[
-        bool, typer.Option("--discover", help="Ask the workers that mDNS finds.")
-    ] = False,
-    wait: Annotated[
-        float, typer.Option(min=0.5, max=60, help="Seconds to look for workers with --discover.")
-    ] = 3.0,
-    worker: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="Ask this worker; repeatable.")
-    ] = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(help="Fastest slowest stage (many windows in flight), or fastest single one."),
-    ] = "throughput",
-    spare: Annotated[
-        bool, typer.Option("--spare", help="Let machines stay idle where that is faster.")
-    ] = False,
     mtp: Annotated[
         int, typer.Option(min=0, max=8, help="Drafts a step that the last stage is charged for.")
     ] = 1,
@@ -87,39 +62,24 @@ def plan(
         str | None, typer.Option(help="float32, float16 or bfloat16 instead of the stored type.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(help="4 or 8: keys and values quantized.")] = None,
-    state: StateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show who would hold what, and how fast, without loading. Reads headers only, no weights.
 
-    The machines are those of --node, --nodes with --memory, --worker and --discover. The times are those of reading the
-    active weights at each machine's bandwidth. They are lower bounds that real passes come near.
+    The machines are those of --node, and --nodes with --memory. The times are those of reading the active weights at
+    each machine's bandwidth. They are lower bounds that real passes come near.
     """
     if dtype not in (None, "float32", "float16", "bfloat16") or kv_bits not in (None, 4, 8):
         raise UsageError("--dtype is float32, float16 or bfloat16, and --kv-bits 4 or 8")
     model = required_model(argument, option)
-    question = Question(objective, spare, mtp, sequences, context, dtype, kv_bits)
+    question = Question(mtp, sequences, context, dtype, kv_bits)
     specs = given_nodes(node or [], nodes, memory)
-    # Workers are asked for a fingerprint, which is of weights; to cut the layers headers are enough.
-    whole = discover or bool(worker)
-    checkpoint = Checkpoint.open(resolve_model(model)) if whole else open_model(model)
-    refused: dict[str, str] = {}
-    unlike = ""
-    if discover or worker:
-        asked, refused, unlike = asyncio.run(
-            _ask(checkpoint, worker or [], wait if discover else None, state)
-        )
-        specs += asked
     if not specs:
-        reasons = "; ".join(refused.values()) or (
-            "name machines, as in --nodes 2 --memory 64GB, or workers with --worker or --discover"
-        )
-        raise NotReadyError(f"no worker to plan for: {reasons}")
+        raise UsageError("no machine to plan for. Name some, as in --nodes 2 --memory 64GB")
+    checkpoint = open_model(model)
     if missing := missing_from_backbone(checkpoint):
         raise checkpoint.missing_tensors_error(missing)
     facts = answer(checkpoint, specs, question)
-    facts["refused"] = refused
-    facts["round_differently"] = unlike
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -160,7 +120,7 @@ def parse_node(text: str) -> NodeSpec:
 
 
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
-    """Return the object that --json prints, without the refused workers. Sizes are bytes, times are seconds."""
+    """Return the object that --json prints. Sizes are bytes, times are seconds."""
     costs = model_costs(
         checkpoint,
         dtype=question.dtype,
@@ -172,12 +132,11 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question
         draft_depth=question.drafts,
         reserve_bytes=reserve_bytes(costs),
     )
-    found = make_plan(
-        costs, specs, workload=workload, objective=question.objective, spare=question.spare
+    found = make_plan(costs, specs, workload=workload)
+    capacity = plan_capacity(
+        costs, found.stages, checkpoint.config.max_positions, question.sequences
     )
-    capacity = plan_capacity(costs, found, checkpoint.config.max_positions, question.sequences)
     return {
-        "objective": question.objective,
         "drafts": question.drafts,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
@@ -198,37 +157,6 @@ def _stage_facts(stage: StagePlan) -> dict[str, Any]:
         "memory_limit": stage.memory_limit,
         "predicted_seconds": stage.predicted_seconds,
     }
-
-
-async def _ask(
-    checkpoint: Checkpoint, addresses: Sequence[str], wait: float | None, state: Path | None
-) -> tuple[list[NodeSpec], dict[str, str], str]:
-    """Return the nodes that answer, by address why the others are left out, and which nodes round differently."""
-    # gRPC and zeroconf, which a plan on paper does not need.
-    from coordinator.trust.cluster_trust import ClusterTrust
-    from coordinator.workers.connection import ConnectionPolicy
-    from coordinator.workers.describe import describe_all
-    from coordinator.workers.discovery import Discovery, collect
-    from proto import cluster_pb2 as pb
-    from proto.trust.state_dir import state_dir
-
-    ref = pb.ModelRef(path=str(checkpoint.path), fingerprint=checkpoint.fingerprint())
-    trust = ClusterTrust.open(state_dir(state), create=False)
-    policy = ConnectionPolicy(trust.trust if trust else None)
-    me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord plan")
-    async with Discovery(addresses, mdns=wait is not None) as discovery:
-        candidates = await collect(discovery, wait or 0.0)
-        answers = await describe_all(candidates, ref, me, policy)
-    refused = {a.address: a.reason for a in answers if a.node is None}
-    accepted = [(a.address, a.node) for a in answers if a.node is not None]
-    names = [node.name for _, node in accepted]
-    nodes = [
-        replace(node, name=f"{node.name} {address}") if names.count(node.name) > 1 else node
-        for address, node in accepted
-    ]
-    kinds = [a.arithmetic for a in answers if a.node is not None]
-    unlike = unlike_machines(zip((node.name for node in nodes), kinds, strict=True))
-    return nodes, refused, unlike
 
 
 def _print(model: str, facts: dict[str, Any]) -> None:
@@ -261,13 +189,6 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     )
     if facts["unused"]:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
-    for address, reason in facts["refused"].items():
-        console.print(f"Left out: {escape(address)}: {escape(reason)}.")
-    if facts["round_differently"]:
-        unlike = escape(facts["round_differently"])
-        console.print(
-            f"Round differently: {unlike}. Answers may depend on the cut; --exact refuses."
-        )
 
 
 def _milliseconds(seconds: float) -> str:

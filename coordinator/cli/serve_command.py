@@ -11,24 +11,29 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordinator.cli.draft_vocab_option import DraftVocabOption
-from coordinator.cli.exact_option import ExactOption, checked_exact
-from coordinator.cli.http_call import API_KEY
-from coordinator.cli.model_argument import ModelArgument, ModelOption, model_or_builtin
-from coordinator.cli.state_option import StateOption
-from coordinator.journal.database import Retention
-from coordinator.planning.capacity import DEFAULT_SEQUENCES
-from coordinator.server.options import DEFAULT_WAIT, ServeOptions
-from coordinator.server.serve import serve as run_server
+from coordinator.api.journal import Retention
+from coordinator.api.served_parts import DEFAULT_WAIT, ServeOptions
+from coordinator.api.server import serve as run_server
+from coordinator.cli.client import API_KEY
+from coordinator.cli.options import (
+    DraftVocabOption,
+    ExactOption,
+    ModelArgument,
+    ModelOption,
+    checked_exact,
+    model_or_builtin,
+)
+from coordinator.cli.trust_commands import StateOption
+from coordinator.cluster.capacity import DEFAULT_SEQUENCES
 from coordinator.trust.key_ring import KeyRing
 from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
-from proto.address import is_loopback, parse_address
+from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.params import Acceptance
 from proto.terminal.logs import LogFormat, LogLevel, configure
-from proto.terminal.size import parse_size
-from proto.trust.state_dir import state_dir as directory_of
+from proto.terminal.progress import parse_size
+from proto.trust.node_trust import state_dir as directory_of
 
 log = logging.getLogger(__name__)
 
@@ -198,12 +203,6 @@ def serve(
         ),
     ] = None,
     state_dir: StateOption = None,
-    auto_load: Annotated[
-        bool,
-        typer.Option(
-            "--auto-load", help="Change to another model on this machine when a request names it."
-        ),
-    ] = False,
     no_journal: Annotated[
         bool,
         typer.Option(
@@ -296,7 +295,6 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
-        auto_load=auto_load,
         journal=not no_journal,
         retention=Retention(journal_days * DAY_SECONDS, parse_size(journal_size)),
         name=socket.gethostname().partition(".")[0],

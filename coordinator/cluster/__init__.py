@@ -1,1 +1,1 @@
-"""Membership, health and the choice of a plan: pure state and decisions, executed by the manager."""
+"""Workers, membership, the choice of a plan as pure decisions, and the pipelines that run plans."""

@@ -9,7 +9,6 @@ from coordinator.cluster.events import (
     GatheringFailed,
     GatheringRestarted,
     ModelChanged,
-    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -26,8 +25,7 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.member import FIRST_BACKOFF, MemberState
-from coordinator.cluster.view import Phase, View
+from coordinator.cluster.view import FIRST_BACKOFF, MemberState, Phase, View
 
 RETRY_SECONDS = 0.5
 """Seconds. Pause after a plan that could not start for a reason that no worker is known to have caused."""
@@ -70,8 +68,6 @@ def apply(view: View, event: Event, now: float) -> View:
             view.preparing and workers == view.preparing
         ):
             return _with_failed_preparation(view, reason, address)
-        case NextModelLoading(loading) if loading is not view.next_model:
-            return replace(_without_preparation(view), next_model=loading)
         case ReplanRequested():
             return replace(view, replan=_has_plan(view))
         case ModelChanged(why_not_alone):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.member import Member, MemberState
-from coordinator.cluster.view import Phase, View
-from coordinator.planning.pinned_layers import LayerGapError
-from coordinator.planning.plan import Plan
+from coordinator.cluster.plan import LayerGapError, Plan
+from coordinator.cluster.view import Member, MemberState, Phase, View
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]
@@ -158,7 +156,7 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     """Use workers that joined since the plan started, when no answer is open or the gain is large."""
     usable, ids = view.candidates(), view.candidate_ids()
     joined = [m for m in usable if m.address not in view.serving]
-    if not view.settings.auto_replan or not joined or view.next_model:
+    if not view.settings.auto_replan or not joined:
         return None
     if ids in (view.considered, view.preparing):
         return None
@@ -170,11 +168,12 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
     if view.open_requests and not calm and ids == view.prepared:
         return None
     names = tuple(m.name for m in joined)
+    listed = ", ".join(names)
     try:
         plan = planner(usable, view.epoch + 1)
         if _addresses(plan) == view.serving:
-            return KeepPlan(f"it is the best one with {_listed(names)}")
-        action = _change_to(view, plan, f"{_listed(names)} joined")
+            return KeepPlan(f"it is the best one with {listed}")
+        action = _change_to(view, plan, f"{listed} joined")
         if not isinstance(action, StartPlan) or not view.open_requests:
             return action
         if not calm:
@@ -182,17 +181,14 @@ def _plan_with_joined(view: View, planner: Planner) -> Action | None:
         if _pays(view, plan, planner):
             return action
     except ClusterError as error:
-        return KeepPlan(f"no plan with {_listed(names)}: {error}")
+        return KeepPlan(f"no plan with {listed}: {error}")
     return PostponePlan(names)
 
 
 def _change_to(view: View, plan: Plan, reason: str) -> StartPlan | PreparePlan | None:
-    """Start `plan` in place of the plan in force, once it is prepared. Otherwise open answers would wait for its loads.
-
-    It is not prepared while workers load another model, which would lose its stages.
-    """
+    """Start `plan` in place of the plan in force, once it is prepared, so that open answers wait for no load."""
     ids = view.candidate_ids()
-    if view.next_model or ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
+    if ids == view.prepared or {*_addresses(plan)} <= {*view.serving}:
         return StartPlan(plan, reason)
     if view.now < view.retry_at:
         return None
@@ -209,10 +205,6 @@ def _pays(view: View, plan: Plan, planner: Planner) -> bool:
 
 def _addresses(plan: Plan) -> tuple[str, ...]:
     return tuple(stage.node for stage in plan.stages)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 # ---- reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.cluster.member import Member
+from coordinator.cluster.view import Member
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,6 @@ class PreparationFailed:
 
 
 @dataclass(frozen=True)
-class NextModelLoading:
-    """The workers begin to load the stages of another model beside the present one, or that has ended."""
-
-    loading: bool
-
-
-@dataclass(frozen=True)
 class PlanServing:
     """The plan that was being loaded serves."""
 
@@ -160,7 +153,6 @@ Event = (
     | PlanPreparing
     | PlanPrepared
     | PreparationFailed
-    | NextModelLoading
     | PlanServing
     | PlanFailed
     | ReplanRequested

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.cluster.apply import apply
@@ -25,12 +25,12 @@ from coordinator.cluster.decide import (
     decide,
     describe_wait,
 )
+from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
     ModelChanged,
-    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -41,29 +41,45 @@ from coordinator.cluster.events import (
     ReplanRequested,
     TimePassed,
 )
-from coordinator.cluster.load_ahead import LoadAhead
-from coordinator.cluster.member import Member
-from coordinator.cluster.membership import Membership
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.plan_start import LoadState, PlanStart, StartError
-from coordinator.cluster.preparation import Preparation, workers_in_use
-from coordinator.cluster.replan_log import ReplanLog
-from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import Phase, View
-from coordinator.pipeline.base import Pipeline
-from coordinator.planning.plan import Plan
-from coordinator.workers.client import WorkerClient
-from coordinator.workers.this_machine import on_this_machine
-from mtp.exact.arithmetic import Arithmetic, unlike_machines
+from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.plan import Plan
+from coordinator.cluster.plan_start import (
+    LoadState,
+    PlanStart,
+    describe_failure,
+)
+from coordinator.cluster.served_model import ServedModel
+from coordinator.cluster.view import Member, Phase, View
+from coordinator.cluster.worker_client import WorkerClient
+from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
-from proto.rpc.background_tasks import BackgroundTasks
-from proto.rpc.grpc_text import printable
+from proto.rpc.listener import BackgroundTasks
+from proto.rpc.status_codes import printable
 
 log = logging.getLogger(__name__)
 
-LINK_SECONDS = 1e-4
-"""Seconds of a hop for the first plan. A gRPC stream on a local network was measured at this figure."""
+
+@dataclass
+class ReplanLog:
+    """Number of replans answered so far, and the result of the last one."""
+
+    answered: int = 0
+    result: str = ""
+    pending: bool = False
+
+    def request(self) -> None:
+        """Note that a user asked for a replan. Requests before the result count as one."""
+        self.pending = True
+
+    def record(self, result: str) -> None:
+        """Store the result of the pending replan, if there is one."""
+        if self.pending:
+            self.pending = False
+            self.answered += 1
+            self.result = result
+
 
 MAX_FAULT = 300
 """Characters of a worker's fault message in logs and errors."""
@@ -73,7 +89,7 @@ CLOSE_SECONDS = 5.0
 
 
 class ClusterManager:
-    """`coordinator.pipeline.base.PipelineSource` over workers, or over this process when no worker can serve.
+    """`coordinator.cluster.pipeline.PipelineSource` over workers, or over this process when no worker can serve.
 
     `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
     queued; an automatic change of plan waits until there are none.
@@ -100,7 +116,7 @@ class ClusterManager:
         self.pipeline: Pipeline | None = None
         self.loads = LoadState()
         self.replans = ReplanLog()
-        self._planner = model.planner(LINK_SECONDS)
+        self._planner = model.planner()
         self._waiter: asyncio.Future[Pipeline] | None = None
         self._start: asyncio.Task[None] | None = None
         self._preparation: asyncio.Task[None] | None = None
@@ -136,34 +152,12 @@ class ClusterManager:
         problems = [found for found in described.values() if isinstance(found, str)]
         if usable:
             try:
-                model.planner(LINK_SECONDS)(usable, self.view.epoch + 1)
+                model.planner()(usable, self.view.epoch + 1)
             except ClusterError as error:
                 problems.append(str(error))
             else:
                 return ""
         return "; ".join((*problems, why_not_alone)) if why_not_alone else ""
-
-    async def plan_ahead(self, model: ServedModel) -> LoadAhead:
-        """Return the load of `model` beside the present plan.
-
-        Raises NotReadyError if no plan over workers serves, and MemoryLimitError if both do not fit.
-        """
-        if self.view.phase is not Phase.SERVING or self.plan is None or not self.view.serving:
-            raise NotReadyError("no plan over workers serves")
-        self._apply_event(NextModelLoading(True))
-        described = await self.membership.describe_for(model)
-        usable = [found for found in described.values() if isinstance(found, Member)]
-        usable = [m for m in usable if self.view.members[m.address].usable(self.view.now)]
-        plan = model.planner(LINK_SECONDS)(usable, self.view.epoch)
-        room = self.model.capacity(self.plan, beside=plan)
-        view = replace(self.view, members={m.address: m for m in usable})
-        start = PlanStart(plan, view, model, self.options, self.membership)
-        self.loads = start.loads
-        return LoadAhead(start, room, model.capacity(plan))
-
-    def end_load_ahead(self) -> None:
-        """Free the workers for the next plan of the present model. Call it after `plan_ahead`, whatever came of it."""
-        self._apply_event(NextModelLoading(False))
 
     async def change_model(
         self, model: ServedModel, alone: Callable[[int], Awaitable[Pipeline]], why_not_alone: str
@@ -172,7 +166,7 @@ class ClusterManager:
         described = await self.membership.describe_for(model)
         self._stop_plan(StaleEpochError("the cluster changes to another model"))
         self.model, self.alone = model, alone
-        self._planner = model.planner(LINK_SECONDS)
+        self._planner = model.planner()
         self._reported_no_mtp = False
         self.view = replace(self.view, serving=())
         self.membership.change_model(model, described)
@@ -184,6 +178,8 @@ class ClusterManager:
         self._is_closing = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
+                if self.pipeline is not None:  # the loop may not have acquired it
+                    await self.pipeline.close()
                 await self._background.close()
                 await self.membership.close()
         except TimeoutError:
@@ -287,7 +283,11 @@ class ClusterManager:
                 self._begin(plan.epoch, addresses, self._serve(plan))
             case PreparePlan(plan, reason, workers):
                 self._cancel_preparation()
-                self._preparation = self._background.spawn(self._prepare(plan, reason, workers))
+                start = PlanStart(plan, self.view, self.model, self.options, self.membership)
+                new = [s.node for s in plan.stages if s.node not in start.busy]
+                names = ", ".join(self.view.members[address].name for address in new) or "none"
+                log.info("preparing the next plan", extra={"loading": names, "reason": reason})
+                self._preparation = self._background.spawn(self._prepare(start, workers))
                 self._apply_event(PlanPreparing(workers))
             case StartAlone(epoch):
                 self._begin(epoch, (), self._serve_alone(epoch))
@@ -315,27 +315,13 @@ class ClusterManager:
         self._apply_event(PlanStarting(epoch, addresses))
         self._start = self._background.spawn(work)
 
-    def _prepare(
-        self, plan: Plan, reason: str, workers: frozenset[str]
-    ) -> Coroutine[Any, Any, None]:
-        """Return the work of a preparation, whose result is an event."""
-        view, busy = self.view, workers_in_use(self.view, plan)
-        new = [view.members[s.node].name for s in plan.stages if s.node not in busy]
-        log.info(
-            "preparing the next plan", extra={"loading": ", ".join(new) or "none", "reason": reason}
-        )
-        start = PlanStart(plan, view, self.model, self.options, self.membership)
-        preparation = Preparation(start, self.model, workers, busy)
-
-        async def run() -> None:
-            """Prepare the plan and report the result."""
-            event = await preparation.run()
-            self._preparation = None
-            if isinstance(event, PreparationFailed) and event.address is None:
-                self.replans.record(f"the plan stays as it is: {event.reason}")
-            self._apply_event(event)
-
-        return run()
+    async def _prepare(self, start: PlanStart, workers: frozenset[str]) -> None:
+        """Prepare a plan and report the result."""
+        event = await start.prepare(workers)
+        self._preparation = None
+        if isinstance(event, PreparationFailed) and event.address is None:
+            self.replans.record(f"the plan stays as it is: {event.reason}")
+        self._apply_event(event)
 
     def _cancel_preparation(self) -> None:
         if self._preparation is not None:
@@ -345,25 +331,17 @@ class ClusterManager:
     async def _serve(self, plan: Plan) -> None:
         """Load and connect `plan`, and complete `acquire` with its pipeline."""
         self.plan = plan
+        start = PlanStart(plan, self.view, self.model, self.options, self.membership)
+        self.loads = start.loads
         try:
-            start = PlanStart(plan, self.view, self.model, self.options, self.membership)
-            self.loads = start.loads
             pipeline = await start.run()
-        except ClusterError as error:
-            suspect = error.suspect if isinstance(error, StartError) else None
-            self._apply_event(PlanFailed(plan.epoch, str(error), suspect))
-        except Exception as error:  # a bug: `acquire` must not wait forever
-            log.exception("plan could not start")
-            self._apply_event(PlanFailed(plan.epoch, f"{type(error).__name__}: {error}"))
-        else:
-            if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
-                self._reported_no_mtp = True
-                log.info(
-                    "no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node}
-                )
-            if hops := [c.link_seconds for c in self.clients.values() if c.link_seconds]:
-                self._planner = self.model.planner(max(hops))
-            self._install_pipeline(pipeline)
+        except Exception as error:
+            self._apply_event(PlanFailed(plan.epoch, *describe_failure(error)))
+            return
+        if self.model.with_head and not start.has_mtp and not self._reported_no_mtp:
+            self._reported_no_mtp = True
+            log.info("no MTP: the last stage has no head", extra={"worker": plan.stages[-1].node})
+        self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:
         if self.model.exact and (
@@ -373,15 +351,12 @@ class ClusterManager:
             return
         try:
             pipeline = await self.alone(epoch)
-        except ClusterError as error:
-            self._apply_event(PlanFailed(epoch, str(error)))
-        except Exception as error:  # as in _serve
-            log.exception("this process could not serve alone")
-            self._apply_event(PlanFailed(epoch, f"{type(error).__name__}: {error}"))
-        else:
-            level = logging.WARNING if self.options.addresses else logging.INFO
-            log.log(level, "serving alone", extra={"epoch": epoch, **self._why_alone()})
-            self._install_pipeline(pipeline)
+        except Exception as error:
+            self._apply_event(PlanFailed(epoch, *describe_failure(error)))
+            return
+        level = logging.WARNING if self.options.addresses else logging.INFO
+        log.log(level, "serving alone", extra={"epoch": epoch, **self._why_alone()})
+        self._install_pipeline(pipeline)
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline

@@ -1,7 +1,4 @@
-"""Workers of the cluster: found, described, watched, refused, lost and unloaded.
-
-Each change becomes an event for the view. Statuses of watched workers go to `on_status`.
-"""
+"""The members of a cluster: which workers are watched, and the arithmetic they must share."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from coordinator.cluster.arithmetic_group import ArithmeticGroup
+from coordinator.cluster.discovery import Candidate, Discovery
 from coordinator.cluster.events import (
     Event,
     TimePassed,
@@ -21,21 +19,70 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.member import Member, MemberState
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import View
-from coordinator.workers.client import DESCRIBE_SECONDS, NOTICE_SHARE, WorkerClient
-from coordinator.workers.connection import connect_worker
-from coordinator.workers.describe import node_of
-from coordinator.workers.discovery import Candidate, Discovery
-from coordinator.workers.report_check import MAX_ID, MAX_NAME, report_problem, shown_name
+from coordinator.cluster.model_costs import REFERENCE_BANDWIDTH
+from coordinator.cluster.served_model import ServedModel
+from coordinator.cluster.view import Member, MemberState, Settings, View
+from coordinator.cluster.worker_client import (
+    DESCRIBE_SECONDS,
+    MAX_ID,
+    MAX_NAME,
+    NOTICE_SHARE,
+    ConnectionPolicy,
+    WorkerClient,
+    connect_worker,
+    report_problem,
+    shown_name,
+)
 from proto import cluster_pb2 as pb
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
-from proto.rpc.background_tasks import BackgroundTasks
-from proto.rpc.grpc_text import printable
+from proto.rpc.listener import BackgroundTasks
+from proto.rpc.status_codes import printable
+from proto.span import Span
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ManagerOptions:
+    """Options of one ClusterManager.
+
+    `addresses` are always tried as workers; `mdns` looks for more. A worker is lost after `failure_timeout` seconds of
+    silence, of a hop that takes no frame, or of an engine that makes no progress. `policy` decides which workers the
+    coordinator connects to.
+    """
+
+    me: pb.Coordinator
+    settings: Settings
+    addresses: tuple[str, ...] = ()
+    mdns: bool = False
+    failure_timeout: float = 3.0
+    policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
+
+
+class ArithmeticGroup:
+    """The arithmetic of a cluster with `--exact`: that of the first machine, for as long as this process runs.
+
+    An answer may outlive a plan, so a later plan must not round differently.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self._name = ""
+        self._arithmetic = ""
+
+    def refusal(self, name: str, arithmetic: str) -> str:
+        """Return why the machine `name` cannot take part, or an empty string. The first machine sets the arithmetic."""
+        if not self._exact:
+            return ""
+        if not self._arithmetic:
+            self._name, self._arithmetic = name, arithmetic
+        if arithmetic == self._arithmetic:
+            return ""
+        return (
+            f"rounds as {arithmetic or 'an unknown machine'}, but {self._name} as {self._arithmetic}. --exact needs "
+            "equal machines and versions of mlx. Leave this machine out, or serve without --exact"
+        )
+
 
 TICK_SECONDS = 0.1
 """Seconds between two looks at the candidates and the clock."""
@@ -90,14 +137,17 @@ class Membership:
         """Unload all workers and close their clients."""
         await self._background.close()
         await asyncio.gather(
-            *(self._unload_quietly(a) for a in self.clients), return_exceptions=True
+            *(self._release(client) for client in self.clients.values()), return_exceptions=True
         )
-        await asyncio.gather(*(client.close() for client in self.clients.values()))
 
-    async def _unload_quietly(self, address: str) -> None:
-        with contextlib.suppress(ClusterError, TimeoutError):
-            async with asyncio.timeout(PROBE_SECONDS):
-                await self.clients[address].unload(self._view().epoch)
+    async def _release(self, client: WorkerClient) -> None:
+        """Unload a worker and close its client, also if the worker does not answer in time."""
+        try:
+            with contextlib.suppress(ClusterError, TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await client.unload(self._view().epoch)
+        finally:  # also if this process ends meanwhile: open heartbeats would hold the worker back
+            await client.close()
 
     async def probe(self, address: str) -> None:
         """Ask a worker to describe itself. A worker that does not answer is recorded as lost."""
@@ -174,15 +224,13 @@ class Membership:
             await client.close()  # watched at another of its addresses
             return
         name = shown_name(info, address)
-        reason = report_problem(info, self.model.checkpoint.config.num_layers)
-        reason = reason or self._refusal_reason(info, self.model)
-        if not reason:
-            member = _member(address, name, info)
-            reason = self.group.refusal(name, member.arithmetic)
+        reason = self._refusal_reason(info, self.model)
+        reason = reason or self.group.refusal(name, _arithmetic_of(info))
         if reason:
             await client.close()
             self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)
             return
+        member = member_of(address, info)
         self.clients[address] = client
         self._joining[address] = member
         client.watch(
@@ -193,6 +241,8 @@ class Membership:
 
     def _refusal_reason(self, info: pb.WorkerInfo, model: ServedModel) -> str:
         """Return why a worker cannot serve this coordinator, or an empty string."""
+        if problem := report_problem(info, model.checkpoint.config.num_layers):
+            return problem
         if info.HasField("leased_to") and info.leased_to.id != self.options.me.id:
             return f"serves coordinator {printable(info.leased_to.name, MAX_NAME)}"
         if info.model and info.fingerprint != model.ref.fingerprint:
@@ -224,10 +274,8 @@ class Membership:
                 info = await client.describe(model.ref)
             except ClusterError as error:
                 return str(error)
-            name = shown_name(info, address)
-            problem = report_problem(info, model.checkpoint.config.num_layers)
-            problem = problem or self._refusal_reason(info, model)
-            return f"{name} {problem}" if problem else _member(address, name, info)
+            problem = self._refusal_reason(info, model)
+            return f"{shown_name(info, address)} {problem}" if problem else member_of(address, info)
 
         clients = dict(self.clients)
         found = await asyncio.gather(*(describe(a, c) for a, c in clients.items()))
@@ -241,15 +289,8 @@ class Membership:
             if isinstance(found, Member):
                 self._apply_event(WorkerJoined(found))
             elif (client := self.clients.pop(address, None)) and before is not None:
-                self._background.spawn(self._release_refused(client))
+                self._background.spawn(self._release(client))
                 self._refuse_worker(before, found)
-
-    async def _release_refused(self, client: WorkerClient) -> None:
-        try:
-            with contextlib.suppress(ClusterError):
-                await client.unload(self._view().epoch)
-        finally:
-            await client.close()
 
     # ---- watching
 
@@ -275,15 +316,10 @@ class Membership:
     async def _release_worker(self, address: str) -> None:
         """Unload a draining worker that no plan uses, and forget it."""
         client = self.clients.pop(address, None)
-        if client is None:
-            return
-        try:
-            with contextlib.suppress(ClusterError):
-                await client.unload(self._view().epoch)
-        finally:  # also if this process ends meanwhile: open heartbeats would hold the worker back
-            await client.close()
-        log.info("worker left", extra={"address": address})
-        self._apply_event(WorkerLeft(address))
+        if client is not None:
+            await self._release(client)
+            log.info("worker left", extra={"address": address})
+            self._apply_event(WorkerLeft(address))
 
     def _record_loss(self, address: str, error: ClusterError) -> None:
         client = self.clients.pop(address, None)
@@ -297,17 +333,21 @@ class Membership:
         self._apply_event(WorkerLost(address, str(error)))
 
 
-def _member(address: str, name: str, info: pb.WorkerInfo) -> Member:
-    node = node_of(info)
+def member_of(address: str, info: pb.WorkerInfo) -> Member:
+    """Return a described worker as a member. A worker that has not measured its speed has the speed 1."""
     return Member(
         address,
         info.worker_id,
-        name,
-        node.memory_limit,
-        speed=node.speed,
+        shown_name(info, address),
+        info.hardware.memory_limit,
+        speed=info.hardware.bytes_per_second / REFERENCE_BANDWIDTH or 1.0,
         chip=printable(info.hardware.chip, MAX_NAME),
-        pinned=node.pinned,
+        pinned=Span(info.pinned.start, info.pinned.end) if info.HasField("pinned") else None,
         has_files=bool(info.fingerprint),
         version=printable(info.version, MAX_NAME),
-        arithmetic=printable(info.hardware.arithmetic, MAX_NAME),
+        arithmetic=_arithmetic_of(info),
     )
+
+
+def _arithmetic_of(info: pb.WorkerInfo) -> str:
+    return printable(info.hardware.arithmetic, MAX_NAME)

@@ -1,26 +1,30 @@
-"""Start of a plan: every stage is loaded, then all stages are connected."""
+"""The start of a plan: new workers load while the plan in force serves, then all stages load and connect."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from coordinator.cluster.membership import Membership
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
+from coordinator.cluster.capacity import Capacity
+from coordinator.cluster.discovery import on_this_machine
+from coordinator.cluster.events import PlanPrepared, PreparationFailed
+from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.plan import Plan, StagePlan
+from coordinator.cluster.remote_pipeline import RemotePipeline
+from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import View
-from coordinator.pipeline.remote import RemotePipeline
-from coordinator.planning.capacity import Capacity
-from coordinator.planning.plan import Plan, StagePlan
-from coordinator.workers.client import WorkerClient
+from coordinator.cluster.worker_client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError
-from proto.progress import OnProgress
-from proto.terminal.progress_bar import byte_bar
+from proto.rpc.status_codes import printable
+from proto.terminal.progress import OnProgress, byte_bar
 
 log = logging.getLogger(__name__)
+
+MAX_LAYERS = 80
+"""Characters of a worker's text about its layers."""
 
 LEASE_TIMEOUTS = 3
 """Failure timeouts without a message after which a worker ends the lease of its coordinator."""
@@ -36,9 +40,10 @@ class StartError(NotReadyError):
 
 @dataclass
 class LoadState:
-    """Load progress by worker address: bytes done, and bytes in total."""
+    """Loads by worker address: bytes done and bytes in total, and how the loaded layers compute."""
 
     done: dict[str, tuple[int, int]] = field(default_factory=dict)
+    layers: dict[str, str] = field(default_factory=dict)
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -63,6 +68,8 @@ class PlanStart:
         """True once the last stage has loaded an MTP head."""
         self._members = view.members
         self._present_epoch = view.epoch
+        self.busy = workers_in_use(view, plan)
+        """Addresses of the workers that load when the plan in force has ended."""
         self._model = model
         self._options = options
         self._membership = membership
@@ -73,7 +80,8 @@ class PlanStart:
         Raises StartError. A worker that no longer answers has been recorded as lost by then.
         """
         room = self._model.capacity(self.plan)
-        workers = await self.load_stages(room)
+        label = f"loading layers on {len(self.plan.stages)} workers"
+        workers = await self._load_stages(label, room, self.plan.epoch)
         spans = [stage.span for stage in self.plan.stages]
         pipeline = RemotePipeline(
             workers, self.plan.epoch, room, self._options.failure_timeout, spans
@@ -91,25 +99,45 @@ class PlanStart:
             raise
         return pipeline
 
-    async def load_stages(self, room: Capacity, *, ahead: bool = False) -> list[WorkerClient]:
-        """Load all stages and return their workers. With `ahead` the workers keep the stages in force. See `run`."""
-        workers = [self._worker(stage) for stage in self.plan.stages]
-        with byte_bar(f"loading layers on {len(workers)} workers", log) as show:
-            await _all(
-                self._load(worker, self._request(stage, room, ahead=ahead), show)
-                for worker, stage in zip(workers, self.plan.stages, strict=True)
-            )
-        return workers
+    async def prepare(self, workers: frozenset[str]) -> PlanPrepared | PreparationFailed:
+        """Load the stages of new workers, and return what happened. `workers` are all of the plan, by id.
 
-    async def prepare_stages(self, room: Capacity, busy: Collection[str]) -> None:
-        """Load all stages beside those in force. The workers at the addresses `busy` only fetch what they lack."""
-        with byte_bar("loading layers beside the plan", log) as show:
-            await _all(
-                (self._fetch if stage.node in busy else self._load)(
-                    self._worker(stage), self._request(stage, room, ahead=True), show
+        Busy workers only fetch what they lack. The new ones enter the epoch of the plan in force, so that the next plan
+        finds their stages loaded.
+        """
+        try:
+            room = self._model.capacity(self.plan)
+            label = "loading layers for the next plan"
+            await self._load_stages(label, room, self._present_epoch, self.busy)
+        except Exception as error:
+            reason, suspect = describe_failure(error)
+            log.warning("the plan stays: the next one could not load", extra={"error": reason})
+            return PreparationFailed(workers, reason, suspect)
+        return PlanPrepared(workers)
+
+    async def _load_stages(
+        self, label: str, room: Capacity, epoch: int, busy: Collection[str] = ()
+    ) -> list[WorkerClient]:
+        """Load all stages concurrently, and return their workers. If one fails, cancel the others.
+
+        The workers at the addresses `busy` only fetch.
+        """
+        workers = [self._worker(stage) for stage in self.plan.stages]
+        with byte_bar(label, log) as show:
+            tasks = [
+                asyncio.create_task(
+                    (self._fetch if stage.node in busy else self._load)(
+                        worker, self._request(stage, room, epoch), show
+                    )
                 )
-                for stage in self.plan.stages
-            )
+                for worker, stage in zip(workers, self.plan.stages, strict=True)
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return workers
 
     def _worker(self, stage: StagePlan) -> WorkerClient:
         worker = self._membership.clients.get(stage.node)
@@ -117,10 +145,10 @@ class PlanStart:
             raise StartError(f"the worker at {stage.node} is leaving", None)
         return worker
 
-    def _request(self, stage: StagePlan, room: Capacity, *, ahead: bool) -> pb.LoadRequest:
+    def _request(self, stage: StagePlan, room: Capacity, epoch: int) -> pb.LoadRequest:
         return pb.LoadRequest(
             coordinator=self._options.me,
-            epoch=self._present_epoch if ahead else self.plan.epoch,
+            epoch=epoch,
             model=self._model.ref,
             span=pb.Span(start=stage.span.start, end=stage.span.end),
             first=stage.first,
@@ -137,13 +165,13 @@ class PlanStart:
                 prefix_bytes=room.prefix_bytes,
             ),
             lease_ms=int(LEASE_TIMEOUTS * self._options.failure_timeout * 1000),
-            ahead=ahead,
         )
 
     async def _load(self, worker: WorkerClient, request: pb.LoadRequest, show: OnProgress) -> None:
         await self._fetch(worker, request, show)
         try:
             result = await worker.load(request, self._progress_of(worker, show))
+            self.loads.layers[worker.address] = printable(result.layers, MAX_LAYERS)
             if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
@@ -173,11 +201,22 @@ class PlanStart:
         return StartError(str(error), worker.address)
 
 
-async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all of `work` concurrently. If one coroutine fails, cancel the others."""
-    tasks = [asyncio.create_task(part) for part in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+def describe_failure(error: Exception) -> tuple[str, str | None]:
+    """Return why a plan could not start, and the address of the worker to leave out, if one is known.
+
+    Any error that is not a ClusterError is a bug. It is logged here, because the caller must not wait forever.
+    """
+    if isinstance(error, ClusterError):
+        return str(error), error.suspect if isinstance(error, StartError) else None
+    log.error("a plan could not start", exc_info=error)
+    return f"{type(error).__name__}: {error}", None
+
+
+def workers_in_use(view: View, plan: Plan) -> frozenset[str]:
+    """Return the addresses of `plan` whose memory is in use, so that they load when the plan in force has ended.
+
+    These are the workers of the plan in force. While this process serves alone, they are those on this machine.
+    """
+    if view.serving:
+        return frozenset(view.serving)
+    return frozenset(stage.node for stage in plan.stages if on_this_machine(stage.node))

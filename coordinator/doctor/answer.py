@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from coordinator.doctor.finding import Finding, Verdict
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import Finished, GenerationRequest, GenerationStats, TokenChunk
-from coordinator.local_engine.generator import local_generator
+from coordinator.doctor.finding import Finding, Verdict, judged
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.request import (
+    Finished,
+    GenerationRequest,
+    GenerationStats,
+    TokenChunk,
+    generate,
+)
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import MtpMode
-from proto.frame_stamps import StageStep
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 
@@ -28,25 +32,14 @@ SLOW_RESTART = 2.0
 """Ratio of a token's time after a pause to the time before. Above it, weights were paged out."""
 
 
-TRACE_SECONDS = 60.0
-"""Seconds of frames from which the host time is taken."""
-
-LARGE_HOST_SHARE = 0.5
-"""Share of a step. Reports give .2 of a step for 4B models on Metal; above .5 the device mostly waits."""
-
-
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one answer and its statistics. `restart` is the ratio of a token's time after a pause.
-
-    `host_seconds` is the time in which Python builds the computation of one step of one row.
-    """
+    """The tokens of one answer and its statistics. `restart` is the ratio of a token's time after a pause."""
 
     depth: int
     tokens: tuple[int, ...]
     stats: GenerationStats
     restart: float | None = None
-    host_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,7 +66,7 @@ async def measure_answer(
     ) as loop:
         await _generate(loop, prompt, WARM_UP_TOKENS)
         found, stats = await _generate(loop, prompt, tokens)
-        answer = Answer(depth, found, stats, host_seconds=await _host_seconds(loop))
+        answer = Answer(depth, found, stats)
         if not pause:
             return answer
         await asyncio.sleep(PAUSE_SECONDS)
@@ -83,23 +76,11 @@ async def measure_answer(
         return replace(answer, restart=seconds / max(before, 1e-9))
 
 
-async def _host_seconds(loop: GenerationLoop) -> float:
-    """Return the median time in which the stage built a step of one row, from the stamps of its last frames."""
-    times = [
-        (frame.times[StageStep.BUILT] - frame.times[StageStep.BEGUN]) / 1e9
-        for trace in await loop.collect_trace(TRACE_SECONDS)
-        if trace.stage >= 0
-        for frame in trace.frames
-        if frame.rows == 1 and frame.times[StageStep.BUILT] and frame.times[StageStep.BEGUN]
-    ]
-    return statistics.median(times) if times else 0.0
-
-
 async def _generate(
     loop: GenerationLoop, prompt: tuple[int, ...], tokens: int
 ) -> tuple[tuple[int, ...], GenerationStats]:
     found: list[int] = []
-    async for event in loop.generate(GenerationRequest(prompt, tokens)):
+    async for event in generate(loop, GenerationRequest(prompt, tokens)):
         if isinstance(event, TokenChunk):
             found += event.tokens
         elif isinstance(event, Finished):
@@ -114,12 +95,12 @@ def judge_identity(plain: Answer, drafted: Answer) -> Finding:
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     values = {"tokens": len(plain.tokens), "first_difference": place}
     if place is None and len(plain.tokens) == len(drafted.tokens):
-        return Finding(name, Verdict.OK, f"{len(plain.tokens)} tokens equal", "", values)
+        return judged(name, f"{len(plain.tokens)} tokens equal", "", values)
     advice = (
         "Rounding in windows changed the answer. Both are valid. Use --mtp off where the same request must always "
         "give the same answer."
     )
-    return Finding(name, Verdict.WARN, f"differs from token {place}", advice, values)
+    return judged(name, f"differs from token {place}", advice, values)
 
 
 def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding:
@@ -130,22 +111,7 @@ def judge_exact(plain: Answer, exact: Answer, drafted: Answer | None) -> Finding
     if not values["equal"]:
         advice = "Answers with drafts still differ with --exact. Please report it with --json."
         return Finding("exact mode", Verdict.FAIL, figure, advice, values)
-    return Finding("exact mode", Verdict.OK, figure, "", values)
-
-
-def judge_host(plain: Answer, layers: int, *, cpu: bool) -> Finding:
-    """Report the share of a step in which Python builds the computation, and the time per layer.
-
-    With `cpu` the same processor computes, so the share says nothing.
-    """
-    share = plain.host_seconds / max(plain.step_seconds, 1e-9)
-    a_layer = plain.host_seconds / max(layers, 1)
-    values = {"seconds_per_layer": a_layer, "share_of_a_step": share}
-    figure = f"{a_layer * 1e6:.0f} µs a layer, {share:.0%} of a step"
-    if cpu or share < LARGE_HOST_SHARE:
-        return Finding("host time", Verdict.OK, figure, "", values)
-    advice = "Python, not the device, limits this model here. End programs that use the CPU. A larger model loses less."
-    return Finding("host time", Verdict.WARN, figure, advice, values)
+    return judged("exact mode", figure, "", values)
 
 
 def break_even(cost: float, drafts: int) -> float | None:
@@ -195,12 +161,8 @@ def judge_speed(plain: Answer, drafted: Answer, rows: Mapping[int, float] | None
             else "it never pays"
         )
     )
-    if per_window < ratio:
-        advice = (
-            "Drafting does not pay for this text and model. --mtp auto leaves it off by itself."
-        )
-        return Finding("speed", Verdict.WARN, figure, advice, values)
-    return Finding("speed", Verdict.OK, figure, "", values)
+    advice = "Drafting does not pay for this text and model. --mtp auto leaves it off by itself."
+    return judged("speed", figure, advice if per_window < ratio else "", values)
 
 
 def judge_restart(answer: Answer) -> Finding:
@@ -208,10 +170,9 @@ def judge_restart(answer: Answer) -> Finding:
     ratio = answer.restart or 1.0
     figure = f"a token takes {ratio:.1f} times as long after {PAUSE_SECONDS:g} s"
     values = {"ratio": ratio}
-    if ratio < SLOW_RESTART:
-        return Finding("restart after a pause", Verdict.OK, figure, "", values)
     advice = (
         "The system pages idle weights out. Use macOS 15 or later, leave --no-wired-memory away, and lower "
         "--memory-limit if other programs need memory."
     )
-    return Finding("restart after a pause", Verdict.WARN, figure, advice, values)
+    slow = ratio >= SLOW_RESTART
+    return judged("restart after a pause", figure, advice if slow else "", values)

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import permutations
 from logging import LogRecord, getLogger
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from coordinator.doctor import (
-    answer,
-    balance,
-    bandwidth,
-    discovery,
-    disk,
-    environment,
-    evaluation,
-    gdn,
-    kernels,
-    links,
-    memory,
-    open_files,
-    power,
-    route,
-    this_machine,
-    workers,
-)
-from coordinator.doctor.finding import Finding, Verdict
-from coordinator.workers.connection import ConnectionPolicy
-from coordinator.workers.discovery import Candidate, Discovery, collect
+from coordinator.cluster.discovery import Candidate, Discovery, collect
+from coordinator.cluster.worker_client import ConnectionPolicy
+from coordinator.doctor import answer, kernels, machine, network
+from coordinator.doctor.finding import Finding, Verdict, judged
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.device import this_device
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
 
@@ -63,7 +43,7 @@ class DoctorOptions:
     full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
     nodes: tuple[Mapping[str, Any], ...] | None = None
-    """The nodes of a running coordinator's `/status`, to check the balance of its plan."""
+    """The nodes of a running coordinator's `/status`, to check the links of its plan."""
 
 
 class Diagnosis:
@@ -90,66 +70,46 @@ class Diagnosis:
     # ---- parts
 
     async def _check_system(self) -> None:
-        weights = sum(self.options.checkpoint.part_bytes().values())
-        await self._run("versions", environment.check_versions)
-        await self._run("environment", lambda: environment.check_environment(os.environ))
-        await self._run("priority", environment.check_priority)
-        await self._run("open files", open_files.check_open_files)
-        await self._run("power", power.check_power)
-        await self._run("disk", lambda: disk.check_disk(Path.home(), weights))
+        await self._run("versions", machine.check_versions)
+        await self._run("power", machine.check_power)
 
     async def _check_network(self) -> None:
         found, problem = await self._candidates()
+        mdns = self.options.mdns
         await self._run(
             "mDNS",
-            lambda: discovery.check_discovery(
-                found, enabled=self.options.mdns, problem=problem, seconds=MDNS_SECONDS
+            lambda: network.check_discovery(
+                found, enabled=mdns, problem=problem, seconds=MDNS_SECONDS
             ),
         )
-        reached = await self._check_workers(found)
-        for worker in reached:
+        if reached := await self._check_workers(found):
+            own = machine.own_version()
             await self._run(
-                f"route to {worker.name}", partial(route.check_route, worker.name, worker.address)
+                "versions of the workers", lambda: network.check_equal_versions(own, reached)
             )
-            await self._run_async(f"link to {worker.name}", partial(links.check_link, worker))
-        for sender, receiver in permutations(reached, 2):
-            await self._run_async(
-                f"hop from {sender.name} to {receiver.name}",
-                partial(links.check_hop, sender, receiver),
-            )
-        if reached:
-            own, model = (
-                this_machine.own_version(),
-                await asyncio.to_thread(self.options.checkpoint.fingerprint),
-            )
-            await self._run(
-                "versions of the workers", lambda: workers.check_equal_versions(own, reached)
-            )
-            await self._run("checkpoints", lambda: workers.check_equal_checkpoints(model, reached))
-            await self._run("chips", lambda: workers.check_equal_chips(reached))
-            await self._run("Thunderbolt Bridge", lambda: route.check_bridge(len(reached)))
+            await self._run("Thunderbolt Bridge", lambda: network.check_bridge(len(reached)))
         if (nodes := self.options.nodes) is not None:
-            await self._run("balance", lambda: balance.check_balance(nodes))
+            await self._run("links", lambda: network.check_links(nodes))
 
     async def _candidates(self) -> tuple[list[Candidate], str]:
         """Return the named and the announced workers, and the first warning of the mDNS browser."""
         options = self.options
-        with _warnings_of("coordinator.workers.discovery") as problems:
+        with _warnings_of("coordinator.cluster.discovery") as problems:
             async with Discovery(options.addresses, mdns=options.mdns) as discovered:
                 seconds = MDNS_SECONDS if options.mdns else 0.0
                 return await collect(discovered, seconds), next(iter(problems), "")
 
-    async def _check_workers(self, found: Sequence[Candidate]) -> list[workers.ReachedWorker]:
+    async def _check_workers(self, found: Sequence[Candidate]) -> list[network.ReachedWorker]:
         checkpoint = self.options.checkpoint
         fingerprint = await asyncio.to_thread(checkpoint.fingerprint) if found else ""
         model = pb.ModelRef(name="doctor", fingerprint=fingerprint)
         me = pb.Coordinator(id=secrets.token_hex(8), name="mtp-coord doctor")
-        reached: list[workers.ReachedWorker] = []
+        reached: list[network.ReachedWorker] = []
         for candidate in found:
 
             async def check(candidate: Candidate = candidate) -> Finding:
                 """Ask the candidate, and keep a worker that answers."""
-                worker, finding = await workers.check_worker(
+                worker, finding = await network.check_worker(
                     candidate, model, me, self.options.policy
                 )
                 if worker is not None:
@@ -161,19 +121,15 @@ class Diagnosis:
 
     async def _check_kernels(self) -> None:
         config, full = self.options.checkpoint.config, self.options.full
-        dtype = mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
-        await self._run("evaluation", evaluation.check_evaluation)
-        machine = this_machine.measure_machine()
-        await self._run(
-            "bandwidth",
-            lambda: bandwidth.check_bandwidth(machine.chip, machine.bytes_per_second),
-        )
-        await self._run("memory", lambda: memory.check_memory(machine.limits))
+        dtype = mx.float32 if this_device().computes_on_host else mx.bfloat16
+        await self._run("evaluation", kernels.check_evaluation)
+        await self._run("bandwidth", machine.measure_bandwidth)
+        await self._run("memory", machine.check_memory)
         await self._run("exactness", lambda: kernels.check_exactness(config, dtype, full=full))
         self._inexact = self.findings[-1].verdict is not Verdict.OK
         await self._run("window cost", lambda: kernels.check_window_cost(config, dtype))
         self._rows = self.findings[-1].values.get("ratios")
-        await self._run("GDN", lambda: gdn.check_gdn(config, dtype))
+        await self._run("GDN", lambda: kernels.check_gdn(config, dtype))
 
     async def _check_model(self) -> None:
         checkpoint, full = self.options.checkpoint, self.options.full
@@ -189,13 +145,9 @@ class Diagnosis:
             if full:
                 return answer.judge_restart(found)
             speed = f"{found.tokens_per_second:.1f} tokens/s without drafts"
-            return Finding("answer", Verdict.OK, speed, "", {"tokens": len(found.tokens)})
+            return judged("answer", speed, "", {"tokens": len(found.tokens)})
 
         await self._run_async("answer", plain)
-        if 0 in answers:
-            layers = checkpoint.config.num_layers
-            cpu = mx.default_device() == mx.Device(mx.cpu)
-            await self._run("host time", lambda: answer.judge_host(answers[0], layers, cpu=cpu))
         for depth in depths:
 
             async def drafted(depth: int = depth) -> Finding:

@@ -1,1 +1,1 @@
-"""Live status as plain data, and Prometheus metrics."""
+"""Records for people: of frames, the status as plain data, history, traces and Prometheus metrics."""

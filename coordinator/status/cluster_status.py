@@ -5,7 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coordinator.status.job_status import JobStatus
+from mtp.depth.search import SearchReport
+
+JobState = Literal["running", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One download of a model. `done` of `total` bytes are on this disk; `total` is 0 before the first progress.
+
+    `detail` is the error, for people.
+    """
+
+    number: int
+    model: str
+    state: JobState = "running"
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The last change of the model. `done` of `total` bytes of the phase are processed. `error` is for people."""
+
+    model: str
+    phase: LoadPhase
+    done: int = 0
+    total: int = 0
+    error: str = ""
+
+    @property
+    def running(self) -> bool:
+        """True until the change has ended."""
+        return self.phase not in ("ready", "failed")
+
 
 Health = Literal["ready", "loading", "idle", "draining", "refused", "lost"]
 
@@ -29,13 +66,13 @@ class NodeStatus:
     the worker joined, is seconds since 1970.
 
     `version` has the versions of the worker's programs. `memory_free` and `swap_used` are of the whole machine, with
-    all its programs. `temperature` is in degrees Celsius and `power` in watts; None where the system does not offer
-    them without root.
+    all its programs. `layers` says how the layers compute, such as `48 packed`.
     """
 
     name: str
     address: str | None = None
     span: str | None = None
+    layers: str = ""
     health: Health = "idle"
     detail: str = ""
     memory_used: int = 0
@@ -64,8 +101,6 @@ class NodeStatus:
     """Name of the machine's arithmetic. Machines with equal names round in the same way."""
     memory_free: int | None = None
     swap_used: int | None = None
-    temperature: float | None = None
-    power: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,32 +115,6 @@ class ModelStatus:
     context: int
     quantization: str = ""
     weight_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class MtpShape:
-    """One shape of windows that `--mtp auto` compares; the fields are those of mtp/depth/report.py."""
-
-    width: int
-    fill: int
-    cost: float
-    tokens: float
-    speed: float
-    measured: bool
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class MtpChoices:
-    """The shapes compared for up to `sequences` answers together, with up to `fill` windows in flight for each.
-
-    `plain_speed` is the measured speed of one answer without drafts, in tokens per second; None before a measurement.
-    """
-
-    sequences: int
-    fill: int
-    shapes: tuple[MtpShape, ...]
-    plain_speed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ class ClusterStatus:
     replan_result: str = ""
     workers_wanted: int | None = None
     architecture: ModelStatus | None = None
-    mtp_choices: tuple[MtpChoices, ...] = ()
+    mtp_choices: tuple[SearchReport, ...] = ()
     jobs: tuple[JobStatus, ...] = ()
 
     @property

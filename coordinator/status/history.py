@@ -1,12 +1,114 @@
-"""Ten minutes of figures of a cluster, one sample a second."""
+"""Figures over time: latencies, requests, and ten minutes of samples of a cluster."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from coordinator.status.cluster_status import ClusterStatus
-from coordinator.status.latency import LatencyLog, percentile
+
+KEPT_SECONDS = 600.0
+"""Seconds. Times to the first token count in percentiles for this long."""
+
+MAX_FIRST_TOKENS = 2000
+"""Bounds the memory of a server with many short requests: three requests a second for ten minutes."""
+
+MAX_GAPS = 4096
+"""Bounds the gaps between two calls of `take_gaps`: 16 streams with 50 windows a second for 5 seconds."""
+
+
+class LatencyLog:
+    """Latencies in seconds, and the number of tokens delivered since the start. The caller passes the time."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST_TOKENS)
+        self._gaps: deque[float] = deque(maxlen=MAX_GAPS)
+
+    def record_first_token(self, now: float, seconds: float) -> None:
+        """Record the time to the first token of an answer."""
+        self._first_tokens.append((now, seconds))
+
+    def record_gap(self, seconds: float) -> None:
+        """Record the time between two deliveries to one client."""
+        self._gaps.append(seconds)
+
+    def first_tokens(self, now: float) -> list[float]:
+        """Return the times to the first token of the last KEPT_SECONDS."""
+        while self._first_tokens and self._first_tokens[0][0] < now - KEPT_SECONDS:
+            self._first_tokens.popleft()
+        return [seconds for _, seconds in self._first_tokens]
+
+    def take_gaps(self) -> list[float]:
+        """Return the gaps since the last call."""
+        gaps = list(self._gaps)
+        self._gaps.clear()
+        return gaps
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """Return the value below which `share` of `values` lie (nearest rank), or None without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+MAX_RECENT = 50
+"""Ended requests kept for a page that opens later."""
+
+MAX_SHOWN = 50
+"""Open requests that a message to pages lists. More would not fit on a screen."""
+
+
+@dataclass
+class RequestRecord:
+    """One request. Times are seconds; `began_at` is since 1970. `seconds` is None while the request is open.
+
+    `first_token` is the time to the first token, None before it. `outcome` is empty while the request is open.
+    """
+
+    number: int
+    endpoint: str
+    began_at: float
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    first_token: float | None = None
+    seconds: float | None = None
+    outcome: str = ""
+
+
+class RequestLog:
+    """The open requests and the last MAX_RECENT ended ones. `ended` counts all ended requests since the start."""
+
+    def __init__(self) -> None:
+        self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
+        self.ended = 0
+        self._begun = 0
+        self._open: dict[int, RequestRecord] = {}
+
+    def begin_request(self, endpoint: str, at: float) -> RequestRecord:
+        """Add an open request."""
+        self._begun += 1
+        record = self._open[self._begun] = RequestRecord(self._begun, endpoint, round(at, 2))
+        return record
+
+    def end_request(self, record: RequestRecord, outcome: str, seconds: float) -> None:
+        """Move a request to the ended ones."""
+        record.outcome, record.seconds = outcome, round(seconds, 3)
+        del self._open[record.number]
+        self.recent.append(record)
+        self.ended += 1
+
+    def open_requests(self) -> list[RequestRecord]:
+        """Return the oldest MAX_SHOWN open requests."""
+        return list(self._open.values())[:MAX_SHOWN]
+
+    def ended_since(self, count: int) -> Iterable[RequestRecord]:
+        """Return the requests that ended after the first `count`, as far as they are kept."""
+        new = min(self.ended - count, len(self.recent))
+        return [self.recent[i] for i in range(len(self.recent) - new, len(self.recent))]
+
 
 SAMPLE_SECONDS = 1.0
 """Seconds. Time between two samples: short enough to show a recovery, which takes seconds."""

@@ -11,8 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
-from coordinator.status.latency import LatencyLog
-from coordinator.status.request_log import RequestLog
+from coordinator.status.history import LatencyLog, RequestLog
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
@@ -181,25 +180,21 @@ def _drafts(status: ClusterStatus) -> Iterator[Metric]:
 
 
 def _node_gauges(nodes: tuple[NodeStatus, ...]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("mtp_node_up", "1 while the node is not lost.", labels=["node"])
-    used = GaugeMetricFamily("mtp_node_memory_bytes", "Memory in use, bytes.", labels=["node"])
-    cached = GaugeMetricFamily(
-        "mtp_node_memory_cached_bytes", "Memory in freed buffers, bytes.", labels=["node"]
-    )
-    limit = GaugeMetricFamily(
-        "mtp_node_memory_limit_bytes", "Memory limit of the node, bytes.", labels=["node"]
-    )
-    stage = GaugeMetricFamily(
-        "mtp_stage_seconds",
-        "Typical time of one decode step of a stage, seconds.",
-        labels=["node", "span"],
-    )
+    figures: dict[str, tuple[str, Callable[[NodeStatus], float | None]]] = {
+        "up": ("1 while the node is not lost.", lambda node: float(node.health != "lost")),
+        "memory_bytes": ("Memory in use, bytes.", lambda node: node.memory_used),
+        "memory_cached_bytes": ("Memory in freed buffers, bytes.", lambda node: node.memory_cached),
+        "memory_limit_bytes": ("Memory limit of the node, bytes.", lambda node: node.memory_limit),
+    }
+    for name, (text, figure) in figures.items():
+        gauge = GaugeMetricFamily(f"mtp_node_{name}", text, labels=["node"])
+        for node in nodes:
+            if (value := figure(node)) is not None:
+                gauge.add_metric([node.name], value)
+        yield gauge
+    text = "Typical time of one decode step of a stage, seconds."
+    stage = GaugeMetricFamily("mtp_stage_seconds", text, labels=["node", "span"])
     for node in nodes:
-        up.add_metric([node.name], float(node.health != "lost"))
-        used.add_metric([node.name], node.memory_used)
-        cached.add_metric([node.name], node.memory_cached)
-        if node.memory_limit is not None:
-            limit.add_metric([node.name], node.memory_limit)
         if node.stage_ms is not None:
             stage.add_metric([node.name, node.span or ""], node.stage_ms / 1000)
-    yield from (up, used, cached, limit, stage)
+    yield stage

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mlx_lm.generate import TextStateMachine
 
-from coordinator.text.call_parts import CallArguments, CallParser, CallPart
-from coordinator.text.model_info import Json
+from coordinator.text.calls import CallArguments, CallParser, CallPart, Json
 from coordinator.text.tokenizer import Tokenizer
 
 

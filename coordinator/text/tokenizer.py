@@ -1,10 +1,12 @@
-"""The checkpoint's tokenizer, loaded by mlx-lm without network: text and chats to tokens, tokens to bytes."""
+"""The checkpoint's tokenizer, loaded by mlx-lm without network: text and chats to tokens, and tokens to text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import codecs
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,95 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.generate import TextStateMachine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from coordinator.text.buffered_call import BufferedCallParser
-from coordinator.text.call_grammar import CallStyle
-from coordinator.text.call_parts import CallParser
-from coordinator.text.json_call import JsonCallParser
-from coordinator.text.model_info import Json
-from coordinator.text.xml_call import XmlCallParser
+from coordinator.text.calls import (
+    CallParser,
+    CallStyle,
+    Json,
+    JsonCallParser,
+    XmlCallParser,
+    held_back,
+)
+from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CheckpointError, RequestError
+from proto.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Final text, the tokens whose text begins in it, and each token's offset in the whole text.
+
+    Every token of a stream is in exactly one piece, in order. Offsets count characters.
+    """
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
+class TextStream:
+    """The conversion of one answer's tokens into pieces of text.
+
+    Invalid UTF-8 becomes U+FFFD. A character cut off by the end of the answer is omitted. The text before a stop
+    string is emitted; the stop string and the text after it are not. `stopped` is then True, `stop_string` is the
+    string found, and no token may be added. If stop strings overlap, the one that ends first counts, so the text
+    does not depend on token borders.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+        assert all(stop), "an empty stop string is found everywhere"
+        self._token_bytes = token_bytes
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self._emitted = 0  # characters
+        self._unreported: deque[tuple[int, int]] = deque()  # token, offset of its text
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop string has ended the text."""
+        return self.stop_string is not None
+
+    def add(self, token: int) -> Piece:
+        """Add one token; return the text that became final with it, which may be empty."""
+        assert not self.stopped, "a token was added after a stop string"
+        self._unreported.append((token, self._emitted + len(self._held)))
+        self._held += self._decoder.decode(self._token_bytes(token))
+        if (found := _first_stop(self._held, self._stop)) is not None:
+            start, self.stop_string = found
+            piece = self._release(start)
+            self._held = ""
+            self._unreported.clear()
+            return piece
+        return self._release(len(self._held) - held_back(self._held, self._stop))
+
+    def finish(self) -> Piece:
+        """Return the text held back, after the last token. It is empty after a stop string."""
+        # The last tokens may have no text: control tokens, or the first bytes of a character.
+        piece = Piece(self._held, *_columns(self._unreported))
+        self._emitted += len(self._held)
+        self._held = ""
+        self._unreported.clear()
+        return piece
+
+    def _release(self, length: int) -> Piece:
+        text, self._held = self._held[:length], self._held[length:]
+        self._emitted += length
+        begun = []
+        while self._unreported and self._unreported[0][1] < self._emitted:
+            begun.append(self._unreported.popleft())
+        return Piece(text, *_columns(begun))
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(token for token, _ in pairs), tuple(offset for _, offset in pairs)
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return start and text of the stop string that ends first, the longer of two that end together, or None."""
+    found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1:] if found else None
+
 
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "tokenize", "continue_final_message"}
@@ -304,12 +388,9 @@ class Tokenizer:
     def call_parser(self, tools: Sequence[Json]) -> CallParser:
         """Return the parser of one call's text after its start marker."""
         end = self.tool_markers[1]
-        match self.call_style:
-            case "xml":
-                return XmlCallParser(tools, end)
-            case "json":
-                return JsonCallParser(end)
-        return BufferedCallParser(partial(self._wrapper.tool_parser, tools=list(tools)), end)
+        if self.call_style == "xml":
+            return XmlCallParser(tools, end)
+        return JsonCallParser(end)
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> list[bytes]:
@@ -350,3 +431,53 @@ def _template_names(template: object) -> frozenset[str]:
         return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
     except jinja2.TemplateSyntaxError:  # the template has tags of transformers' own
         return frozenset()
+
+
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of generation_config.json with the same meaning in SamplingParams."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model.
+
+    `context_length` is the maximum number of tokens of prompt and answer together. Requests name the model by `id`
+    or by one of `aliases`, which the user chose, or as mlx-lm's clients by `default_model`. `defaults` apply to
+    sampling fields that a request omits. `fingerprint` identifies the checkpoint by its content. `family` is its
+    `model_type`, and `quantization` a short text, or empty.
+    """
+
+    id: str
+    context_length: int
+    defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    aliases: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str = ""
+    family: str = ""
+    quantization: str = ""
+
+    def answers_to(self, name: str) -> bool:
+        """Return whether `name` means this model."""
+        return name in (*self.listed_names, "default_model")
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The id and the aliases, each once."""
+        return tuple(dict.fromkeys((self.id, *self.aliases)))
+
+
+def generation_defaults(checkpoint: Path) -> SamplingParams:
+    """Return the sampling that generation_config.json recommends, or temperature 1 if the file is missing.
+
+    vLLM uses the same defaults, and OpenAI the same temperature. Raises CheckpointError for a value out of range.
+    """
+    path = checkpoint / "generation_config.json"
+    config = read_json_object(path) if path.exists() else {}
+    chosen: Json = {"temperature": 1.0}
+    chosen |= {name: config[name] for name in _RECOMMENDED if config.get(name) is not None}
+    if config.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    try:
+        return SamplingParams(**chosen)
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}") from error

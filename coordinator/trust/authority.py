@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from proto.errors import AccessError, UsageError
 from proto.trust.certificates import (
+    NodeIdentity,
     fingerprint,
     from_pem,
     is_valid_at,
     key_from_pem,
     key_to_pem,
+    new_id,
     new_key,
     to_pem,
     utc_now,
 )
-from proto.trust.identity import NodeIdentity, new_id
-from proto.trust.state_dir import locked, read_json, read_text, write_private
+from proto.trust.node_trust import locked, read_json, read_text, write_private
 
 CERTIFICATE_LIFE = timedelta(days=30)
 """Life of a node's certificate. A node renews it after 20 days, so a node may be off for ten days or more."""
@@ -37,9 +34,6 @@ CERTIFICATE_LIFE = timedelta(days=30)
 AUTHORITY_LIFE = timedelta(days=3650)
 CLOCK_SKEW = timedelta(minutes=10)
 """Certificates are valid from this long before they are made, for nodes with a slow clock."""
-
-_SCRYPT = {"length": 32, "n": 2**15, "r": 8, "p": 1}
-_SALT_BYTES, _NONCE_BYTES = 16, 12
 
 
 @dataclass
@@ -140,54 +134,11 @@ class Authority:
             self._save()
         return True
 
-    def to_export(self, passphrase: str, registry: dict[str, object]) -> bytes:
-        """Return the authority and `registry`, encrypted by a passphrase."""
-        content = json.dumps(
-            {
-                "cluster": self.cluster,
-                "key": key_to_pem(self.key),
-                "certificates": self.bundle,
-                "crosses": to_pem(*self.crosses),
-                "registry": registry,
-            }
-        )
-        salt, nonce = secrets.token_bytes(_SALT_BYTES), secrets.token_bytes(_NONCE_BYTES)
-        cipher = AESGCM(Scrypt(salt=salt, **_SCRYPT).derive(passphrase.encode()))
-        return salt + nonce + cipher.encrypt(nonce, content.encode(), None)
-
     def _save(self) -> None:
         write_private(self.directory / "authority.key", key_to_pem(self.key))
         write_private(self.directory / "crosses.pem", to_pem(*self.crosses))
         write_private(self.directory / "authorities.pem", self.bundle)
         write_private(self.directory / "cluster.json", json.dumps({"cluster": self.cluster}))
-
-
-def import_authority(state: Path, data: bytes, passphrase: str) -> dict[str, object]:
-    """Write an exported authority into an empty state directory, and return the exported registry.
-
-    Raises UsageError for a wrong passphrase, damaged data, or a directory that already has an authority.
-    """
-    salt, rest = data[:_SALT_BYTES], data[_SALT_BYTES:]
-    try:
-        cipher = AESGCM(Scrypt(salt=salt, **_SCRYPT).derive(passphrase.encode()))
-        content = json.loads(cipher.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], None))
-    except (InvalidTag, ValueError) as error:
-        raise UsageError("the passphrase is wrong or the file is damaged") from error
-    directory = state / "authority"
-    with locked(directory):
-        if _load(directory) is not None:
-            raise UsageError(f"{directory}: already has an authority. Name an empty --state-dir")
-        crosses = from_pem(content["crosses"]) if content["crosses"] else []
-        authority = Authority(
-            directory,
-            content["cluster"],
-            key_from_pem(content["key"]),
-            tuple(from_pem(content["certificates"])),
-            tuple(crosses),
-        )
-        authority._save()
-    registry: dict[str, object] = content["registry"]
-    return registry
 
 
 def _load(directory: Path) -> Authority | None:

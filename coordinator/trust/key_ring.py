@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
+from coordinator.trust.registry import StateFile
 from proto.errors import AccessError, CapacityError, UsageError
-from proto.trust.state_dir import locked, read_json, write_private
 
 KEY_PREFIX = "mtp-"
 MINUTE = 60.0
@@ -45,23 +43,21 @@ class KeyRing:
     """The keys in a state directory. A running server sees changes without a restart."""
 
     def __init__(self, state: Path) -> None:
-        self._directory = state / "keys"
-        self._file = self._directory / "keys.json"
+        self._file = StateFile(state / "keys" / "keys.json", {})
         self._version = -1
         self._keys: list[ApiKey] = []
         self.count_background: Callable[[str], int] = lambda owner: 0
         """Returns the answers of an owner that run in the background and have no client."""
-        self._open: dict[str, int] = {}
+        self._open: Counter[str] = Counter()
         self._recent: dict[str, deque[float]] = {}
 
     def stored_keys(self) -> list[ApiKey]:
         """Return the keys, read again when the file has changed. Raises UsageError for a damaged file."""
-        try:
-            version = self._file.stat().st_mtime_ns
-        except FileNotFoundError:
-            version = 0
-        if version != self._version:
-            self._keys = [_key(name, facts) for name, facts in read_json(self._file).items()]
+        if (version := self._file.version) != self._version:
+            self._keys = [
+                ApiKey(name, **{**facts, "scopes": frozenset(map(Scope, facts["scopes"]))})
+                for name, facts in self._file.read().items()
+            ]
             self._version = version
         return self._keys
 
@@ -70,8 +66,7 @@ class KeyRing:
     ) -> str:
         """Store a new key and return it. Nothing can show it again. Raises UsageError for a known name."""
         key = KEY_PREFIX + secrets.token_urlsafe(32)
-        with locked(self._directory):
-            content = read_json(self._file)
+        with self._file.changing() as content:
             if name in content:
                 raise UsageError(
                     f"a key named {name!r:.80} exists. Revoke it first or choose a name"
@@ -83,16 +78,13 @@ class KeyRing:
                 "streams": streams,
                 "created": time.time(),
             }
-            write_private(self._file, json.dumps(content, indent=1))
         return key
 
     def revoke(self, name: str) -> None:
         """Delete a key. Raises UsageError for an unknown name."""
-        with locked(self._directory):
-            content = read_json(self._file)
+        with self._file.changing() as content:
             if content.pop(name, None) is None:
                 raise UsageError(f"no key is named {name!r:.80}. See mtp-coord key list")
-            write_private(self._file, json.dumps(content, indent=1))
 
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key with the text `sent`, or None. The time does not depend on which key matches."""
@@ -123,25 +115,14 @@ class KeyRing:
                 f"The key {key.name} has reached its request limit.", retry_after=wait
             )
         background = self.count_background(owner) if owner else 0
-        if key.streams and self._open.get(key.name, 0) + background >= key.streams:
+        if key.streams and self._open[key.name] + background >= key.streams:
             raise CapacityError(
                 f"The key {key.name} has reached its limit of open requests, {background} of them in the background."
             )
         if key.requests_per_minute:
             recent.append(now)
-        self._open[key.name] = self._open.get(key.name, 0) + 1
+        self._open[key.name] += 1
         try:
             yield
         finally:
             self._open[key.name] -= 1
-
-
-def _key(name: str, facts: dict[str, Any]) -> ApiKey:
-    return ApiKey(
-        name,
-        facts["digest"],
-        frozenset(Scope(scope) for scope in facts["scopes"]),
-        facts["requests_per_minute"],
-        facts["streams"],
-        facts["created"],
-    )

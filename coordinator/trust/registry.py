@@ -5,15 +5,46 @@ Commands change the files while a coordinator runs. The coordinator reads them a
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from proto.errors import AccessError, UsageError
-from proto.trust.join_token import JoinToken, is_proof
-from proto.trust.state_dir import locked, read_json, write_private
+from proto.trust.joining import JoinToken, is_proof
+from proto.trust.node_trust import locked, read_json, write_private
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A JSON object in the state directory that several processes change. `defaults` are its missing fields."""
+
+    path: Path
+    defaults: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        """A number that changes with the file; 0 without a file."""
+        try:
+            return self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def read(self) -> dict[str, Any]:
+        """Return the content. Raises UsageError for a damaged file."""
+        return {**copy.deepcopy(self.defaults), **read_json(self.path)}
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[dict[str, Any]]:
+        """Give the content under a lock, and write it when the block ends without an error."""
+        with locked(self.path.parent):
+            content = self.read()
+            yield content
+            write_private(self.path, json.dumps(content, indent=1))
 
 
 @dataclass(frozen=True)
@@ -28,25 +59,22 @@ class Node:
 
 
 class Registry:
-    """The nodes and tokens in `directory`. Every method reads the files, and changes them under a lock."""
+    """The nodes and tokens in the state directory. Every method reads the file, and changes it under a lock."""
 
     def __init__(self, state: Path) -> None:
-        self._directory = state / "authority"
-        self._file = self._directory / "registry.json"
+        empty = {"nodes": {}, "tokens": {}, "address": ""}
+        self._file = StateFile(state / "authority" / "registry.json", empty)
 
     @property
     def version(self) -> int:
-        """A number that changes with the file; 0 without a file."""
-        try:
-            return self._file.stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        """A number that changes with the file."""
+        return self._file.version
 
     # ---- nodes
 
     def nodes(self) -> list[Node]:
         """Return all nodes, removed ones included, in the order of joining."""
-        return [Node(node_id, **facts) for node_id, facts in self._read()["nodes"].items()]
+        return [Node(node_id, **facts) for node_id, facts in self._file.read()["nodes"].items()]
 
     def removed(self) -> frozenset[str]:
         """Return the node ids of the removed nodes."""
@@ -54,42 +82,36 @@ class Registry:
 
     def record_node(self, node_id: str, name: str, expires: float) -> None:
         """Record a node with a new certificate. Raises AccessError for a removed node."""
-        with locked(self._directory):
-            content = self._read()
-            known = content["nodes"].get(node_id)
-            if known is not None and known["removed"]:
+        with self._file.changing() as content:
+            known = content["nodes"].get(node_id, {"name": "", "joined": time.time()})
+            if known.get("removed"):
                 raise AccessError("the node was removed from the cluster")
-            joined = known["joined"] if known else time.time()
             content["nodes"][node_id] = {
-                "name": name or (known["name"] if known else ""),
-                "joined": joined,
+                "name": name or known["name"],
+                "joined": known["joined"],
                 "expires": expires,
                 "removed": False,
             }
-            self._write(content)
 
     def remove_nodes(self, name: str) -> list[Node]:
         """Remove the nodes with this name or node id, and return them. Raises UsageError when there is none."""
-        with locked(self._directory):
-            content = self._read()
-            found = [
-                node_id
+        with self._file.changing() as content:
+            found = {
+                node_id: facts
                 for node_id, facts in content["nodes"].items()
                 if name in (facts["name"], node_id) and not facts["removed"]
-            ]
+            }
             if not found:
                 raise UsageError(f"no node is named {name!r:.80}. See mtp-coord node list")
-            for node_id in found:
-                content["nodes"][node_id]["removed"] = True
-            self._write(content)
-        return [Node(node_id, **content["nodes"][node_id]) for node_id in found]
+            for facts in found.values():
+                facts["removed"] = True
+        return [Node(node_id, **facts) for node_id, facts in found.items()]
 
     # ---- tokens
 
     def add_token(self, token: JoinToken, seconds: float, uses: int) -> None:
         """Record a new token. Only the public half of its secret is stored."""
-        with locked(self._directory):
-            content = self._read()
+        with self._file.changing() as content:
             now = time.time()
             content["tokens"] = {i: t for i, t in content["tokens"].items() if t["expires"] > now}
             content["tokens"][token.token_id] = {
@@ -97,12 +119,10 @@ class Registry:
                 "expires": now + seconds,
                 "uses": uses,
             }
-            self._write(content)
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
         """Check the proof of a token and count one use. Raises AccessError, whose text is for the operator's log."""
-        with locked(self._directory):
-            content = self._read()
+        with self._file.changing() as content:
             token = content["tokens"].get(token_id)
             if token is None:
                 raise AccessError("the token is unknown, expired or revoked")
@@ -113,47 +133,25 @@ class Registry:
             if token["uses"] < 1:
                 raise AccessError("the token has no uses left")
             token["uses"] -= 1
-            self._write(content)
 
     def revoke_token(self, token_id: str) -> None:
         """Delete a token. Raises UsageError for an unknown one."""
-        with locked(self._directory):
-            content = self._read()
+        with self._file.changing() as content:
             if content["tokens"].pop(token_id, None) is None:
                 raise UsageError(f"no token has the id {token_id!r:.40}. See mtp-coord token list")
-            self._write(content)
 
     def tokens(self) -> dict[str, dict[str, Any]]:
         """Return the tokens by id: expiry time and remaining uses."""
-        found: dict[str, dict[str, Any]] = self._read()["tokens"]
+        found: dict[str, dict[str, Any]] = self._file.read()["tokens"]
         return found
 
     # ---- the address of the coordinator, for tokens
 
     def record_address(self, address: str) -> None:
         """Record where machines join."""
-        with locked(self._directory):
-            content = self._read()
-            if content["address"] != address:
-                self._write({**content, "address": address})
+        with self._file.changing() as content:
+            content["address"] = address
 
     def address(self) -> str:
         """Return where machines join; empty before a coordinator listened."""
-        return str(self._read()["address"])
-
-    # ---- export and import
-
-    def content(self) -> dict[str, Any]:
-        """Return everything, for an export."""
-        return self._read()
-
-    def replace(self, content: dict[str, Any]) -> None:
-        """Replace everything, for an import."""
-        with locked(self._directory):
-            self._write(content)
-
-    def _read(self) -> dict[str, Any]:
-        return {"nodes": {}, "tokens": {}, "address": "", **read_json(self._file)}
-
-    def _write(self, content: dict[str, Any]) -> None:
-        write_private(self._file, json.dumps(content, indent=1))
+        return str(self._file.read()["address"])

@@ -12,18 +12,85 @@ from dataclasses import asdict
 from itertools import count, takewhile
 from typing import Any, TypeVar
 
-from coordinator.status.activity import describe_activity, suggest_improvement
-from coordinator.status.bottleneck import PassLog
 from coordinator.status.cluster_events import ClusterEvent, EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
-from coordinator.status.frame_history import FrameHistory, FrameTimes
-from coordinator.status.history import History, Sample
-from coordinator.status.latency import LatencyLog
-from coordinator.status.request_log import RequestLog
-from coordinator.web.live_trace import TRACE_SECONDS, LiveTrace
+from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
+from coordinator.status.history import History, LatencyLog, RequestLog, Sample
 from proto.errors import CapacityError
+from proto.terminal.progress import format_size
 
 log = logging.getLogger(__name__)
+
+BUSY = 0.8
+"""Share of time. A stage that computes more than this leaves little to gain by filling gaps."""
+
+UNBALANCED = 1.15
+"""Ratio. A stage whose time exceeds the mean by this factor is named as the slowest: less is noise."""
+
+
+def describe_activity(status: ClusterStatus) -> str:
+    """Return what the cluster does now, such as `Computing prompts: 704 of 2,812 tokens`."""
+    if not status.ready:
+        return _describe_start(status)
+    if status.prefilling:
+        done = sum(prompt.done for prompt in status.prefilling)
+        total = sum(prompt.total for prompt in status.prefilling)
+        return f"Computing prompts: {done:,} of {total:,} tokens"
+    if status.running:
+        answers = "1 answer" if status.running == 1 else f"{status.running} answers"
+        queued = f", {status.waiting} queued" if status.waiting else ""
+        return f"Generating {answers}{queued}"
+    return "Ready"
+
+
+def _describe_start(status: ClusterStatus) -> str:
+    loading = [node for node in status.nodes if node.health == "loading"]
+    if loading:
+        done = sum(node.loaded_bytes for node in loading)
+        total = sum(node.load_bytes for node in loading)
+        progress = f": {format_size(done)} of {format_size(total)}" if total else ""
+        machines = "1 machine" if len(loading) == 1 else f"{len(loading)} machines"
+        return f"Loading layers on {machines}{progress}"
+    lost = [node.name for node in status.nodes if node.health == "lost"]
+    if status.recoveries and lost:
+        return f"Recovering from the loss of {', '.join(lost)}"
+    found = sum(node.health == "idle" for node in status.nodes)
+    if status.workers_wanted and found < status.workers_wanted:
+        return f"Waiting for workers: {found} of {status.workers_wanted} ready"
+    detail = status.detail or "starting"
+    return f"{detail[:1].upper()}{detail[1:]}"
+
+
+def suggest_improvement(status: ClusterStatus, busy: Sequence[float] = ()) -> str:
+    """Return one sentence that names the change with the largest effect on speed, or an empty text.
+
+    `busy` has the share of time in which each stage computed, in the order of the plan.
+    """
+    if not status.ready:
+        return ""
+    idle = [node.name for node in status.nodes if node.health == "idle" and not node.detail]
+    if idle:
+        return (
+            f"{', '.join(idle)} can serve but holds no layers: a new plan would use every worker."
+        )
+    names = [node.name for node in status.nodes if node.span]
+    if not busy or len(busy) != len(names):
+        return ""
+    share = max(busy)
+    name = names[busy.index(share)]
+    if share < BUSY:
+        return (
+            f"Machines wait for each other: {name}, the busiest, computes {share:.0%} of the time. "
+            "More answers at once would fill the gaps."
+        )
+    ratio = share * len(busy) / sum(busy)
+    if ratio >= UNBALANCED:
+        return (
+            f"{name} computes {share:.0%} of the time, {ratio:.1f} times the mean. "
+            "Fewer layers there, or a faster machine, would help."
+        )
+    return f"{name} computes {share:.0%} of the time: only faster machines or more accepted drafts would help."
+
 
 LOOK_SECONDS = 0.25
 """Seconds. Time between two looks at the status. It bounds the error of the times of events."""
@@ -41,9 +108,12 @@ MAX_SUBSCRIBERS = 200
 QUEUED_MESSAGES = 20
 """Messages. A subscriber that is this far behind (ten seconds) gets a new snapshot instead of them."""
 
+TRACE_SECONDS = 1.0
+"""Seconds between two collections of stamps: short enough for a live picture, and one call a second to each worker."""
+
 HOLD_SECONDS = 1.3
-"""Seconds. A frame waits so long for its exact times before it is sent with estimated ones: TRACE_SECONDS and the time
-of a collection. With the time of a message it is below DELAY in assets/timeline.js."""
+"""Seconds. A frame waits so long for its exact times before it is left out: TRACE_SECONDS and the time of a collection.
+With the time of a message it is below DELAY in assets/timeline.js."""
 
 MAX_FRAMES_SENT = 500
 """Frames in one message. Older ones are left out: 2,000 a second is more than a page can draw."""
@@ -64,7 +134,7 @@ class LiveFeed:
         source: StatusSource,
         latency: LatencyLog,
         clock: Callable[[], float] = time.perf_counter,
-        frames: FrameHistory | None = None,
+        frames: FrameRecords | None = None,
         requests: RequestLog | None = None,
     ) -> None:
         self.source = source
@@ -72,7 +142,7 @@ class LiveFeed:
         """The clock of `latency`, in seconds."""
         self.events = EventLog()
         self.history = History(latency)
-        self.frames = FrameHistory() if frames is None else frames
+        self.frames = FrameRecords() if frames is None else frames
         self.requests = RequestLog() if requests is None else requests
         self._sent_requests: list[Json] = []
         """The open requests that pages have."""
@@ -80,7 +150,7 @@ class LiveFeed:
         """The number of ended requests that pages have."""
         self._sent_frame = 0
         """Number of the newest frame that pages have."""
-        self.trace: LiveTrace | None = None
+        self.collect: CollectTraces | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
         self._new_events: list[ClusterEvent] = []
@@ -129,8 +199,8 @@ class LiveFeed:
         while True:
             await asyncio.sleep(TRACE_SECONDS)
             try:
-                if self.trace is not None and self._subscribers:
-                    await self.trace.update_frames(self._sent_frame)
+                if self.collect is not None and self._subscribers:
+                    await self.frames.add_exact_times(self._sent_frame, self.collect)
             except Exception:  # as in _run
                 log.exception("live trace failed")
 
@@ -171,7 +241,7 @@ class LiveFeed:
             self._send(_message("delta", delta))
 
     def _fields(self, status: ClusterStatus) -> Json:
-        return status_fields(status, self.trace.passes if self.trace else None)
+        return status_fields(status, self.frames.busy_shares())
 
     def _request_changes(self) -> Json:
         """Return the open requests if they changed, and those that ended since the last message."""
@@ -192,7 +262,7 @@ class LiveFeed:
         settled = time.monotonic() - HOLD_SECONDS
         new = list(
             takewhile(
-                lambda frame: frame.exact or not self.trace or frame.returned_at <= settled,
+                lambda frame: frame.stages or frame.returned_at <= settled,
                 self.frames.since(self._sent_frame, MAX_FRAMES_SENT),
             )
         )
@@ -257,8 +327,11 @@ class LiveFeed:
             self._subscribers.discard(queue)
 
 
-def status_fields(status: ClusterStatus, passes: PassLog | None = None) -> Json:
-    """Return the fields of `status` for a page, with the lines about its activity."""
+def status_fields(status: ClusterStatus, busy: Sequence[float] = ()) -> Json:
+    """Return the fields of `status` for a page, with the lines about its activity.
+
+    `busy` has the share of time in which each stage computed.
+    """
     fields = asdict(status)
     for name in ("uptime_seconds", "phase_seconds"):
         del fields[name]  # they would change in every message
@@ -273,25 +346,24 @@ def status_fields(status: ClusterStatus, passes: PassLog | None = None) -> Json:
             for name in ("cost", "tokens", "speed"):
                 shape[name] = round(shape[name], 2)
     fields["activity"] = describe_activity(status)
-    fields["suggestion"] = suggest_improvement(status, passes)
+    fields["suggestion"] = suggest_improvement(status, busy)
     return fields
 
 
-def _compact_frames(frames: Iterable[FrameTimes]) -> list[list[float | str]]:
+def _compact_frames(frames: Iterable[FrameRecord]) -> list[list[float | str]]:
     offset = time.time() - time.monotonic()
-    return [compact_frame(frame, offset) for frame in frames]
+    return [compact_frame(frame, offset) for frame in frames if frame.stages]
 
 
-def compact_frame(frame: FrameTimes, offset: float) -> list[float | str]:
+def compact_frame(frame: FrameRecord, offset: float) -> list[float | str]:
     """Return a frame as `[number, kind, rows, wasted, sent, flight, start, length, …]`.
 
     `sent` is seconds since 1970, `offset` what the loop's clock lacks. The other times are milliseconds: the time in
-    flight, then for each stage the start after `sent` and the length. `kind` is one letter, with a tilde if the places
-    of the stages are estimates.
+    flight, then for each stage the start after `sent` and the length. `kind` is one letter.
     """
     fields: list[float | str] = [
         frame.number,
-        frame.kind[0] + ("" if frame.exact else "~"),
+        frame.kind[0],
         frame.rows,
         frame.wasted,
         round(frame.sent_at + offset, 4),

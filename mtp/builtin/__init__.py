@@ -1,7 +1,7 @@
 """The model that comes with the package: a small Qwen3.5 with its multi-token-prediction head.
 
 The package generates tokens right after its installation, without a download or an account, on one CPU core.
-README.md in this folder is the model card. `python -m mtp.builtin.training.train` trained the model.
+README.md in this folder is the model card, and says how it was trained.
 """
 
 from pathlib import Path

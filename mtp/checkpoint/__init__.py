@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from mtp.checkpoint.format.checkpoint import Checkpoint, MtpStatus
 from mtp.checkpoint.format.config import LayerKind, ModelConfig
-from mtp.checkpoint.format.header import TensorInfo
+from mtp.checkpoint.format.shard import TensorInfo
 
 __all__ = ["Checkpoint", "LayerKind", "ModelConfig", "MtpStatus", "TensorInfo"]

@@ -1,28 +1,12 @@
-"""The depth controller: it chooses the shape of windows with the most tokens per second, from costs and acceptance.
-
-    tokens per second at depth k  ~  (1 + a_1 + a_1 a_2 + … + a_1…a_k) / cost(k + 1).
-
-Here cost(w) is the time of a step of width w. a_i is the chance that draft i is accepted if the drafts before it were.
-Plain decoding, depth 0, always competes. Where a pipeline has room for several windows of a sequence, the filled
-pipelines of all widths and fills compete too.
-
-Simulations with expensive and cheap verification use five acceptance profiles (tests/unit/mtp/test_controller.py).
-
-The controller reads no clock and draws no random number. Only recorded results and costs decide. Tokens do not depend
-on the depth (DESIGN §1), so a wrong choice costs only time.
-"""
+"""The controller of draft depth, window width and fill. It chooses from measured costs and acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mtp.depth.draft_result import DraftResult
-from mtp.depth.estimates import AcceptanceEstimate
-from mtp.depth.report import SearchReport
-from mtp.depth.search import Search
-from mtp.depth.shape import Shape
-from mtp.depth.step_costs import StepCost
+from mtp.depth.search import AcceptanceEstimate, DraftResult, Search, SearchReport
+from mtp.depth.step_costs import Shape, StepCost
 from proto.errors import UsageError
 
 MAX_DEPTH = 8
@@ -119,10 +103,12 @@ class Controller:
         """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
         if self.mode.filled:
             return ()
-        return tuple(
-            SearchReport(2**bits, fill, search.report(), search.costs.step_seconds(Shape(1)))
-            for (bits, fill), search in sorted(self._searches.items())
-        )
+        found = []
+        for (bits, fill), search in sorted(self._searches.items()):
+            seconds = search.costs.step_seconds(Shape(1))
+            speed = 1 / seconds if seconds else None
+            found.append(SearchReport(2**bits, fill, search.report(), speed))
+        return tuple(found)
 
     def _search(self, sequences: int, fill: int) -> Search:
         key = ((sequences - 1).bit_length(), fill)

@@ -7,7 +7,22 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from mtp.depth.shape import Shape
+
+@dataclass(frozen=True)
+class Shape:
+    """Windows of `width` tokens, up to `fill` of them in flight.
+
+    With `fill` 1 a window takes all drafts (a block). With `fill` > 1 the pipeline is filled: all windows but the
+    first are speculative.
+    """
+
+    width: int = 1
+    fill: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Drafts to request with a window: enough for the newest window in flight when this one is accepted whole."""
+        return self.width * self.fill - 1
 
 
 @dataclass(frozen=True)

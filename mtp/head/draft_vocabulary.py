@@ -7,19 +7,17 @@ texts. Any draft is allowed, so the text does not depend on the part. The target
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from mtp.exact.ranged_rows import RangedRows
-from mtp.kernels.column_linear import ColumnLinear
-from mtp.kernels.dense_rows import DenseRows
-from mtp.kernels.packed_linear import TILE as BLOCK
-from mtp.kernels.packed_linear import PackedLinear
+from mtp.layers.select_blocks import Projection, can_select, select_blocks
 from proto.errors import UsageError
+
+BLOCK = 16
+"""Neighbouring tokens that are selected together: a tile of the CUDA kernel for 4-bit weights."""
 
 AUTO_TOKENS = 32768
 """Lowest tokens under `auto`: about an eighth of the words of Qwen3.5."""
@@ -35,9 +33,6 @@ ASSUMED = 32
 
 TRIALS = 5
 """Timings of each kind, of which the best counts."""
-
-Projection = Callable[[mx.array], mx.array]
-"""Logits `[rows, words]` of `[rows, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class DraftVocabulary:
         self._whole = whole
         self._module = module
         self._auto = size.auto
-        self._low = _rows_of(module, slice(0, self.lowest // BLOCK))
+        self._low = select_blocks(module, slice(0, self.lowest // BLOCK), BLOCK)
         self._recent: dict[int, None] = {}
         self._gathered: Projection | None = None
         self._places = mx.zeros((0,), mx.int32)
@@ -129,46 +124,17 @@ class DraftVocabulary:
         blocks += blocks[-1:] * (RECENT_BLOCKS - len(blocks))
         taken = mx.array(blocks, mx.int32)
         self._places = (taken[:, None] * BLOCK + mx.arange(BLOCK, dtype=mx.int32)).reshape(-1)
-        return _rows_of(self._module, taken)
+        return select_blocks(self._module, taken, BLOCK)
 
 
 def draft_vocabulary(
     module: Any, whole: Projection, vocab: int, size: DraftVocabularySize
 ) -> DraftVocabulary | None:
     """Return the part of the projection `module`, or None where it would save little or rows cannot be selected."""
-    if isinstance(module, RangedRows):
-        module = getattr(module.inner, "__self__", module.inner)
-    linear = isinstance(
-        module, (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
-    )
-    own = isinstance(module, (ColumnLinear, PackedLinear, DenseRows))
-    selectable = (own or linear) and "bias" not in module
-    if not size.tokens or 2 * size.tokens > vocab or vocab % BLOCK or not selectable:
+    few = 2 * size.tokens <= vocab and vocab % BLOCK == 0
+    if not size.tokens or not few or not can_select(module):
         return None
     return DraftVocabulary(module, whole, vocab, size)
-
-
-def _rows_of(module: Any, blocks: slice | mx.array) -> Projection:
-    """Return the projection with only these blocks of `BLOCK` outputs. A slice copies nothing, except of columns."""
-    if isinstance(module, PackedLinear):
-        part = PackedLinear(module.w[blocks], module.factors[blocks], module.dtype)
-        return part.as_linear
-    if isinstance(module, ColumnLinear):
-        columns = module.weight.reshape(module.weight.shape[0], -1, BLOCK)[:, blocks]
-        columns = mx.contiguous(columns.reshape(module.weight.shape[0], -1))
-        return ColumnLinear(columns)
-
-    def selected(value: mx.array) -> mx.array:
-        taken = value.reshape(-1, BLOCK, value.shape[1])[blocks]
-        return taken.reshape(-1, value.shape[1])
-
-    weight = selected(module.weight)
-    if "scales" not in module:
-        return lambda x: x @ weight.T
-    scales = selected(module.scales)
-    biases = selected(module.biases) if "biases" in module else None
-    settings = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    return lambda x: mx.quantized_matmul(x, weight, scales, biases, transpose=True, **settings)
 
 
 def _seconds(function: Projection, x: mx.array) -> float:

@@ -15,14 +15,13 @@ from typing import cast
 
 import mlx.core as mx
 
-from mtp.head.attention import KV, Hole, KVFormat, copy_of, state_of
 from mtp.head.draft_vocabulary import DraftVocabulary
 from mtp.head.mtp_head import MTPHead
+from mtp.layers.kv_cache import KVRows
+from mtp.layers.layer import Hole, KVFormat
 from mtp.sampling.choice import choose, drawn
-from mtp.sampling.filters import filtered
+from mtp.sampling.filters import History, Stream, filtered
 from mtp.sampling.grammar import GrammarState
-from mtp.sampling.history import History
-from mtp.sampling.noise import Stream
 from proto.params import SamplingParams
 
 FORCED_DRAFTS = 4
@@ -42,7 +41,7 @@ class HeadState:
     `newest [1, hidden]` is the newest hidden state. If its `successor` is known, its pair is among the known pairs.
     """
 
-    cache: KV
+    cache: KVRows
     newest: mx.array | None = None
     successor: int | None = None
     waiting_hidden: list[mx.array] = field(default_factory=list)
@@ -103,7 +102,7 @@ class HeadState:
     def copy(self) -> HeadState:
         """Return an independent copy."""
         return HeadState(
-            copy_of(self.cache),
+            self.cache.copy(),
             self.newest,
             self.successor,
             list(self.waiting_hidden),
@@ -113,7 +112,7 @@ class HeadState:
     def arrays(self) -> list[mx.array]:
         """Return all arrays of the state, for `mx.eval` and for counting bytes."""
         newest = [] if self.newest is None else [self.newest]
-        return [*state_of(self.cache), *self.waiting_hidden, *newest]
+        return [*self.cache.arrays(), *self.waiting_hidden, *newest]
 
 
 @dataclass(frozen=True)
@@ -188,19 +187,19 @@ class Drafter:
 
         def rest(x: mx.array) -> mx.array:
             """Return the head's output for one pair."""
-            return self.advance(first, x, [self.kv_format.new_cache()], [1])
+            return self.advance(first, x, [self.head.block.new_cache(self.kv_format)], [1])
 
         self.vocabulary.measure(hidden, rest)
 
     def new_state(self) -> HeadState:
         """Return the state of a new sequence."""
-        return HeadState(self.kv_format.new_cache())
+        return HeadState(self.head.block.new_cache(self.kv_format))
 
     def advance(
         self,
         tokens: mx.array,
         hidden: mx.array,
-        caches: Sequence[KV],
+        caches: Sequence[KVRows],
         widths: Sequence[int],
         holes: Sequence[Hole] = (),
     ) -> mx.array:

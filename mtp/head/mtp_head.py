@@ -9,8 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
-from mtp.head.attention import KV, Hole, add_attention
-from mtp.kernels.projections import add_mlp
+from mtp.layers.kv_cache import KVRows
+from mtp.layers.layer import Hole, Layer
+from mtp.layers.reference.attention import AttentionLayer
 
 
 class MTPHead(nn.Module):
@@ -28,6 +29,17 @@ class MTPHead(nn.Module):
         # With an interval of 1 every layer is a full-attention one.
         self.layers = [DecoderLayer(replace(args, full_attention_interval=1), layer_idx=0)]
         self.norm = nn.RMSNorm(hidden, eps=args.rms_norm_eps)
+        self._block: Layer | None = None
+
+    @property
+    def block(self) -> Layer:
+        """The decoder layer: the reference, or the variant that was set."""
+        return AttentionLayer(self.layers[0]) if self._block is None else self._block
+
+    @block.setter
+    def block(self, layer: Layer) -> None:
+        """Set the variant that computes the decoder layer."""
+        self._block = layer
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -38,7 +50,7 @@ class MTPHead(nn.Module):
         self,
         embedded: mx.array,
         hidden: mx.array,
-        caches: Sequence[KV],
+        caches: Sequence[KVRows],
         widths: Sequence[int],
         holes: Sequence[Hole] = (),
     ) -> mx.array:
@@ -48,11 +60,8 @@ class MTPHead(nn.Module):
         owns the next `widths[i]` rows, which are appended to `caches[i]`. Returns `[rows, hidden]` after `norm`, the
         input of lm_head for token t+2.
         """
-        layer = self.layers[0]
         e = self.pre_fc_norm_embedding(embedded)
         h = self.pre_fc_norm_hidden(hidden)
         x = self.fc(mx.concatenate([e, h], axis=-1))
-        x = add_attention(layer.self_attn, layer.input_layernorm, x, caches, widths, holes)
-        x = add_mlp(layer.mlp, layer.post_attention_layernorm, x)
-        out: mx.array = self.norm(x)
+        out: mx.array = self.norm(self.block.add(x, caches, widths, holes=holes))
         return out

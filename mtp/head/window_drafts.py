@@ -13,10 +13,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mtp.head.attention import Hole
 from mtp.head.drafter import Drafter, HeadState
+from mtp.layers.layer import Hole
 from mtp.sampling.choice import choose_with_keys, shared_settings
-from mtp.sampling.noise import Stream, key_array
+from mtp.sampling.filters import Stream, key_array
 from proto.params import SamplingParams
 
 Key = tuple[int, int]

@@ -29,8 +29,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mtp.sampling.choice import drawn
-from mtp.sampling.history import Tokens, token_array
-from mtp.sampling.noise import Stream, gumbel, uniform
+from mtp.sampling.filters import Stream, Tokens, gumbel, token_array, uniform
 
 
 def accepted_length(

@@ -1,8 +1,4 @@
-"""The token at a position: `argmax(scores + gumbel(seed, position))`, or `argmax(logits)` when greedy (DESIGN §6).
-
-The largest sum of a log-probability and Gumbel noise is a draw from the distribution. The noise depends on seed and
-position only. So the same logits give the same token in every window, batch and run.
-"""
+"""The choice of a token from logits: counter-based noise, then the largest sum of logit and noise."""
 
 from __future__ import annotations
 
@@ -11,9 +7,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mtp.sampling.filters import adjusted, filtered
-from mtp.sampling.history import History, Tokens, token_array
-from mtp.sampling.noise import Stream, gumbel, gumbel_of, key_array
+from mtp.sampling.filters import (
+    History,
+    Stream,
+    Tokens,
+    adjusted,
+    filtered,
+    gumbel,
+    gumbel_of,
+    key_array,
+    token_array,
+)
 from proto.params import SamplingParams
 
 

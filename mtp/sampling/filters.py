@@ -1,23 +1,175 @@
-"""The scores that a token is drawn from: logits after bias, penalties, temperature and filters.
-
-The order is that of vLLM: logit bias; repetition, frequency, presence penalty; temperature; min-p, top-k, top-p.
-mlx-lm divides by the temperature last, so its filters use other probabilities. XTC, which vLLM lacks, comes last, as in
-mlx-lm for all filters but top-k. The order matters only for top-p, whose share refers to the remaining tokens.
-
-Everything is fp32, lazy, and computed row by row. The scores of a row are bit-equal alone and in a window.
-"""
+"""Filters and penalties of logits, and the history of tokens that penalties need."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 
 import mlx.core as mx
 
-from mtp.sampling.history import History, Tokens, token_array
-from mtp.sampling.noise import Stream, uniform
-from proto.errors import RequestError
+from proto.errors import ProtocolError, RequestError
 from proto.params import SamplingParams
+
+MASK_64 = 2**64 - 1
+
+
+SMALLEST_UNIFORM = 2.0**-33
+"""Half of the finest step of a uniform number of 32 bits. It replaces 0, whose logarithm is not finite."""
+
+
+class Stream(IntEnum):
+    """The independent noises at one position. The numbers never change, since answers depend on them."""
+
+    TARGET = 0
+    """Gumbel noise of the token itself; the coupled drafter shares it."""
+    DRAFT = 1
+    """Gumbel noise of a draft under the ratio rule."""
+    COIN = 2
+    """The ratio rule's acceptance coin."""
+    RESIDUAL = 3
+    """Gumbel noise of the ratio rule's replacement for a rejected draft."""
+    XTC = 4
+    """The draw that decides if XTC acts at this position."""
+
+
+STREAM_BITS = 3
+
+
+def key(seed: int, position: int, stream: Stream) -> tuple[int, int]:
+    """Return the key of one noise: the high and low 32 bits of a word, as mx.random takes them.
+
+    The key is the result of two rounds of splitmix64's finalizer. The second round includes position and stream, packed
+    into one word. The finalizer is a bijection of 64-bit words. So under one seed two pairs (position < 2^61, stream)
+    never share a key. Because of the first round, seed + 1 does not give the noise of this seed shifted by a position.
+    """
+    word = (position << STREAM_BITS) | stream
+    mixed = _splitmix64(_splitmix64(seed) ^ word)
+    return mixed >> 32, mixed & 0xFFFFFFFF
+
+
+def gumbel(seed: int, positions: Sequence[int], vocab: int, stream: Stream) -> mx.array:
+    """Return standard Gumbel noise for each token at each position: fp32 `[len(positions), vocab]`, lazy.
+
+    The formula is `-log(-log1p(-u))`, not `-log(-log(u))`. Its large values come from u near 0, where fp32 is precise.
+    Near 1, fp32 has steps of 2^-24, which would limit the noise to 16.6. With 248,320 tokens, 1.5 % of the positions
+    draw a larger value. Row i has the same bits as its position alone.
+    """
+    return gumbel_of(key_array([(seed, position) for position in positions], stream), vocab)
+
+
+def key_array(places: Sequence[tuple[int, int]], stream: Stream) -> mx.array:
+    """Return the key of each (seed, position) of `places`: uint32 `[len(places), 2]`."""
+    return mx.array([key(*place, stream) for place in places], dtype=mx.uint32)
+
+
+def gumbel_of(keys: mx.array, vocab: int) -> mx.array:
+    """Return the noise of `gumbel` for each of `keys`, which may be lazy: fp32 `[len(keys), vocab]`, lazy."""
+    u = _uniforms(keys, shape=(vocab,))
+    return -mx.log(-mx.log1p(-mx.maximum(u, SMALLEST_UNIFORM)))
+
+
+def uniform(seed: int, positions: Sequence[int], stream: Stream) -> mx.array:
+    """Return one number in [0, 1) for each position: fp32 `[len(positions)]`, lazy."""
+    return _uniforms(key_array([(seed, position) for position in positions], stream), shape=())
+
+
+def _uniforms(keys: mx.array, shape: tuple[int, ...]) -> mx.array:
+    draws: mx.array = mx.vmap(lambda k: mx.random.uniform(shape=shape, key=k))(keys)
+    return draws
+
+
+def _splitmix64(x: int) -> int:
+    """Return one output of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+Tokens = Sequence[int] | mx.array
+"""Token ids. An array of them may be lazy."""
+
+
+class History:
+    """The token counts of one sequence, separate for prompt and output.
+
+    The cost of a step depends on the new tokens only. The counts are two int32 `[vocab]` arrays (2 MB at 248,320
+    tokens), so construct a history only for a sequence whose params are `penalized`. The first `prompt` tokens
+    (`Admit.prompt`) are the user's, also in a rebuilt sequence whose output is part of its new prompt.
+    """
+
+    def __init__(self, vocab: int, prompt: int) -> None:
+        self.vocab = vocab
+        self.prompt = prompt
+        self._tokens: list[int] = []
+        self._in_prompt = mx.zeros([vocab], dtype=mx.int32)
+        self._in_output = mx.zeros([vocab], dtype=mx.int32)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. Raises ProtocolError for one outside the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise ProtocolError(f"token {token} exceeds the vocabulary of {self.vocab} tokens")
+        self._add(tokens, start=len(self), count=1)
+        self._tokens.extend(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Remove all tokens after the first `length`, as a rollback does. Raises ValueError for an invalid length."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"truncate to {length} of {len(self)} tokens")
+        self._add(self._tokens[length:], start=length, count=-1)
+        del self._tokens[length:]
+
+    def counts(self, pending: Tokens, rows: int) -> tuple[mx.array, mx.array]:
+        """Return the token counts in the past of each row: (in the prompt, in the output), int32 `[rows, vocab]`.
+
+        `pending` are n >= rows - 1 tokens that follow the history and are not part of it yet: an open window or a
+        chain of drafts. The past of the last row includes all of them, and that of each row before it one fewer. Raises
+        ValueError for fewer tokens.
+        """
+        tokens = token_array(pending)
+        unseen = rows - 1
+        if tokens.size < unseen:
+            raise ValueError(f"{rows} rows need {unseen} pending tokens, got {tokens.size}")
+        pairs = [(r, j) for r in range(rows) for j in range(tokens.size - unseen + r)]
+        first_output = self.prompt - len(self)
+        return (
+            _scattered(self._in_prompt, rows, tokens, [p for p in pairs if p[1] < first_output]),
+            _scattered(self._in_output, rows, tokens, [p for p in pairs if p[1] >= first_output]),
+        )
+
+    def _add(self, tokens: Sequence[int], start: int, count: int) -> None:
+        """Add `count` for each of `tokens`, whose positions begin at `start`."""
+        split = max(0, self.prompt - start)
+        self._in_prompt = _added(self._in_prompt, tokens[:split], count)
+        self._in_output = _added(self._in_output, tokens[split:], count)
+
+
+def token_array(tokens: Tokens) -> mx.array:
+    """Return `tokens` as int32 `[n]`."""
+    return mx.array(tokens if isinstance(tokens, mx.array) else list(tokens), dtype=mx.int32)
+
+
+def _added(counts: mx.array, tokens: Sequence[int], count: int) -> mx.array:
+    if not tokens:
+        return counts
+    return counts.at[token_array(tokens)].add(count)
+
+
+def _scattered(
+    counts: mx.array, rows: int, tokens: mx.array, pairs: list[tuple[int, int]]
+) -> mx.array:
+    """Repeat `counts` for each row, and add one for `tokens[j]` in row r for each pair (r, j)."""
+    repeated = mx.broadcast_to(counts, (rows, counts.size))
+    if not pairs:
+        return repeated
+    row, index = mx.array(pairs, dtype=mx.int32).T
+    return repeated.at[row, tokens[index]].add(1)
+
 
 COLDEST = 1e-5
 """Lower bound of the temperature, as in vLLM: 1/T must stay finite in fp32."""

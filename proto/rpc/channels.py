@@ -1,17 +1,70 @@
-"""gRPC channels and server ports, secured by mutual TLS 1.3 for nodes that belong to a cluster."""
+"""gRPC channels, server ports and TLS contexts, secured by mutual TLS 1.3 for nodes that belong to a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import ssl
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
 from proto.errors import AccessError
-from proto.rpc.data_plane import CHANNEL_OPTIONS
-from proto.trust.identity import NodeIdentity, Role, host_name
+from proto.frame import MAX_MESSAGE_BYTES
+from proto.trust.certificates import NodeIdentity, Role, host_name
 from proto.trust.node_trust import NodeTrust
+
+FIRST_MESSAGE_SECONDS = 10.0
+"""Seconds. Maximum wait for the first message of a stream, which its caller sends at once."""
+
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+"""The options of every channel and server. gRPC's default limit of 4 MB is below the frame of a prompt chunk."""
+
+
+def server_context(trust: NodeTrust) -> ssl.SSLContext:
+    """Return a context that accepts the nodes of the cluster and no other peer."""
+    return _context(ssl.PROTOCOL_TLS_SERVER, trust)
+
+
+def client_context(trust: NodeTrust) -> ssl.SSLContext:
+    """Return a context that connects to a node of the cluster with the name that `wrap_socket` is given."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, trust)
+
+
+def peer_identity(connection: ssl.SSLSocket) -> NodeIdentity:
+    """Return the identity in the peer's verified certificate. Raises AccessError when it has none."""
+    found = connection.getpeercert() or {}
+    names = found.get("subjectAltName", ())
+    uris = [str(pair[1]) for pair in names if isinstance(pair, tuple) and pair[0] == "URI"]
+    if len(uris) != 1:
+        raise AccessError("the peer has no certificate of a cluster")
+    return NodeIdentity.parse(uris[0])
+
+
+def _context(side: int, trust: NodeTrust) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    # An authority may be certified by an older one, which need not be known here.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_TRUSTED_FIRST
+    context.load_verify_locations(cadata=trust.authorities)
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = (
+            0  # no session is resumed, and the client reads nothing after the handshake
+        )
+    with tempfile.TemporaryDirectory() as directory:  # the library reads keys from files only
+        file = Path(directory) / "node.pem"
+        file.touch(0o600)
+        file.write_text(trust.key_pem + trust.certificate)
+        context.load_cert_chain(file)
+    return context
+
 
 _NAMES = "x509_subject_alternative_name"
 
@@ -47,13 +100,30 @@ def add_port(server: grpc.aio.Server, address: str, trust: NodeTrust | None) -> 
     if trust is None:
         return server.add_insecure_port(address)
 
+    def current() -> tuple[str, str]:
+        return trust.certificate, trust.authorities
+
     def configuration() -> grpc.ServerCertificateConfiguration:
-        """Return the current certificate, which may have been renewed."""
         pairs = [(trust.key_pem.encode(), trust.certificate.encode())]
         return grpc.ssl_server_certificate_configuration(pairs, trust.authorities.encode())
 
+    installed = current()
+
+    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+        """Return the configuration after a renewal, or None, which keeps the one in use.
+
+        gRPC calls this for every connection. A returned configuration replaces the handshaker factory under the
+        handshakes in flight, and replacing it for every connection let half handshakes crash the process.
+        """
+        nonlocal installed
+        if current() == installed:
+            return None
+        installed = current()
+        return configuration()
+
+    fetcher = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed_configuration)
     credentials = grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=True
+        configuration(), fetcher, require_client_authentication=True
     )
     return server.add_secure_port(address, credentials)
 

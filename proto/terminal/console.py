@@ -1,10 +1,4 @@
-"""The exit status, the error line and the version line of both programs.
-
-0    success
-1    a ClusterError
-2    a UsageError, or flags that do not parse: change the command line
-130  interrupted (Ctrl-C)
-"""
+"""The process of a command: versions, exit codes, open files, and sleep of a Mac."""
 
 from __future__ import annotations
 
@@ -12,14 +6,87 @@ import contextlib
 import logging
 import os
 import platform
+import resource
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import NoReturn
 
 from proto.errors import ClusterError
 from proto.frame import VERSION
-from proto.terminal.open_files import keep_open_file_limit, raise_open_file_limit
+
+log = logging.getLogger(__name__)
+
+WANTED = 8192
+"""Open files. Each streaming client needs one, and so does each connection to another process."""
+
+
+def raise_open_file_limit() -> int:
+    """Raise this process's soft limit to WANTED, as far as the hard limit permits. Return the limit in force.
+
+    A limit that is already higher stays.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= WANTED:
+        return soft
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:  # macOS also bounds it by kern.maxfilesperproc
+        log.debug("open file limit not raised", extra={"limit": soft, "error": str(error)})
+        return soft
+    return wanted
+
+
+def keep_open_file_limit() -> None:
+    """Void later changes of this process's limit. Call this before mlx-lm is imported.
+
+    mlx-lm sets the limits to 2048 and 4096 when it is imported. A process cannot raise its hard limit again. The import
+    fails where the hard limit is below 4096.
+    """
+    set_limit = resource.setrlimit
+
+    def set_other_limit(which: int, limits: tuple[int, int]) -> None:
+        """Set a limit, unless it is the one on open files."""
+        if which != resource.RLIMIT_NOFILE:
+            set_limit(which, limits)
+
+    resource.setrlimit = set_other_limit
+
+
+STOP_SECONDS = 2.0
+"""Seconds. Longest wait for `caffeinate` to end. It also ends by itself when this process has ended."""
+
+
+@contextlib.contextmanager
+def keep_awake(*, enabled: bool = True) -> Iterator[None]:
+    """Prevent sleep on macOS inside the block. Do nothing on other systems, or with `enabled` False.
+
+    A sleeping Mac stops answering in the middle of a stream, and the coordinator then plans without it.
+    """
+    process = _start() if enabled and sys.platform == "darwin" else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+
+
+def _start() -> subprocess.Popen[bytes] | None:
+    """Start `caffeinate` for as long as this process lives."""
+    command = ["caffeinate", "-i", "-s", "-w", str(os.getpid())]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        log.warning("this Mac may fall asleep: caffeinate cannot run", extra={"error": str(error)})
+        return None
+    log.debug("this Mac stays awake while it serves", extra={"caffeinate": process.pid})
+    return process
 
 
 def run(program: str, app: Callable[[], object]) -> None:

@@ -4,8 +4,8 @@ Values are fields of the record and not part of its message, so that both format
 
     log.info("worker lost", extra={"worker": name, "epoch": epoch})
 
-    text   12:30:05 WARNING coordinator.membership: worker lost worker=mac-2 epoch=3
-    json   {"time": "2026-01-31T12:30:05.120+00:00", "level": "warning", "logger": "coordinator.membership",
+    text   12:30:05 WARNING coordinator.cluster.membership: worker lost worker=mac-2 epoch=3
+    json   {"time": "2026-01-31T12:30:05.120+00:00", "level": "warning", "logger": "coordinator.cluster.membership",
             "message": "worker lost", "worker": "mac-2", "epoch": 3}
 
 Field names are DESIGN's terms: worker, stage, span, epoch, seq_id, window, accepted_length. Prompts, generated

@@ -2,25 +2,23 @@
 
     python -m tests.bench.acceptance
 
-The second table places the model's head among simulated ones (tests/bench/coupling.py), by the distance between the
-head's and the target's distribution at every draft position. Tables are Markdown, for docs/mtp.md.
+The table is Markdown, for docs/mtp.md.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import Acceptance, SamplingParams
-from tests.bench.coupling import DISTANCES, Floats, Rates, of_model, rates, simulated
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
 from tests.bench.texts import Prompts, held_out_prompts, seen_prompts
@@ -28,9 +26,6 @@ from tests.support.stages.local_run import Answered, run
 
 DEPTH = 4
 TEMPERATURES = (0.0, 0.6, 0.8, 1.0)
-PAIRED = 8
-"""Prompts of each kind whose distributions are compared. Each takes long and gives dozens of windows."""
-
 RULES: tuple[Acceptance, ...] = ("coupled", "ratio")
 
 
@@ -72,38 +67,12 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
     return by_row
 
 
-def coupling_rows(path: Path, name: str, prompts: Prompts, windows: int) -> dict[str, Rates]:
-    """Return the pairs of the model and its head by draft position, at temperature 1."""
-    found = []
-    params = SamplingParams(temperature=1.0)
-    pairs: list[list[tuple[Floats, Floats]]] = [[] for _ in range(DEPTH)]
-    for seed, prompt in enumerate(prompts):
-        each = of_model(path, prompt, replace(params, seed=seed), DEPTH, windows)
-        for position, pair in enumerate(each):
-            pairs[position].append(pair)
-    for position, of_prompts in enumerate(pairs):
-        p, q = (np.concatenate(list(side)) for side in zip(*of_prompts, strict=True))
-        found.append((f"{name}, draft {position + 1} ({len(p)} windows)", rates(p, q)))
-    return dict(found)
-
-
-def _coupling_row(name: str, rate: Rates) -> str:
-    figures = (rate.distance, rate.shared, rate.best, rate.greedy_draft)
-    return f"| {name} | {' | '.join(f'{value:.3f}' for value in figures)} |"
-
-
 def main() -> None:
-    """Print both tables and publish the shares."""
+    """Print the table and publish the shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Help)
     parser.add_argument("--model", type=Path, default=checkpoint_dir())
     parser.add_argument("--prompts", type=int, default=28, help="of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="after each prompt")
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=30,
-        help="windows of each prompt whose distributions are compared",
-    )
     options = parser.parse_args()
     tokenizer = Tokenizer.load(options.model)
     held_out = held_out_prompts(tokenizer, options.prompts)
@@ -114,18 +83,11 @@ def main() -> None:
     shares = acceptance_rows(options.model, "held out", held_out, options.tokens)
     seen = seen_prompts(tokenizer, options.prompts)
     shares |= acceptance_rows(options.model, "seen", seen, options.tokens)
-    print("\n| pairs | distance | shared noise | best coupling | greedy draft |")
-    print("| --- " * 5 + "|")
-    coupled = {f"simulated at {d}": rates(*simulated(d)) for d in DISTANCES}
-    for name, prompts in (("held out", held_out), ("seen", seen)):
-        coupled |= coupling_rows(options.model, name, prompts[:PAIRED], options.windows)
-    print("\n".join(_coupling_row(name, rate) for name, rate in coupled.items()))
     publish(
         "acceptance",
         {
             "options": {**vars(options), "model": options.model.name},
             "accepted by position": shares,
-            "coupling": {name: asdict(rate) for name, rate in coupled.items()},
         },
         {"drafts kept": lines(range(1, DEPTH + 1), shares, "position", "share of windows")},
     )

@@ -24,9 +24,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import GenerationRequest
-from coordinator.local_engine.generator import local_generator
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint

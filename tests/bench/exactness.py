@@ -23,9 +23,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import GenerationRequest
-from coordinator.local_engine.generator import local_generator
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint

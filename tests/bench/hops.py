@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.http_call import call
+from coordinator.cli.client import call
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from tests.bench.machine import about

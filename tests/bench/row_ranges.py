@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mtp.exact.arithmetic import Arithmetic
-from mtp.exact.range_probe import same_bits
-from mtp.exact.row_range import SIZES
+from mtp.device import Arithmetic
+from mtp.layers.exact import SIZES, same_bits
 
 Rows = Callable[[mx.array], mx.array]
 

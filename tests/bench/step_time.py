@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Segment
 from proto.frame_stamps import FrameStamps, StageStep
 from proto.span import Span
@@ -124,7 +124,7 @@ class StageLoop:
 
 def reference_stage(path: Path) -> StageLoop:
     """Return the loop of a stage with mlx-lm's own modules."""
-    with patch("worker.model.stage.join_stage"):
+    with patch("worker.model.choice._join"):
         return StageLoop(path)
 
 

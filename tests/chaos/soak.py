@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import json
 import random
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,6 @@ import httpx
 
 from tests.bench.report import FOLDER, lines, publish
 from tests.chaos.crash import crashes_of
-from tests.chaos.polite_clients import pieces, quantile
 from tests.chaos.trend import Trend, trend_of
 from tests.support.processes.memory_report import ask_for_memory, growth
 from tests.support.processes.processes import (
@@ -70,6 +70,35 @@ WARM = 0.2
 
 The largest cache is the ring of the stamps of 8,192 frames, which is full after about 800 requests.
 """
+
+
+def quantile(seconds: Sequence[float], share: float) -> float | None:
+    """Return a quantile in milliseconds, or None without a measurement."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+
+
+async def pieces(client: httpx.AsyncClient, model: str, tokens: int) -> AsyncIterator[float]:
+    """Yield the time of each piece of a streamed answer. Raises RuntimeError with the status of a refused request."""
+    body = {
+        "model": model,
+        "prompt": f"def read_{random.randrange(10**6)}(path):\n",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError(str(reply.status_code))
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"][:60])
+                yield time.perf_counter()
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Progress under constant faults: a fault every few seconds, without a pause for the cluster to recover.
 
 A run first measures the undisturbed throughput of the same clients, and then repeats the load under faults that come by
-the clock. It compares every finished answer, and reports how long clients waited for the next token. The time of the
-storm is split into the parts of an outage.
+the clock. It compares every finished answer, and reports how long clients waited for the next token.
 `python -m tests.chaos.storm --seconds 300 --every 10` starts a run.
 """
 
@@ -26,7 +25,6 @@ import httpx
 from tests.bench.machine import about
 from tests.chaos.faults import SURVIVOR, Fault, Faults
 from tests.chaos.load import Answer, HungError, Question, ask
-from tests.chaos.outages import stretches, table
 from tests.chaos.pauses import SERVING, spread
 from tests.support.processes.processes import (
     Coordinator,
@@ -159,8 +157,6 @@ class Storm:
     def __init__(self, faults: Faults, url: str, seed: int, every: float) -> None:
         self.faults, self.url, self.every = faults, url, every
         self.counts: Counter[str] = Counter()
-        self.times: list[float] = []
-        """Seconds since 1970 of each fault."""
         self._chance = random.Random(seed)
         self._kinds: list[str] = []
 
@@ -177,7 +173,6 @@ class Storm:
             self._chance.shuffle(self._kinds)
         kind = self._kinds.pop()
         self.counts[kind] += 1
-        self.times.append(time.time())
         ends = kind in ("kill", "restart")
         victim = self._chance.choice([n for n in range(WORKERS) if not (ends and n == SURVIVOR)])
         seconds = self._chance.uniform(*FAULT_SECONDS)
@@ -236,8 +231,6 @@ def main() -> None:
         for row, value in measured.rows():
             print(f"{title:12} {row:32} {value}")
     print(f"throughput of the undisturbed: {load.pieces_per_second / calm.pieces_per_second:.2f}")
-    for part, row in table([*stretches(storm.times, records, load.started, load.ended)]):
-        print(f"time of the storm: {part:14} {row}")
     for line in (calm.wrong + load.wrong)[:5]:
         print("  wrong:", line[:300])
 

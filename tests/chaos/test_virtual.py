@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.chaos.virtual import FAULTS, Result, Study
 from tests.chaos.virtual_models import FormulaModel
 from tests.support.protocol.simulation import run_virtually
 from tests.support.stages.formula_stages import formula_copies
+
+pytestmark = pytest.mark.smoke
 
 
 def run(faults: int, seed: int) -> Result:

@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.generation.limits import Limits
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import (
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,
     TokenChunk,
+    generate,
 )
-from coordinator.generation.scheduler import Scheduler
-from coordinator.pipeline.base import Pipeline
+from coordinator.schedule.scheduler import Scheduler
 from mtp.depth.controller import Controller, MtpMode
 from proto.errors import StaleEpochError, WorkerLostError
 from proto.frame import Evict
@@ -228,7 +229,7 @@ class Study:
     ) -> str | None:
         """Append what one coordinator sends. Return the error, or None at the end."""
         newest = self.clock()
-        events = cast(AsyncGenerator[GenerationEvent], self.loop.generate(request))
+        events = cast(AsyncGenerator[GenerationEvent], generate(self.loop, request))
         try:
             while True:
                 async with asyncio.timeout(HUNG_SECONDS):

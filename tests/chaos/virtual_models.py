@@ -11,10 +11,10 @@ from typing import Protocol, cast
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
-from coordinator.planning.capacity import Capacity
+from coordinator.cluster.capacity import Capacity
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.backup import LayerState
 from proto.span import Span
 from tests.support.stages.formula_stages import (

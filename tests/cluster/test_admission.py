@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +12,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.prefix_cache import BLOCK, SMALLEST_ENTRY
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto import cluster_pb2 as pb
@@ -204,72 +202,6 @@ def test_a_prefix_hit_changes_no_token(url: str, tokenizer: Tokenizer) -> None:
     assert said(reply) == alone([as_request(following)], tokenizer)[0]
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_a_chats_next_turn_skips_the_one_before(
-    url: str, tokenizer: Tokenizer, thinking: bool
-) -> None:
-    """The cache has the previous turn up to the opening of its answer, and the answer has the same tokens."""
-    kwargs = {"enable_thinking": thinking}
-    chat = [{"role": "user", "content": ""}]
-    while True:  # until a whole number of blocks ends inside the opening
-        chat[0]["content"] += f" {thinking}"
-        prompt = tokenizer.chat_prompt(chat, template_kwargs=kwargs)
-        if SMALLEST_ENTRY <= prompt.turn < (len(prompt.tokens) - 1) // BLOCK * BLOCK:
-            break
-    settings = {"temperature": 0.7, "seed": 5, "max_tokens": 8, "ignore_eos": True}
-    following = [
-        *chat,
-        {"role": "assistant", "content": "It is."},
-        {"role": "user", "content": "Is it?"},
-    ]
-    hits = []
-    for messages in (chat, following):
-        body = {"messages": messages, "chat_template_kwargs": kwargs, **settings, "logprobs": True}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        tokens = tokenizer.chat_prompt(messages, template_kwargs=kwargs).tokens
-        entries = reply["choices"][0]["logprobs"]["content"]
-        expected = alone([as_request({"prompt": tokens, **settings})], tokenizer)
-        assert [[(entry["token"], entry["logprob"]) for entry in entries]] == expected
-        hits.append(cached(reply))
-    assert hits == [0, prompt.turn]
-    assert prompt.turn >= len(prompt.tokens) - 9  # <|im_start|>assistant and a think block
-
-
-def test_concurrent_prompts_that_differ_inside_a_chunk(url: str, tokenizer: Tokenizer) -> None:
-    """Four prompts with one beginning, sent together twice, each get their own answer both times."""
-    text = tokenizer.encode(LONG)
-    shared = text[700:840]
-    asked = [
-        {"prompt": [*shared, *text[start : start + 15]], "max_tokens": 10, "temperature": 0}
-        for start in (0, 100, 200, 300)
-    ]
-    for body in asked:
-        body["ignore_eos"] = True
-    expected = alone([as_request(body) for body in asked], tokenizer)
-    for _ in range(2):
-        replies = asyncio.run(ask_all(url, asked))
-        assert [said(reply) for reply in replies] == expected
-    assert min(cached(reply) for reply in replies) >= 128
-
-
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
-def test_quantized_keys_and_values(
-    pool: Pool, tokenizer: Tokenizer, tmp_path: Path, bits: int
-) -> None:
-    """With --kv-bits, drafts, a batch and prefix hits change no answer."""
-    workers = pool(4)[2:]  # the others serve the coordinator of this module
-    asked = bodies(tokenizer)[2:15:3]
-    expected = alone([as_request(body) for body in asked], tokenizer, bits)
-    flags = ("--mtp", "2", "--dtype", "float32", "--kv-bits", str(bits))
-    with serving(tmp_path, "builtin", workers, *flags) as coordinator:
-        for again in (False, True):
-            replies = asyncio.run(ask_all(coordinator.url, asked))
-            assert [said(reply) for reply in replies] == expected
-            assert (max(cached(reply) for reply in replies) >= 128) is again
-        assert_nothing_is_held(workers)
-        assert not coordinator.records("serving alone")
-
-
 # ---- clients that disconnect
 
 
@@ -335,22 +267,6 @@ def test_clients_that_disconnect_leave_no_state(
     while any((found := status_of(url))[what] for what in ("running", "waiting", "kv_tokens")):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
-
-
-def test_the_shortest_requests(url: str, tokenizer: Tokenizer) -> None:
-    """A prompt of one token gets an answer of one token; an empty prompt is rejected by its field's name."""
-    body = {"prompt": [tokenizer.encode("x")[0]], "max_tokens": 1, "temperature": 0}
-    body["ignore_eos"] = True
-    (reply,) = asyncio.run(ask_all(url, [body]))
-    assert said(reply) == alone([as_request(body)], tokenizer)[0]
-    for path, empty, param in (
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": ""}, "prompt"),
-        ("chat/completions", {"messages": []}, "messages"),
-    ):
-        refused = httpx.post(f"{url}/v1/{path}", json=empty)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == param
 
 
 # ---- limits

@@ -54,7 +54,7 @@ class Client:
                         when_early()
 
 
-@pytest.mark.parametrize("how", ["kill", "terminate"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("terminate", marks=pytest.mark.slow)])
 def test_streams_go_on_alone(tmp_path: Path, how: str) -> None:
     """All workers are killed, or asked to leave, during an answer, and it continues here with the same tokens.
 

@@ -19,19 +19,19 @@ from coordinator.trust.authority import Authority
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.bind import bind_listener
 from proto.rpc.channels import open_channel
-from proto.rpc.data_plane import FRAMES, RESULTS, StreamBinding
-from proto.rpc.link_test import REACH, STREAM
-from proto.trust.identity import Role, host_name, new_id
+from proto.rpc.data_connection import FRAMES, RESULTS, StreamBinding
+from proto.rpc.listener import bind_listener
+from proto.trust.certificates import Role, host_name, new_id
 from proto.trust.node_trust import NodeTrust
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
 from worker.node.access import ALLOWED_ROLES
 from worker.node.binding import Binding, Place
-from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
-from worker.node.node import WorkerNode
-from worker.node.port import served
+from worker.node.node import Identity, WorkerNode
+from worker.node.process import served
+
+pytestmark = pytest.mark.smoke
 
 DEADLINE = 20.0
 TOKEN = bytes(16)
@@ -45,7 +45,7 @@ UNARY = {
     "ReportState": pb.StateReportRequest(coordinator=ME),
 }
 CONTROL = (*UNARY, "UpdateTrust", "Load", "Provide", "Signals", "ReadBackup", "WriteBackup")
-METHODS = (*CONTROL, FRAMES, RESULTS, REACH, STREAM)
+METHODS = (*CONTROL, FRAMES, RESULTS)
 REFUSED = {"UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED"}
 
 SEND_FAILED = "SendMessageOperation"
@@ -75,7 +75,7 @@ async def secured_worker(folder: Path, stage: int = 1) -> AsyncIterator[SecuredW
     worker = SecuredWorker(authority, trust, node, f"127.0.0.1:{listener.getsockname()[1]}")
     trust.removed = frozenset({worker.removed})
     place = Place(1, stage, 2, TOKEN, worker.previous if stage else "")
-    node.binding = Binding(place, node.machinery, lambda: None)
+    node.binding = Binding(place, node.host, node.traffic, lambda: None)
     node.binding.bound = True
     async with served(node, listener):
         yield worker
@@ -112,11 +112,6 @@ async def call(
                 if frames.done():
                     return str((await frames.code()).name)
                 frames.cancel()
-            elif method == REACH:
-                reach: Any = channel.unary_unary(REACH)
-                await reach(b"")
-            elif method == STREAM:
-                await _first(channel.stream_stream(STREAM)(), b"test")
             else:
                 open_results: Any = channel.unary_stream(RESULTS)
                 results = open_results(b"", metadata=binding)
@@ -171,8 +166,6 @@ def channel_of(worker: SecuredWorker, peer: str) -> grpc.aio.Channel:
 
 def is_permitted(peer: str, method: str) -> bool:
     """Return what the rules say: the coordinator controls, and the previous stage sends frames."""
-    if method == STREAM:
-        return peer in ("coordinator", "worker, previous stage", "worker, not in the plan")
     if peer == "worker, previous stage":
         return method == FRAMES
     return peer == "coordinator" and method != FRAMES
@@ -198,7 +191,7 @@ async def test_every_call_by_every_peer(peer: str, tmp_path: Path) -> None:
             before = (
                 worker.node.lease,
                 worker.node.epoch,
-                worker.node.machinery.traffic.messages_in,
+                worker.node.traffic.received.messages,
             )
             async with channel_of(worker, peer) as channel:
                 status = await call(channel, method, authorities=worker.authority.bundle)
@@ -207,11 +200,13 @@ async def test_every_call_by_every_peer(peer: str, tmp_path: Path) -> None:
                 assert status not in REFUSED, (method, status)
             else:
                 assert status in REFUSED, (method, status)
-                traffic = worker.node.machinery.traffic.messages_in
+                traffic = worker.node.traffic.received.messages
                 assert (worker.node.lease, worker.node.epoch, traffic) == before, method
             place = Place(1, 1, 2, TOKEN, worker.previous)
             worker.node.release()
-            worker.node.binding = Binding(place, worker.node.machinery, lambda: None)
+            worker.node.binding = Binding(
+                place, worker.node.host, worker.node.traffic, lambda: None
+            )
             worker.node.binding.bound = True
 
 
@@ -229,7 +224,7 @@ async def test_every_method_has_a_rule() -> None:
     """A method that someone adds without a rule is refused; this test asks for the rule."""
     service = pb.DESCRIPTOR.services_by_name["Worker"]
     control = {f"/{service.full_name}/{method.name}" for method in service.methods}
-    assert set(ALLOWED_ROLES) == control | {FRAMES, RESULTS, REACH, STREAM}
+    assert set(ALLOWED_ROLES) == control | {FRAMES, RESULTS}
     assert {f"/{service.full_name}/{name}" for name in CONTROL} == control
 
 

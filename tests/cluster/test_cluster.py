@@ -26,12 +26,17 @@ SIZES = (0, 2, 3, 8)
 
 MODES = ("off", "1", "3", "auto", "filled")
 
-# Every size and every mode is in the fast half, which `make test` runs.
-FAST = {(0, "1"), (2, "off"), (2, "1"), (2, "auto"), (3, "filled"), (8, "3")}
+# Every size and every mode is in the fast half, which `make test-all` runs.
+FAST = ((0, "1"), (2, "off"), (2, "1"), (3, "filled"), (8, "3"))
 CASES = [
-    pytest.param(n, mode, marks=() if (n, mode) in FAST else pytest.mark.slow)
-    for n in SIZES
-    for mode in MODES
+    pytest.param(2, "auto", marks=pytest.mark.smoke),
+    *FAST,
+    *(
+        pytest.param(n, mode, marks=pytest.mark.slow)
+        for n in SIZES
+        for mode in MODES
+        if (n, mode) not in {*FAST, (2, "auto")}
+    ),
 ]
 
 

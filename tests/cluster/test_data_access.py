@@ -13,17 +13,17 @@ import pytest
 
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import Frame, encode
-from proto.rpc import shared_port
-from proto.rpc.bind import bind_listener
-from proto.rpc.data_plane import FRAMES, TICKET_BYTES, StreamBinding, ticket_in
-from proto.rpc.data_socket import PREAMBLE, dial
-from proto.rpc.frame_writer import LENGTH
-from proto.rpc.shared_port import SharedPort
-from proto.trust.identity import Role
+from proto.rpc import listener
+from proto.rpc.data_connection import FRAMES, PREAMBLE, TICKET_BYTES, StreamBinding, dial, ticket_in
+from proto.rpc.link import LENGTH
+from proto.rpc.listener import SharedPort, bind_listener
+from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
 from tests.cluster.test_trust_updates import until
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
+
+pytestmark = pytest.mark.smoke
 
 DEADLINE = 20.0
 SECONDS = 1.5
@@ -86,7 +86,7 @@ async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
         with pytest.raises((WorkerLostError, AccessError, DeadlineError)):
             await dialled(worker, trust_of_peer(worker, peer), ticket)
         assert (await call.code()).name == "PERMISSION_DENIED"
-        assert worker.node.machinery.traffic.messages_in == 0
+        assert worker.node.traffic.received.messages == 0
 
 
 async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> No
         assert 0 < figures.seconds < SECONDS
         frame = encode(Frame(1, 0))
         connection.sendall(LENGTH.pack(len(frame)) + frame)
-        await until(lambda: worker.node.machinery.traffic.messages_in == 1)
+        await until(lambda: worker.node.traffic.received.messages == 1)
         worker.trust.install(worker.trust.authorities, worker.trust.removed | {worker.previous})
         async with asyncio.timeout(1.0):
             assert await asyncio.to_thread(is_closed, connection)
@@ -140,15 +140,15 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
         trust = trust_of_peer(worker, "worker, previous stage")
         with pytest.raises(AccessError):
             await asyncio.to_thread(dial, worker.address, trust, "0" * 16, ticket, SECONDS)
-        assert worker.node.machinery.traffic.messages_in == 0
+        assert worker.node.traffic.received.messages == 0
 
 
 async def test_silent_and_surplus_connections_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The port closes a connection that does not say what it is, and connections above its bound."""
-    monkeypatch.setattr(shared_port, "FIRST_MESSAGE_SECONDS", 0.5)
-    monkeypatch.setattr(shared_port, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(listener, "FIRST_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
     accepted: list[bytes] = []
 
     def on_data(ticket: bytes, connection: socket.socket) -> None:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from typer.testing import CliRunner
 
-from coordinator.cli import app
-from coordinator.planning.plan import NodeSpec
-from coordinator.workers import describe
-from coordinator.workers.connection import ConnectionPolicy
-from coordinator.workers.describe import describe_all
-from coordinator.workers.discovery import Candidate
+from coordinator.cluster.discovery import Candidate
+from coordinator.cluster.membership import member_of
+from coordinator.cluster.worker_client import ConnectionPolicy, connect_worker
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
+from proto.errors import DeadlineError, VersionError, WorkerLostError
 from proto.frame import VERSION
 from proto.span import Span
-from tests.support.checkpoints.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.smoke
 
 ME = pb.Coordinator(id="test", name="test")
 MODEL = pb.ModelRef(fingerprint="f" * 64)
@@ -79,88 +75,43 @@ async def serving(*workers: FakeWorker) -> AsyncIterator[list[str]]:
             await server.stop(0)
 
 
-def named(*addresses: str) -> list[Candidate]:
-    return [Candidate(address, (address,)) for address in addresses]
-
-
-async def test_a_worker_becomes_a_node() -> None:
-    """The node has the reported memory, speed relative to 100 GB/s, and pinned layers."""
-    worker = FakeWorker(info("a", pinned=pb.Span(start=0, end=4)))
-    async with serving(worker) as addresses:
-        (answer,) = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
-    assert answer.node == NodeSpec("name-a", 64 * 10**9, 2.0, Span(0, 4))
-    assert answer.reason == ""
-
-
-async def test_unusable_workers_come_with_a_reason() -> None:
-    """A worker with another checkpoint or release, one that leaves, and a silent address are left out with a reason."""
-    workers = (
-        FakeWorker(info("other", fingerprint="e" * 64)),
-        FakeWorker(info("old", protocol_version=VERSION + 1)),
-        FakeWorker(info("leaving", state=pb.WORKER_STATE_DRAINING)),
-        FakeWorker(info("good")),
+async def describe(candidate: Candidate, address: str, timeout: float = 30.0) -> pb.WorkerInfo:
+    """Connect to a candidate at one address, and return its description."""
+    client, found = await connect_worker(
+        ConnectionPolicy(), candidate, address, ME, MODEL, timeout=timeout
     )
-    async with serving(*workers) as addresses:
-        answers = await describe_all(
-            named(*addresses, "127.0.0.1:1"), MODEL, ME, ConnectionPolicy()
-        )
-    reasons = [answer.reason for answer in answers]
-    for reason, expected in zip(
-        reasons, ["another checkpoint", "release", "leaving", "", "127.0.0.1:1"], strict=True
-    ):
-        assert expected in reason
-    assert [answer.node is not None for answer in answers] == [False, False, False, True, False]
+    await client.close()
+    return found
 
 
-async def test_one_worker_under_two_addresses_counts_once() -> None:
-    """A worker under two addresses counts once, with its memory."""
-    async with serving(FakeWorker(info("a")), FakeWorker(info("a"))) as addresses:
-        answers = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
-    assert [answer.address for answer in answers] == [addresses[0]]
+async def test_a_worker_becomes_a_member() -> None:
+    """The member has the reported memory, speed relative to 100 GB/s, and pinned layers."""
+    worker = FakeWorker(info("a", pinned=pb.Span(start=0, end=4)))
+    async with serving(worker) as (address,):
+        found = await describe(Candidate(address, (address,)), address)
+    member = member_of(address, found)
+    assert (member.worker_id, member.name) == ("a", "name-a")
+    assert (member.memory_limit, member.speed, member.pinned) == (64 * 10**9, 2.0, Span(0, 4))
+
+
+async def test_a_worker_of_another_release_is_refused() -> None:
+    """The error of a worker with another version of the protocol names the release."""
+    async with serving(FakeWorker(info("old", protocol_version=VERSION + 1))) as (address,):
+        with pytest.raises(VersionError, match="release"):
+            await describe(Candidate(address, (address,)), address)
 
 
 async def test_an_announced_worker_is_taken_only_at_its_own_address() -> None:
-    """Among announced addresses, the one whose worker has the announced id is used."""
+    """An announced address whose worker has another id is refused."""
     async with serving(FakeWorker(info("stranger")), FakeWorker(info("meant"))) as addresses:
-        announced = Announcement("meant", "m", 1)
-        (answer,) = await describe_all(
-            [Candidate("i", tuple(addresses), announced)], MODEL, ME, ConnectionPolicy()
-        )
-        gone = Announcement("gone", "g", 1)
-        (missing,) = await describe_all(
-            [Candidate("j", tuple(addresses), gone)], MODEL, ME, ConnectionPolicy()
-        )
-    assert answer.address == addresses[1]
-    assert missing.node is None
-    assert missing.reason
+        candidate = Candidate("i", tuple(addresses), Announcement("meant", "m", 1))
+        with pytest.raises(WorkerLostError, match="another worker"):
+            await describe(candidate, addresses[0])
+        assert (await describe(candidate, addresses[1])).worker_id == "meant"
 
 
-async def test_a_silent_worker_costs_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that accepts the call and never answers is left out after the deadline."""
-    async with serving(FakeWorker(info("a"), delay=100.0), FakeWorker(info("b"))) as addresses:
-        for seconds in (0.3, 1.0, 10.0):  # on a busy machine the quick one may take some, too
-            monkeypatch.setattr(describe, "ASK_SECONDS", seconds)
-            async with asyncio.timeout(60.0):
-                slow, quick = await describe_all(named(*addresses), MODEL, ME, ConnectionPolicy())
-            assert slow.node is None
-            assert "timed out" in slow.reason
-            if quick.node is not None:
-                break
-    assert quick.node is not None
-
-
-async def test_the_plan_command_plans_with_those_who_answer(tmp_path: Path) -> None:
-    """--worker asks workers. Equal names get their address, and workers left out are shown with the reason."""
-    path = write_checkpoint(tmp_path / "m")
-    workers = [FakeWorker(info(i, name="mac", fingerprint="")) for i in ("a", "b")]
-    workers.append(FakeWorker(info("c", name="other", fingerprint="e" * 64)))
-    async with serving(*workers) as addresses:
-        flags = [flag for address in addresses for flag in ("--worker", address)]
-        result = await asyncio.to_thread(
-            CliRunner().invoke, app, ["plan", str(path), "--json", *flags], catch_exceptions=False
-        )
-    facts = json.loads(result.stdout)
-    nodes = {stage["node"] for stage in facts["stages"]}
-    assert nodes == {f"mac {addresses[0]}", f"mac {addresses[1]}"}
-    assert list(facts["refused"]) == [addresses[2]]
-    assert "another checkpoint" in facts["refused"][addresses[2]]
+async def test_a_silent_worker_costs_a_bounded_wait() -> None:
+    """A worker that accepts the call and never answers is refused after the deadline."""
+    async with serving(FakeWorker(info("a"), delay=100.0)) as (address,), asyncio.timeout(60.0):
+        with pytest.raises(DeadlineError, match="timed out"):
+            await describe(Candidate(address, (address,)), address, timeout=0.3)

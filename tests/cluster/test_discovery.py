@@ -20,10 +20,9 @@ from typing import Any
 import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from coordinator.workers import discovery as discovery_module
-from coordinator.workers.discovery import Candidate, Discovery, collect
+from coordinator.cluster import discovery as discovery_module
+from coordinator.cluster.discovery import Candidate, Discovery, collect
 from proto.announcement import SERVICE_TYPE, Announcement
-from proto.errors import UsageError
 from proto.span import Span
 from tests.support.processes.mdns_peer import PORT
 from tests.support.processes.network_namespaces import two_machines
@@ -87,19 +86,6 @@ async def test_a_worker_that_was_there_first_is_found() -> None:
             assert await known(discovery, announcement.worker_id)
 
 
-async def test_new_addresses_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose addresses change after its start is announced again, with the new addresses only."""
-    addresses = ["127.0.0.1"]
-    monkeypatch.setattr(announce_module, "RESCAN_SECONDS", 0.1)
-    monkeypatch.setattr(announce_module, "reachable_addresses", lambda _: list(addresses))
-    announcement = unique_announcement()
-    async with Discovery() as discovery, announced(announcement, "0.0.0.0"):
-        first = await known(discovery, announcement.worker_id)
-        addresses[:] = ["127.0.0.2"]
-        assert await known(discovery, announcement.worker_id, "127.0.0.2:4242")
-        assert first not in discovery.candidates()
-
-
 async def test_malformed_records_are_passed_over() -> None:
     """Malformed records under our service type are ignored and do not stop the search."""
     failures: list[dict[str, Any]] = []
@@ -142,30 +128,6 @@ async def test_malformed_records_are_passed_over() -> None:
 # ---- workers the user names
 
 
-async def test_named_workers_are_found_at_once_and_once() -> None:
-    """A named worker needs no mDNS, and naming it twice has no effect."""
-    named = ["10.9.8.7:1", "mac.local:2", "10.9.8.7:1"]
-    async with Discovery(named, mdns=False) as discovery:
-        candidates = await collect(discovery, 0.0)
-    assert candidates == [Candidate(name, (name,)) for name in ("10.9.8.7:1", "mac.local:2")]
-
-
-async def test_a_named_worker_is_not_found_again_by_mdns() -> None:
-    """mDNS records of a named address add no candidate, and their goodbye removes none."""
-    announcement = unique_announcement()
-    async with Discovery(["127.0.0.1:4242"]) as discovery:
-        async with announced(announcement, "127.0.0.1"):
-            await asyncio.sleep(2.0)
-            assert announcement.name not in {c.name for c in discovery.candidates()}
-        assert "127.0.0.1:4242" in {c.name for c in discovery.candidates()}
-
-
-def test_a_malformed_named_worker_is_refused() -> None:
-    """A malformed address ends the program with a message before anything starts."""
-    with pytest.raises(UsageError, match="--worker"):
-        Discovery(["mac-2"])
-
-
 # ---- no multicast
 
 
@@ -198,24 +160,6 @@ async def test_blocked_multicast_is_one_warning(
     warnings = [record for record in caplog.records if record.name in ours]
     assert sorted(record.name for record in warnings) == sorted(ours)
     assert all("--worker" in record.message for record in warnings)
-
-
-async def test_multicast_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network that comes up after the program is used without a restart."""
-    monkeypatch.setattr(discovery_module, "RESCAN_SECONDS", 0.05)
-    attempts = []
-
-    def once_refused(*args: Any, **kwargs: Any) -> AsyncZeroconf:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise OSError(101, "Network is unreachable")
-        return AsyncZeroconf(*args, **kwargs)
-
-    monkeypatch.setattr(discovery_module, "AsyncZeroconf", once_refused)
-    announcement = unique_announcement()
-    async with Discovery() as discovery, announced(announcement, "127.0.0.1"):
-        assert await known(discovery, announcement.worker_id)
-    assert len(attempts) == 2
 
 
 async def test_leaving_early_is_quick_and_clean() -> None:
@@ -330,8 +274,3 @@ def test_real_programs_on_two_machines_find_each_other(
         joined = coordinator.records("worker joined")
     assert [(j["worker"], j["address"]) for j in joined] == [("mac-1", f"10.213.77.1:{port}")]
     assert not coordinator.records("serving alone")
-
-
-def test_the_service_type_is_what_users_can_browse_for() -> None:
-    """The service type is constant, since other tools may browse for it."""
-    assert SERVICE_TYPE == "_mtp-worker._tcp.local."

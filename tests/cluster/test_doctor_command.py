@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtp.builtin import checkpoint_dir
-from proto.rpc.bind import own_addresses
+from proto.rpc.listener import own_addresses
 from tests.cluster.conftest import Pool
 from tests.cluster.test_join import joined_cluster
 
@@ -33,7 +33,7 @@ def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: Path) -> None:
-    """The report has each worker, each link, each hop and the answers, and a closed port is the one failure.
+    """The report has each worker and the answers, and a closed port is the one failure.
 
     It has no secret of the environment, and no path of the user or of the model.
     """
@@ -41,7 +41,7 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
         closed = f"127.0.0.1:{unused.getsockname()[1]}"
     addresses = pool(2)
     named = [flag for address in (*addresses, closed) for flag in ("--worker", address)]
-    secrets = {"MTP_API_KEY": "a-key", "HF_TOKEN": "hf_token", "MTP_CA_PASSPHRASE": "a-phrase"}
+    secrets = {"MTP_API_KEY": "a-key", "HF_TOKEN": "hf_token"}
     done = doctor("--no-mdns", "--json", *named, HOME=str(tmp_path), **secrets)
     assert done.returncode == 1, done.stderr
     for text in (*secrets.values(), str(tmp_path), str(checkpoint_dir()), str(Path.home())):
@@ -50,17 +50,14 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
     failed = [name for name, check in found.items() if check["verdict"] == "fail"]
     assert failed == [f"worker {closed}"]
     assert "No worker listens there" in found[f"worker {closed}"]["advice"]
-    for name in ("link to pool-0", "link to pool-1", "hop from pool-1 to pool-0"):
-        assert found[name]["values"]["p50"] > 0
-    for name in ("versions of the workers", "checkpoints", "chips"):
-        assert found[name]["verdict"] == "ok", found[name]
+    assert found["versions of the workers"]["verdict"] == "ok"
     assert found["exactness"]["values"]["exact"] == 8
     assert found["answer with 2 drafts"]["values"]["first_difference"] is None
     assert found["speed"]["values"]["plain_tokens_per_second"] > 0
 
 
-def test_the_doctor_measures_secured_links(tmp_path: Path) -> None:
-    """With the cluster's state directory, links and hops between joined workers are measured over mutual TLS."""
+def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:
+    """With the cluster's state directory, joined workers are checked over mutual TLS."""
     hosts = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
     if not hosts:
         pytest.skip("this machine has no network address")
@@ -70,5 +67,7 @@ def test_the_doctor_measures_secured_links(tmp_path: Path) -> None:
         done = doctor("--no-mdns", "--json", "--state-dir", str(tmp_path / "a"), *named)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
-    for name in ("link to mac-1", "hop from mac-1 to mac-2", "hop from mac-2 to mac-1"):
-        assert found[name]["values"]["p50"] > 0
+    assert {name for name in found if name.startswith("worker ")} == {
+        "worker mac-1",
+        "worker mac-2",
+    }

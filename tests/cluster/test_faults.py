@@ -21,11 +21,10 @@ import pytest
 from coordinator.cluster import manager
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
-from coordinator.cluster.member import MemberState
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.view import Phase, Settings, View
-from coordinator.generation.request import GenerationRequest
-from coordinator.workers.client import WorkerClient
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.view import MemberState, Phase, Settings, View
+from coordinator.cluster.worker_client import WorkerClient
+from coordinator.schedule.request import GenerationRequest
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError
 from tests.support.checkpoints.checkpoints import write_checkpoint
@@ -176,8 +175,8 @@ async def test_an_engine_that_is_stuck(team: Team, toy: Path, wanted: Wanted) ->
         await head.check_nothing_left()
 
 
-@patch("coordinator.generation.backups.MIN_NEW_TOKENS", 4)
-@patch("coordinator.generation.backups.CALM_PAUSE", 0.0)
+@patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 4)
+@patch("coordinator.schedule.backups.CALM_PAUSE", 0.0)
 @again_if_slow
 async def test_a_worker_that_is_stopped(
     team: Team, toy: Path, wanted: Wanted, caplog: pytest.LogCaptureFixture
@@ -202,7 +201,7 @@ async def test_a_worker_that_is_stopped(
 @pytest.mark.parametrize(
     ("how", "between"),
     [
-        ("cut", "workers"),
+        pytest.param("cut", "workers", marks=pytest.mark.smoke),
         ("freeze", "workers"),
         pytest.param("cut", "coordinator and worker", marks=pytest.mark.slow),
         ("freeze", "coordinator and worker"),
@@ -364,6 +363,7 @@ async def test_a_worker_back_with_another_checkpoint(
 # ---- joining and leaving
 
 
+@pytest.mark.smoke
 async def test_a_worker_that_joins(team: Team, toy: Path, wanted: Wanted) -> None:
     """A join changes nothing. The requested replan uses the worker, and the answers continue."""
     first, second = team.addresses

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import anthropic
@@ -162,49 +161,6 @@ def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster)
         assert set(json.loads(found.message.content or "")) == {"unit", "days"}
 
 
-def test_the_logprobs_of_a_prompt_are_those_of_its_generation(client: openai.OpenAI) -> None:
-    """Scoring a prompt that ends with a generated text gives the log-probabilities of its generation."""
-    prompt = "def add(a, b):\n"
-    asked: Any = {"model": "builtin", "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    generated = client.completions.create(**asked, prompt=prompt).choices[0]
-    scored: Any = {**asked, "prompt": prompt + generated.text, "echo": True, "max_tokens": 0}
-    reply = client.completions.create(**scored)
-    (choice,) = reply.choices
-    assert choice.text == prompt + generated.text
-    assert choice.logprobs is not None
-    assert generated.logprobs is not None
-    assert choice.logprobs.token_logprobs is not None
-    assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[-12:] == generated.logprobs.token_logprobs
-    assert (choice.logprobs.top_logprobs or [])[-12:] == generated.logprobs.top_logprobs
-    assert "".join(choice.logprobs.tokens or ()) == choice.text
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 0
-    assert reply.usage.prompt_tokens == len(choice.logprobs.tokens or ())
-    whole = client.completions.create(**{**scored, "max_tokens": 3}).choices[0]
-    parts = [
-        part.choices[0]
-        for part in client.completions.create(**{**scored, "max_tokens": 3}, stream=True)
-    ]
-    assert "".join(part.text for part in parts) == whole.text
-    streamed = [p for part in parts if part.logprobs for p in part.logprobs.token_logprobs or ()]
-    assert whole.logprobs is not None
-    assert streamed == whole.logprobs.token_logprobs
-
-
-def test_an_invalid_format_names_its_place(client: openai.OpenAI) -> None:
-    """The error is a 400 with the path in the schema."""
-    broken = {"type": "object", "properties": {"a": {"type": "strng"}}}
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": broken}}
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, response_format=schema)
-    assert refused.value.param == "response_format.json_schema.schema.properties.a.type"
-    with pytest.raises(openai.BadRequestError, match="no tool is named"):
-        ask(client, tools=[OTHER], tool_choice={"type": "function", "function": {"name": "x"}})
-    with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
-        ask(client, extra={"structured_outputs": {"regex": "(("}})
-
-
 def check_a_kill(cluster: Cluster) -> None:
     """Kill the last worker while a format is generated, and assert that no token changes."""
     items = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
@@ -236,12 +192,3 @@ def check_a_kill(cluster: Cluster) -> None:
 def test_a_killed_worker_changes_no_token_of_a_format(cluster: Cluster) -> None:
     """After a worker is killed during the answer, the rest follows the grammar as if nothing had happened."""
     check_a_kill(cluster)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("mtp", ["off", "filled", "auto"])
-def test_a_killed_worker_changes_no_token_in_any_mode(mtp: str, tmp_path: Path) -> None:
-    """The same holds without drafts, with speculative windows, and with a depth chosen online."""
-    with running_cluster(tmp_path, "builtin", 2, "--mtp", mtp, "--dtype", "float32") as found:
-        check_a_kill(found)

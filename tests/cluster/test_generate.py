@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -22,12 +19,8 @@ from typing import Any
 import pytest
 
 from coordinator.cli import PROGRAM, app
-from coordinator.cli.printed_answer import PrintedAnswer
-from coordinator.cli.shown_text import DIM, PLAIN
-from coordinator.generation.request import Finished, GenerationStats, TokenChunk
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from proto.errors import WorkerLostError
 from proto.terminal import console
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
@@ -96,6 +89,7 @@ def result_of(done: Done) -> dict[str, Any]:
 # ---- what comes out
 
 
+@pytest.mark.smoke
 def test_json_has_tokens_text_reason_and_figures(call: Call) -> None:
     """--json prints one consistent object on stdout and nothing on stderr."""
     model = checkpoint_dir()  # its drafts are often right
@@ -130,15 +124,6 @@ def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
     assert [line.split()[0] for line in done.err.splitlines()] == SUMMARY
 
 
-def test_flags_that_change_speed_do_not_change_the_answer(call: Call, model: Path) -> None:
-    """Drafts and stages do not change the answer, greedy or sampled."""
-    for sampling in ((), ("--temp", "0.9", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.01")):
-        flags = ("--prompt", PROMPT, "--max-tokens", "16", "--json", *sampling)
-        plain = result_of(call(model, *flags, "--mtp", "off"))
-        fast = result_of(call(model, *flags, "--mtp", "3", "--stages", "3"))
-        assert fast["tokens"] == plain["tokens"]
-
-
 def test_a_prompt_may_be_text_a_file_stdin_or_tokens(
     call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,58 +155,7 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
     assert found["stats"]["windows"] > 0
 
 
-def test_logprobs_come_with_every_token(call: Call, model: Path) -> None:
-    """Each token has N alternatives, the likeliest first, which greedy decoding chooses.
-
-    Without --json they are part of the summary.
-    """
-    flags = ("--prompt", PROMPT, "--max-tokens", "6", "--logprobs", "3")
-    found = result_of(call(model, *flags, "--json"))
-    assert [entry["token"] for entry in found["logprobs"]] == found["tokens"]
-    for entry in found["logprobs"]:
-        values = [top["logprob"] for top in entry["top"]]
-        assert values == sorted(values, reverse=True)
-        assert len(values) == 3
-        assert entry["top"][0] == {"token": entry["token"], "logprob": entry["logprob"]}
-    shown = call(model, *flags).err.splitlines()
-    assert len([line for line in shown if line.lstrip().startswith("-")]) == 6
-
-
-def test_tokens_need_no_tokenizer(call: Call, tmp_path: Path) -> None:
-    """A checkpoint without a tokenizer continues from token ids and prints ids."""
-    path = write_checkpoint(tmp_path / "bare")
-    flags = ("--tokens", "1,2,3", "--max-tokens", "5")
-    found = result_of(call(path, *flags, "--json"))
-    assert found["text"] == ""
-    assert call(path, *flags).out.strip() == ",".join(map(str, found["tokens"]))
-
-
-def test_an_engine_that_fails_is_an_error() -> None:
-    """A failing engine is an error, not a short answer."""
-    answer = PrintedAnswer(None, (), stream=False)
-    with pytest.raises(WorkerLostError, match="out of memory"):
-        answer.add_event(Finished("error", GenerationStats(1, 0), error="out of memory"))
-
-
 # ---- what is wrong
-
-
-def test_drafts_without_a_head(call: Call, headless: Path) -> None:
-    """A requested depth without a head is an error that says what to do; auto continues with one message."""
-    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "2")
-    assert (done.code, done.out) == (2, "")
-    for word in (
-        "--mtp 2",
-        "all 15 mtp.* tensors",
-        f"mtp-coord add-mtp --mlx-path {headless}",
-        "--mtp off",
-    ):
-        assert word in done.err
-    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "auto")
-    assert done.code == 0
-    assert done.err.count("without drafts") == 1
-    done = call(headless, "--prompt", "x", "--max-tokens", "4", "--mtp", "off")
-    assert "without drafts" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -266,48 +200,7 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "Traceback" not in done.err
 
 
-def test_a_prompt_that_is_no_text(call: Call, model: Path, tmp_path: Path) -> None:
-    """A binary prompt file is refused, and the error names its first invalid byte."""
-    file = tmp_path / "prompt.bin"
-    file.write_bytes(b"abc\xff")
-    done = call(model, "--prompt-file", str(file))
-    assert done.code == 2
-    assert "byte 3" in done.err
-
-
-def test_a_model_that_is_not_there(call: Call, tmp_path: Path) -> None:
-    """An unknown model ends with status 2, and the error lists the valid kinds of names."""
-    done = call(tmp_path / "nowhere", "--prompt", "x")
-    assert done.code == 2
-    assert "builtin" in done.err
-
-
 # ---- reasoning, and a running cluster
-
-
-class Terminal(io.StringIO):
-    """Standard output that is a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_reasoning_is_dim_on_a_terminal_and_left_out_of_a_pipe(
-    monkeypatch: pytest.MonkeyPatch, *, terminal: bool
-) -> None:
-    """The answer itself is printed in both cases, and the markers in none."""
-    out = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr("sys.stdout", out)
-    tokenizer = Tokenizer.load(checkpoint_dir())
-    answer = PrintedAnswer(tokenizer, (), stream=True, thinking=True)
-    tokens = tokenizer.encode("I count.</think>\n\nFour.")
-    answer.add_event(TokenChunk(tokens))
-    answer.add_event(Finished("stop", GenerationStats(1, 0)))
-    answer.summarize()
-    expected = f"{DIM}I count.{PLAIN}\n\nFour.\n" if terminal else "Four.\n"
-    assert out.getvalue().replace(f"{PLAIN}{DIM}", "") == expected
 
 
 def test_a_running_server_answers_with_url(capfd: pytest.CaptureFixture[str]) -> None:
@@ -353,36 +246,3 @@ def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
     assert process.returncode == 130
     assert b"ended by cancelled" in err
     assert b"Traceback" not in err
-
-
-def test_progress_is_for_terminals(model: Path) -> None:
-    """A prompt of several chunks shows a bar on a terminal. A pipe gets only the answer and its summary."""
-    tokens = ",".join(["1"] * 600)
-    flags = ["--model", str(model), "--tokens", tokens, "--max-tokens", "2"]
-    piped = subprocess.run([*PROCESS, *flags], capture_output=True, timeout=DEADLINE, check=True)
-    assert b"\x1b" not in piped.stdout
-    assert [line.split()[0] for line in piped.stderr.decode().splitlines()] == SUMMARY
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*PROCESS, *flags],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONUTF8": "1"},
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while chunk := _read(ours):
-            shown += chunk
-        process.communicate(timeout=DEADLINE)
-    os.close(ours)
-    assert process.returncode == 0
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"prompt +━+ +\d+%", plain), plain  # the summary's first word too is "prompt"
-
-
-def _read(terminal: int) -> bytes:
-    """Return bytes of a terminal, or none once its other side is closed, which Linux reports as an error."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:
-        return b""

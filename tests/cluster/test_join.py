@@ -27,13 +27,12 @@ from coordinator.trust.key_ring import Scope
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.bind import own_addresses
 from proto.rpc.channels import open_channel
-from proto.trust.join_token import JoinToken, new_token
+from proto.rpc.listener import own_addresses
+from proto.trust.joining import JoinToken, new_token
 from tests.support.processes.processes import (
     Process,
     as_coordinator,
-    as_worker,
     ending,
     launch_coordinator,
     launch_worker,
@@ -41,7 +40,6 @@ from tests.support.processes.processes import (
 from tests.support.processes.reserved_port import reserved_port
 
 PROMPT = "a secret prompt that nobody else may read"
-PASSPHRASE = "a passphrase that nobody else may read"
 WRONG_KEY = "mtp-a-key-that-nobody-created"
 DEADLINE = 60.0
 
@@ -139,7 +137,6 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
         assert coordinator.records("join refused")[0]["reason"] == "the token has no uses left"
         scopes = [word for scope in Scope for word in ("--scope", scope)]
         key = command(state, "key", "create", "all", *scopes)
-        command(state, "ca", "export", str(tmp_path / "export"), MTP_CA_PASSPHRASE=PASSPHRASE)
         processes = [coordinator, *workers]
         outputs = [_answers(coordinator.url, key), asyncio.run(_state_reports(state, workers))]
         outputs += [psutil.Process(p.popen.pid).cmdline().__repr__() for p in processes]
@@ -150,7 +147,7 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
     assert not list((state / "authority").glob("local.token")), "it ends with the coordinator"
     secret = JoinToken.parse(token).secret
     encoded = [base64.urlsafe_b64encode(secret).decode()[:-3], secret.hex(), repr(secret)[2:-1]]
-    for text in (token, *encoded, key, WRONG_KEY, PASSPHRASE, PROMPT, *bodies):
+    for text in (token, *encoded, key, WRONG_KEY, PROMPT, *bodies):
         for output in outputs:
             assert text not in output
     assert (tmp_path / "b" / "worker" / "node.key").stat().st_mode & 0o777 == 0o600
@@ -228,24 +225,9 @@ def _utc(stamp: time.struct_time) -> float:
     return float(calendar.timegm(stamp))
 
 
-def test_a_secured_coordinator_refuses_plaintext(host: str, tmp_path: Path) -> None:
-    """No downgrade: a worker without a certificate is refused with the reason, and so is a plaintext coordinator."""
-    stranger = launch_worker(tmp_path, "stranger", "--listen", f"{host}:0", "--insecure")
-    listen = ("--listen", f"{host}:0", "--state-dir", str(tmp_path / "a"))
-    with ending(stranger):
-        address = as_worker(stranger).address
-        process = launch_coordinator(
-            tmp_path, *listen, "--nodes", "1", "--wait", "3", "--worker", address
-        )
-        with ending(process):
-            assert "it has no TLS" in process.wait_for("no worker")["error"]
-            assert process.wait(DEADLINE) != 0
-        assert not process.records("worker joined")
-
-
 def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
     """A server without the authority of the token gets a TLS handshake and not one byte of the join."""
-    from proto.trust.identity import Role
+    from proto.trust.certificates import Role
     from tests.support.trust.cluster_ca import make_authority, trust_of
 
     mine, false = make_authority(tmp_path / "a"), make_authority(tmp_path / "b")

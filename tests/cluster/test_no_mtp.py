@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
-from proto.rpc.bind import bind_listener
+from proto.rpc.listener import bind_listener
 from tests.conftest import Checkpoints
 from tests.support.processes.in_process_coordinator import running_coordinator
-from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
-from worker.node.node import WorkerNode
-from worker.node.port import served
+from worker.node.node import Identity, WorkerNode
+from worker.node.process import served
 
 
 @asynccontextmanager

@@ -11,11 +11,13 @@ import httpx
 import openai
 import pytest
 
-from coordinator.api.request.context import ApiOptions
+from coordinator.api.context import ApiOptions
 from proto.errors import CapacityError, WorkerLostError
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
+
+pytestmark = pytest.mark.smoke
 
 KEY = "secret-key"
 USER: Any = [{"role": "user", "content": "Hi"}]

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
-import httpx
 import psutil
 import pytest
 
-from coordinator.workers.client import WorkerClient
+from coordinator.cluster.worker_client import WorkerClient
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.control import Hello, Signal, to_message
 from proto.errors import ClusterError, StaleEpochError, UsageError
 from proto.frame import VERSION, Frame, decode, encode
-from proto.rpc.data_plane import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding, ticket_in
-from proto.rpc.data_socket import dial
-from proto.rpc.frame_reader import LoopFrameReader
-from proto.rpc.frame_writer import FrameWriter
+from proto.rpc.data_connection import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding, dial, ticket_in
+from proto.rpc.link import FrameWriter, LoopFrameReader
 from proto.span import Span
 from tests.cluster.conftest import Pool
 from tests.support.checkpoints.checkpoints import write_checkpoint
-from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 from tests.support.processes.processes import (
     Process,
-    Worker,
-    as_coordinator,
-    as_worker,
     ending,
     launch_coordinator,
     launch_worker,
 )
-from tests.support.processes.stub_worker import stub_worker
 
 REFUSED_SECONDS = 90.0
 """Seconds. Deadline for a program that cannot start. An idle machine needs about two."""
@@ -130,126 +118,6 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
 # ---- clusters that cannot be
 
 
-@pytest.fixture(scope="module")
-def pinned(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    """Start workers with pinned layers. Return their addresses by layers."""
-    folder = tmp_path_factory.mktemp("pinned")
-    with ExitStack() as stack:
-        started = {
-            layers: stack.enter_context(ending(launch_worker(folder, layers, "--layers", layers)))
-            for layers in ("0-2", "4-7", "2-7")
-        }
-        yield {layers: as_worker(process) for layers, process in started.items()}
-        for process in started.values():
-            process.popen.terminate()
-
-
-def test_gaps_and_overlaps_of_pinned_layers(
-    pinned: dict[str, Worker], toy: Path, tmp_path: Path
-) -> None:
-    """Gaps and overlaps are errors that name the layer. The workers are free afterwards."""
-
-    def over(*layers: str) -> Process:
-        flags = [flag for each in layers for flag in ("--worker", pinned[each].address)]
-        return launch_coordinator(
-            tmp_path, "--model", str(toy), "--wait", "3", *flags, name="-".join(layers)
-        )
-
-    for layers, problem in ((("0-2", "4-7"), "layer 3"), (("0-2", "2-7"), "layer 2")):
-        ((status, line),) = in_turn(partial(over, *layers))
-        assert status != 0
-        assert problem in line, line
-        assert all(_state(pinned[each].address) == pb.WORKER_STATE_IDLE for each in layers)
-
-
-def test_layers_outside_the_model_are_reported_by_both_sides(tmp_path: Path, toy: Path) -> None:
-    """The coordinator refuses the worker, and the worker logs that its --layers do not exist."""
-    launched = launch_worker(tmp_path, "pinned", "--layers", "0-40")
-    with ending(launched) as process:
-        address = as_worker(process).address
-        flags = ("--wait", "2", "--worker", address)
-        with ending(launch_coordinator(tmp_path, "--model", str(toy), *flags)) as coordinator:
-            refused = as_coordinator(coordinator).wait_for("worker refused")
-            assert "pinned to layers 0-40, and the model has 8 (0-7)" in refused["reason"]
-        warnings = [r for r in process.records() if r["level"] == "warning"]
-        assert [r["model_layers"] for r in warnings] == ["0-7"]
-
-
-def _state(address: str) -> pb.WorkerState.ValueType:
-    with grpc.insecure_channel(address) as channel:
-        request = pb.DescribeRequest(protocol_version=VERSION)
-        return pb_grpc.WorkerStub(channel).Describe(request, timeout=10).state
-
-
-def test_workers_that_do_not_match(toy: Path, tmp_path: Path) -> None:
-    """Another checkpoint, another release and a silent address are logged once each, with the reason.
-
-    Without a worker the coordinator serves alone, which is a warning because workers were named.
-    """
-    with (
-        stub_worker("other-model", fingerprint="0" * 64) as one,
-        stub_worker("other-release", version=VERSION + 1) as two,
-        socket.socket() as deaf,
-    ):
-        deaf.bind(("127.0.0.1", 0))  # without a listener
-        three = f"127.0.0.1:{deaf.getsockname()[1]}"
-        named = [flag for address in (one, two, three) for flag in ("--worker", address)]
-        launched = launch_coordinator(tmp_path, "--model", str(toy), "--wait", "4", *named)
-        with ending(launched) as process:
-            coordinator = as_coordinator(process)
-            assert coordinator.records("serving alone")[0]["level"] == "warning"
-            refused = coordinator.wait_for("worker refused")
-            assert refused["address"] == one
-            assert "another checkpoint" in refused["reason"]
-            assert "or without --model" in refused["reason"]
-            coordinator.wait_for("no worker", count=2)
-            said = {
-                record["address"]: record["error"] for record in coordinator.records("no worker")
-            }
-            assert f"version {VERSION + 1}" in said[two]
-            assert "Start mtp-worker there" in said[three]
-            assert len(coordinator.records("worker refused")) == 1
-            assert len(coordinator.records("no worker")) == 2
-            nodes = httpx.get(f"{coordinator.url}/status", timeout=60).json()["nodes"]
-            assert {node["health"] for node in nodes if node["address"] == one} == {"refused"}
-
-
-def test_a_model_no_machine_here_can_hold(tmp_path: Path) -> None:
-    """A model that fits into no machine ends the start, with the missing memory."""
-    huge = write_huge(tmp_path / "huge")
-    with ending(launch_worker(tmp_path, "small", "--memory-limit", "1MB")) as launched:
-        worker = as_worker(launched)
-        ((status, line),) = in_turn(
-            lambda: launch_coordinator(
-                tmp_path, "--model", str(huge), "--wait", "1", "--worker", worker.address
-            )
-        )
-        assert status == 1, line
-        assert re.search(r"the model \([\d.]+ [GT]B\) does not fit into this machine", line), line
-        assert _state(worker.address) == pb.WORKER_STATE_IDLE
-
-
-def write_huge(path: Path) -> Path:
-    """Write the toy model with an embedding larger than this machine's memory, as a hole in the file."""
-    write_tokenizer(write_checkpoint(path, vocab=512))
-    rows = 2 * psutil.virtual_memory().total // (64 * 4)
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["vocab_size"] = rows
-    (path / "config.json").write_text(json.dumps(config))
-    file = path / "model.safetensors"
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
-    (name,) = [n for n in header if n.endswith("embed_tokens.weight")]
-    header[name] |= {"shape": [rows, 64], "data_offsets": [end, end + rows * 64 * 4]}
-    text = json.dumps(header).encode()
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text + content[8 + length :])
-        stream.truncate(8 + len(text) + end + rows * 64 * 4)
-    return path
-
-
 # ---- calls
 
 
@@ -277,7 +145,10 @@ def test_another_protocol_version_is_refused(worker: str) -> None:
         return stub.Describe(pb.DescribeRequest(protocol_version=VERSION + 1), timeout=10)
 
     def signals(channel: grpc.Channel) -> object:
-        hello = to_message(Signal(0, Hello("test", "a test", 100)))
+        me = pb.Coordinator(id="test", name="a test")
+        hello = pb.Signal(
+            hello=pb.Hello(coordinator=me, protocol_version=VERSION, status_interval_ms=100)
+        )
         hello.hello.protocol_version = VERSION + 1
         return list(pb_grpc.WorkerStub(channel).Signals(iter([hello]), timeout=10))
 

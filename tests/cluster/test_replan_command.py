@@ -7,9 +7,9 @@ import socket
 import pytest
 from typer.testing import CliRunner, Result
 
-from coordinator.api.request.context import ApiOptions
+from coordinator.api.context import ApiOptions
 from coordinator.cli import app as commands
-from coordinator.cli import replan_command as command
+from coordinator.cli import cluster_commands as command
 from proto.errors import AccessError, DeadlineError, NotReadyError, UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
@@ -47,7 +47,7 @@ def test_a_replan_waits_and_shows_its_result() -> None:
         done = run("--url", f"{url}/v1", "--api-key", KEY)
         assert done.exit_code == 0, done.output
         assert done.output == "plan 3 serves. Layers: mac-1 0-3, mac-2 4-7\n"
-        assert run("--port", url.rpartition(":")[2], key=KEY).exit_code == 0
+        assert run("--url", url.removeprefix("http://"), key=KEY).exit_code == 0
         assert cluster.requested == 2
 
 

@@ -13,6 +13,8 @@ from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
 
+pytestmark = pytest.mark.smoke
+
 TOOL: Any = {
     "type": "function",
     "name": "weather",

@@ -14,21 +14,21 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
-from coordinator.generation.limits import Limits
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Scheduler
-from coordinator.local_engine.generator import local_generator
-from coordinator.pipeline.base import Pipeline
-from coordinator.workers.client import WorkerClient
-from coordinator.workers.weight_provider import WeightProvider
+from coordinator.cluster.weight_provider import WeightProvider
+from coordinator.cluster.worker_client import WorkerClient
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
-from proto.errors import CheckpointError, ClusterError, NotReadyError, WorkerLostError
+from proto.errors import NotReadyError, WorkerLostError
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
@@ -103,7 +103,7 @@ def served(checkpoint: Checkpoint, *, share: bool, hub: Hub | None = None) -> Se
 
 async def answer(loop: GenerationLoop) -> list[int]:
     tokens: list[int] = []
-    async for event in loop.generate(REQUEST):
+    async for event in generate(loop, REQUEST):
         if isinstance(event, TokenChunk):
             tokens.extend(event.tokens)
         elif isinstance(event, Finished):
@@ -233,14 +233,6 @@ async def test_the_commands_people_type(
     assert hub.weights_sent == (0 if share else size_of(source) + fetched)
 
 
-async def test_without_files_hub_or_sharing_a_worker_is_refused(
-    source: Path, workers: list[Worker]
-) -> None:
-    """Without files, hub or sharing a worker is refused, and the reason says what to do."""
-    with pytest.raises(ClusterError, match=r"(?s)--share-weights|no worker"):
-        await answer_from(served(Checkpoint.open(source), share=False), workers[:1], wait=3.0)
-
-
 # ---- one worker, and what happens to it
 
 
@@ -266,16 +258,6 @@ class Counting(WeightProvider):
                 await self.go.wait()
             self.sent += len(message.piece)
             yield message
-
-
-class Spoiling(WeightProvider):
-    """A provider that sends zeros."""
-
-    async def answer_request(
-        self, offer: pb.WeightsOffer, wanted: pb.WantedTensors
-    ) -> AsyncIterator[pb.Weights]:
-        async for message in super().answer_request(offer, wanted):
-            yield pb.Weights(piece=bytes(len(message.piece))) if message.piece else message
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -323,7 +305,7 @@ async def test_a_kill_costs_what_was_under_way(
     quarter = stage_of(checkpoint, Span(4, 6), from_hub)
     begin = stage_of(checkpoint, Span(0, 3), shared)
     sizes = [stage_bytes(checkpoint, request) for request in (quarter, begin)]
-    monkeypatch.setattr("coordinator.workers.weight_provider.PIECE_BYTES", 20_000)
+    monkeypatch.setattr("coordinator.cluster.weight_provider.PIECE_BYTES", 20_000)
     hub.sent.clear()
     held = hub.faults.hold_at, shared.hold_at = 0.75 * sizes[0], 0.85 * sizes[1]
     home = tmp_path / "home"
@@ -358,50 +340,3 @@ async def test_a_kill_costs_what_was_under_way(
         await client.close()
     assert sizes[0] <= hub.weights_sent <= 1.1 * sizes[0]
     assert sizes[1] <= shared.sent <= 1.1 * sizes[1]
-
-
-@pytest.mark.parametrize("share", [True, False], ids=["from the coordinator", "from a hub"])
-async def test_a_call_given_up_leaves_nothing_locked(
-    source: Path, workers: list[Worker], homes: Path, hub: Hub, share: bool
-) -> None:
-    """A new plan that interrupts a call and requests the same layers resumes them at once."""
-    forget(homes)
-    checkpoint = Checkpoint.open(source)
-    model = served(checkpoint, share=share, hub=hub)
-    provider = Counting(checkpoint, model.ref, share)
-    request = stage_of(checkpoint, Span(4, 6), provider)
-    client = WorkerClient(workers[0].address, ME)
-    hub.sent.clear()
-    provider.hold_at = hub.faults.hold_at = stage_bytes(checkpoint, request) / 2
-    call = asyncio.create_task(provider.provide_weights(client, request, silent))
-    await asyncio.to_thread(
-        wait_until, lambda: provider.sent + hub.weights_sent >= provider.hold_at
-    )
-    await asyncio.to_thread(wait_until, lambda: list(homes.rglob("parts/*.part")) != [])
-    assert not call.done()
-    call.cancel()
-    assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], BaseException)
-    hub.faults.hold_at = math.inf
-    provider.go.set()
-    async with asyncio.timeout(40.0):  # one that is locked is waited for without end
-        await provider.provide_weights(client, request, silent)
-    await client.unload(1)
-    await client.close()
-
-
-async def test_damage_on_the_wire_is_one_clear_error(
-    source: Path, workers: list[Worker], homes: Path
-) -> None:
-    """The error names the damaged tensor, and no file gets its final name."""
-    checkpoint = Checkpoint.open(source)
-    provider = Spoiling(checkpoint, served(checkpoint, share=True).ref, True)
-    forget(homes)
-    client = WorkerClient(workers[0].address, ME)
-    for _ in range(10):
-        with pytest.raises(CheckpointError, match=r"tensor model\..*damaged in transfer"):
-            await provider.provide_weights(
-                client, stage_of(checkpoint, Span(4, 6), provider), silent
-            )
-    await client.unload(1)
-    await client.close()
-    assert stored_files(homes / "a") == {}

@@ -28,21 +28,13 @@ from tests.support.processes.processes import (
 
 MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine-1", "other-1"))
 PROMPT = "Write a function that adds two numbers."
-CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": PROMPT}],
-    "max_tokens": 120,
-    "seed": 7,
-    "temperature": 0.8,
-    "stream": True,
-    "ignore_eos": True,
-}
 RESPONSE: dict[str, Any] = {
     "input": PROMPT,
     "max_output_tokens": 300,
     "seed": 7,
     "temperature": 0.8,
-    "background": True,
 }
+BACKGROUND = RESPONSE | {"background": True}
 PATIENCE = 100.0
 """Seconds. Limit on waits that end within seconds on an idle machine."""
 
@@ -70,20 +62,16 @@ def port() -> int:
         return number
 
 
-def events_of(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Yield the id and the data of each event."""
-    event_id = ""
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield the data of each event."""
     for line in lines:
-        if line.startswith("id: "):
-            event_id = line.removeprefix("id: ")
-        elif line.startswith("data: "):
-            yield event_id, line.removeprefix("data: ")
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
 
 
-def deltas(events: list[tuple[str, str]]) -> list[Any]:
-    """Return what the chunks of a chat say."""
-    chunks = [json.loads(data) for _, data in events if data != "[DONE]"]
-    return [(c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in chunks]
+def deltas(events: list[dict[str, Any]]) -> list[Any]:
+    """Return what the events of a response say, with their numbers."""
+    return [(e["sequence_number"], e["type"], e.get("delta")) for e in events]
 
 
 def wait_for_end(client: httpx.Client, answer_id: str) -> dict[str, Any]:
@@ -107,36 +95,34 @@ def test_answers_outlive_a_killed_coordinator(pool: Pool, tmp_path: Path, port: 
     addresses = pool(2)
     first = start(tmp_path, port, addresses, "first")
     with ending(first), httpx.Client(base_url=first.url, headers=MINE, timeout=PATIENCE) as client:
-        with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
+        with client.stream("POST", "/v1/responses", json=RESPONSE | {"stream": True}) as reply:
             expected = list(events_of(reply.iter_lines()))
-        whole = client.post("/v1/responses", json=RESPONSE | {"background": False}).json()
-        received: list[tuple[str, str]] = []
-        with client.stream("POST", "/v1/chat/completions", json=CHAT | {"store": True}) as reply:
-            begun = client.post("/v1/responses", json=RESPONSE).json()
+        whole = client.post("/v1/responses", json=RESPONSE).json()
+        received: list[dict[str, Any]] = []
+        with client.stream("POST", "/v1/responses", json=RESPONSE | {"stream": True}) as reply:
+            begun = client.post("/v1/responses", json=BACKGROUND).json()
             for event in events_of(reply.iter_lines()):
                 received.append(event)
                 if len(received) == 30:
                     os.kill(first.pid, signal.SIGKILL)
                     break
     first.wait()
-    last_id = received[-1][0]
+    streamed = received[0]["response"]["id"]
     second = start(tmp_path, port, addresses, "second")
     with (
         ending(second),
         httpx.Client(base_url=second.url, headers=MINE, timeout=PATIENCE) as client,
     ):
-        headers = {**MINE, "Last-Event-ID": last_id}
-        with client.stream("POST", "/v1/chat/completions", json=CHAT, headers=headers) as reply:
+        path = f"/v1/responses/{streamed}?stream=true&starting_after=29"
+        with client.stream("GET", path) as reply:
             rest = list(events_of(reply.iter_lines()))
         assert deltas(received + rest) == deltas(expected)
-        ids = [event_id for event_id, _ in received + rest]
-        assert len(set(ids)) == len(ids) == len(expected)
         ended = wait_for_end(client, begun["id"])
         assert output_text(ended) == output_text(whole)
         restored = second.records("answer restored")
-        assert {record["id"] for record in restored} == {last_id.partition(":")[0], begun["id"]}
-        for path in (f"/v1/responses/{begun['id']}", f"/v1/chat/completions/{last_id[:-3]}"):
-            assert client.get(path, headers=OTHER).status_code == 404
+        assert {record["id"] for record in restored} == {streamed, begun["id"]}
+        for answer_id in (begun["id"], streamed):
+            assert client.get(f"/v1/responses/{answer_id}", headers=OTHER).status_code == 404
         if sys.platform == "linux":
             check_full_disk(second, client, begun["id"])
 
@@ -160,7 +146,7 @@ def test_a_cluster_changes_its_model(pool: Pool, toy: Path, tmp_path: Path, port
     models = tmp_path / "models"
     models.mkdir()
     (models / "toy").symlink_to(toy)
-    server = start(tmp_path, port, pool(2), "serving", "--auto-load")
+    server = start(tmp_path, port, pool(2), "serving")
     with (
         ending(server),
         httpx.Client(base_url=server.url, headers=MINE, timeout=PATIENCE) as client,
@@ -179,23 +165,22 @@ def test_a_cluster_changes_its_model(pool: Pool, toy: Path, tmp_path: Path, port
             assert started.status_code == 202, started.text
             assert list(lines)[-2] == "data: [DONE]", "the open answer finishes"
             report = wait_until_ready(client, "toy")
-        assert report["note"] == "the present model serves until the next one is loaded"
-        # Requests wait for the next model, and the server refuses none.
+        assert report["error"] == ""
+        # The server refuses requests between the two models, and says why.
+        assert {status for status, _ in meanwhile} <= {200, 503}
         answering = [model for status, model in meanwhile if status == 200]
-        assert len(answering) == len(meanwhile)
         assert answering == sorted(answering)
         assert set(answering) == {"builtin", "toy"}
         nodes = client.get("/status").json()["nodes"]
         assert sum(node["span"] is not None for node in nodes) == 2
-        # The name of the first model changes the model again.
         reply = client.post("/v1/completions", json=asked | {"model": "builtin"})
-        assert (reply.status_code, reply.json()["model"]) == (200, "builtin")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "model_not_loaded")
         assert client.post("/v1/models/load", json={"model": "/etc"}).status_code == 400
         (models / "broken").mkdir()
         (models / "broken" / "config.json").write_text("{}")
         client.post("/v1/models/load", json={"model": "broken"})
         assert wait_until_ended(client)["phase"] == "failed"
-        assert client.post("/v1/completions", json=asked).json()["model"] == "builtin"
+        assert client.post("/v1/completions", json=asked).json()["model"] == "toy"
         assert "lease" not in server.text()
 
 

@@ -8,13 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
 from typer.testing import CliRunner, Result
 
 from coordinator.cli import app as commands
-from proto.errors import UsageError
-from tests.support.api.api_client import ApiClient
-from tests.support.api.api_server import serving as serving_app
 from tests.support.processes.processes import serving
 
 TOKENS = 24
@@ -65,24 +61,3 @@ def test_a_trace_follows_every_frame_through_all_processes(
     ends = {(e["name"], e["id"]): e["ts"] for e in found["traceEvents"] if e["ph"] == "e"}
     relays = {key: ts for key, ts in begins.items() if key[0].startswith("relay to stage 0")}
     assert len(relays) >= TOKENS - 4 and all(ends[key] > ts for key, ts in relays.items())
-
-
-def test_a_server_without_a_plan_has_no_trace(tmp_path: Path) -> None:
-    """The command fails with the reason, and refuses a period that makes no sense."""
-    with serving_app(ApiClient().app) as url:
-        done = run("--url", url, "--output", str(tmp_path / "trace.json"))
-        assert isinstance(done.exception, UsageError)
-        assert "no plan is serving" in str(done.exception)
-        refused = httpx.get(f"{url}/trace?seconds=-1")
-        assert refused.status_code == 400 and "seconds=-1" in refused.text
-        assert httpx.get(f"{url}/trace").status_code == 503
-
-
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names the file, after the trace was fetched."""
-    answer = json.dumps({"table": "", "trace": {"traceEvents": []}}).encode()
-    monkeypatch.setattr("coordinator.cli.trace_command.call", lambda *_, **__: answer)
-    done = run("--output", str(tmp_path / "none" / "trace.json"))
-    assert isinstance(done.exception, UsageError) and "trace.json" in str(done.exception)

@@ -9,19 +9,21 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
+from coordinator.cluster.worker_client import WorkerClient
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust
-from coordinator.workers.client import WorkerClient
 from proto import cluster_pb2 as pb
 from proto.rpc.channels import add_port
-from proto.trust.certificates import from_pem, renewal_time, utc_now
-from proto.trust.identity import Role, new_id
+from proto.trust.certificates import Role, from_pem, new_id, renewal_time, utc_now
 from proto.trust.node_trust import NodeTrust
 from tests.support.trust.cluster_ca import trust_of
-from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
-from worker.node.node import WorkerNode
+from worker.node.node import Identity, WorkerNode
 from worker.node.service import make_server
+
+pytestmark = pytest.mark.smoke
 
 DEADLINE = 20.0
 
@@ -77,15 +79,6 @@ async def test_an_old_certificate_is_renewed(tmp_path: Path) -> None:
         assert trust.due_request() == ""
         (node,) = cluster.registry.nodes()
         assert (node.name, node.expires > 0) == ("mac-2", True)
-
-
-async def test_a_young_certificate_is_kept(tmp_path: Path) -> None:
-    """A worker with a young certificate keeps it."""
-    async with watched_worker(tmp_path) as (_, trust, removals):
-        old = trust.certificate
-        await until(lambda: removals)
-        await asyncio.sleep(0.5)
-        assert trust.certificate == old
 
 
 async def test_a_rotation_reaches_the_worker(tmp_path: Path) -> None:

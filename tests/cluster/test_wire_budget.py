@@ -13,9 +13,9 @@ import pytest
 
 from proto import cluster_pb2 as pb
 from proto.control import MAX_SIGNAL_BYTES
-from proto.dtype import DTYPE_BYTES
 from proto.frame import Evict, Frame, decode
-from proto.rpc.data_plane import FRAMES, RESULTS
+from proto.rpc.data_connection import FRAMES, RESULTS
+from proto.wire import DTYPE_BYTES
 from tests.cluster.conftest import Pool
 from tests.support.processes.processes import serving
 from tests.support.processes.tap import Message, tapped
@@ -247,19 +247,6 @@ def test_no_logits_leave_the_last_worker(wire: Wire) -> None:
     assert max(said) < 2 * VOCAB
     steps = [m for m in wire.messages if m.method == RESULTS]
     assert max(len(m.data) for m in steps) <= DECODE_HEADER_BYTES
-
-
-def test_what_signals_carry(wire: Wire) -> None:
-    """Signals carry heartbeats and rollbacks, and statuses of at most a few hundred bytes."""
-    for m in wire.messages:
-        if m.method != SIGNALS:
-            continue
-        if m.inward:
-            kind = pb.Signal.FromString(m.data).WhichOneof("body")
-            assert kind in {"heartbeat", "rollback"}
-            assert len(m.data) + GRPC_BYTES <= MAX_SIGNAL_BYTES
-        else:
-            assert len(m.data) <= 256
 
 
 def test_workers_count_what_the_tap_sees(wire: Wire) -> None:

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from proto import cluster_pb2 as pb
-from proto.control import Cancel, Hello, Rollback, Signal, to_message
+from proto.control import Rollback
 from proto.frame import Admit, Commit, Frame, Outcome, Segment, encode
 from proto.trust.certificates import new_key, signing_request
-from proto.trust.join_token import new_token
+from proto.trust.joining import new_token
 
 FOLDER = Path(__file__).parent / "corpus"
 
@@ -30,11 +30,16 @@ def _made(target: str) -> list[bytes]:
     result = Frame(3, 10, (), (segment,), (Outcome(7, 42, 2, 5, (6, 7)),))
     request = signing_request(new_key())
     header = json.dumps({"a": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 16]}}).encode()
-    signals = (Hello("id", "name", 500), Rollback(7, 42, 1, 1), Cancel(7))
+    me = pb.Coordinator(id="id", name="name")
+    signals = (
+        pb.Signal(hello=pb.Hello(coordinator=me, protocol_version=1, status_interval_ms=500)),
+        Rollback(7, 42, 1, 1).to_signal(1),
+        pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=7)),
+        pb.Signal(heartbeat=pb.Heartbeat()),
+    )
     made: dict[str, list[bytes]] = {
         "frame": [encode(frame), encode(tensor), encode(result)],
-        "signal": [to_message(Signal(1, body)).SerializeToString() for body in signals]
-        + [pb.Signal(heartbeat=pb.Heartbeat()).SerializeToString()],
+        "signal": [signal.SerializeToString() for signal in signals],
         "announcement": [
             b"v=1\0id=0123456789abcdef\0name=mac-2\0layers=0-31\0cluster=0123456789abcdef\0node=0123456789abcdef"
         ],

@@ -39,7 +39,7 @@ def fuzz_hub(data: bytes) -> None:
 def _hub() -> tuple[HubRepo, _Answers]:
     """Return the reader that all inputs share, because a client takes milliseconds to make, and its answers."""
     hub, answers = HubRepo("owner/name", "main"), _Answers()
-    hub.close()
+    hub.__exit__()
     hub._client = httpx.Client(transport=httpx.MockTransport(answers.answer), trust_env=False)
     return hub, answers
 

@@ -12,17 +12,16 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from coordinator.api.request.host_check import HostCheck
-from mtp.checkpoint.format.header import read_header
+from coordinator.api.http_server import HostCheck
+from mtp.checkpoint.format.shard import read_header
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
-from proto.control import from_message
+from proto.control import check_signal
 from proto.errors import ClusterError, ProtocolError, UsageError
 from proto.frame import decode, encode
 from proto.rpc.status_codes import from_status
 from proto.trust.certificates import from_pem, requested_key
-from proto.trust.join_session import MAX_LINE_BYTES, read_message
-from proto.trust.join_token import JoinToken
+from proto.trust.joining import MAX_LINE_BYTES, JoinToken, read_message
 from tests.fuzz.http_bodies import fuzz_http
 from tests.fuzz.hub_answers import fuzz_hub
 
@@ -41,7 +40,7 @@ def fuzz_frame(data: bytes) -> None:
 def fuzz_signal(data: bytes) -> None:
     """Read a signal of a coordinator."""
     with contextlib.suppress(DecodeError, ProtocolError):
-        from_message(pb.Signal.FromString(data))
+        check_signal(pb.Signal.FromString(data))
 
 
 def fuzz_announcement(data: bytes) -> None:

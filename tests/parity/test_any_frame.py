@@ -14,22 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
+    BackUp,
     Commit,
     DropPrefix,
     Evict,
     Frame,
+    RestoreBackup,
     RestorePrefix,
     SavePrefix,
+    Segment,
     decode,
     encode,
 )
-from proto.operation import BackUp, RestoreBackup
 from proto.params import SamplingParams
-from proto.segment import Segment
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.stages.chain import VOCAB, modules
 from worker.engine.stage_engine import Budget, StageEngine
@@ -135,7 +136,7 @@ def test_prefix_entries_have_a_budget(stages: Sequence[Stage]) -> None:
     engine = new_engines(stages)[0]
     engine.process(Frame(1, 0, (Admit(0, 12, 2),), (Segment(0, 0, 0, (1, 2)),)))
     engine.process(Frame(1, 1, (SavePrefix(0, 0),)))
-    entry = engine.report_state().prefixes[0].nbytes
+    entry = engine.report_state().prefixes[0].bytes
     assert 0 < entry <= PREFIX_BYTES < 9 * entry
     with pytest.raises(ProtocolError, match="budget"):
         engine.process(Frame(1, 2, tuple(SavePrefix(0, number) for number in range(1, 9))))
@@ -155,5 +156,5 @@ def check_budget(engine: StageEngine) -> None:
     held = engine.report_state()
     assert len(held.sequences) <= BUDGET.sequences
     assert sum(s.capacity for s in held.sequences) <= BUDGET.kv_tokens
-    assert all(s.committed <= s.capacity for s in held.sequences)
-    assert sum(p.nbytes for p in held.prefixes) <= PREFIX_BYTES
+    assert all(s.length <= s.capacity for s in held.sequences)
+    assert sum(p.bytes for p in held.prefixes) <= PREFIX_BYTES

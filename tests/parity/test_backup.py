@@ -7,11 +7,10 @@ from collections import defaultdict
 import mlx.core as mx
 import pytest
 
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.backup import LayerState
 from proto.errors import ProtocolError
-from proto.frame import Admit, Evict, Outcome
-from proto.operation import BackUp, RestoreBackup, RestorePrefix, SavePrefix
+from proto.frame import Admit, BackUp, Evict, Outcome, RestoreBackup, RestorePrefix, SavePrefix
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain, Script, random_tokens, same

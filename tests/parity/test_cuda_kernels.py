@@ -7,26 +7,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from mtp.head.attention import KVFormat
-from mtp.head.tiled_attention import tiled_attention
-from mtp.kernels import packed_linear
-from mtp.kernels.cuda import CudaKernel
-from mtp.kernels.dense_rows import DenseRows
-from mtp.kernels.gated_delta import GatedDeltaShape
-from mtp.kernels.packed_linear import PackedLinear, multiply_rows, pack, unpack
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.checkpoint.format.parts import part_module
+from mtp.layers.cuda import pack as packing
+from mtp.layers.cuda import packed_linear
+from mtp.layers.cuda.dense_rows import DenseRows
+from mtp.layers.cuda.gated_delta import GatedDeltaShape
+from mtp.layers.cuda.gdn import (
+    PackedGDNLayer,
+    SnapshotGDNCache,
+    Window,
+    record_windows,
+    run_windows,
+)
+from mtp.layers.cuda.kernel import CudaKernel
+from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
+from mtp.layers.kv_cache import tiled_attention
+from mtp.layers.layer import KVFormat
+from mtp.layers.reference.gdn import GDNLayer
 from proto.frame import Admit, Segment
-from tests.bench.stage import random_stage, wide_config
+from proto.span import Span
 from tests.parity.test_gpu import GPU
+from tests.support.checkpoints.checkpoints import config_of
 from worker.cache.sequence_cache import SequenceCache
-from worker.cache.snapshot_gdn_cache import SnapshotGDNCache, Window, record_windows, run_windows
-from worker.model import pack as packing
 from worker.model.loader import StageModules
-from worker.model.packed_gdn import PackedGDN
 from worker.model.stage import Stage
 
 LAYERS = 4
@@ -47,6 +58,39 @@ def _cuda_required() -> Iterator[None]:
     mx.set_default_device(mx.Device(mx.gpu))
     yield
     mx.set_default_device(before)
+
+
+def wide_config(eighths: int, layers: int) -> ModelConfig:
+    """Return layers of `eighths` eighths of the width of Qwen3.5-27B."""
+    config = config_of(
+        moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16
+    )
+    config["text_config"] |= {
+        "intermediate_size": 2176 * eighths,
+        "num_attention_heads": 3 * eighths,
+        "num_key_value_heads": max(eighths // 2, 1),
+        "head_dim": 256,
+        "linear_num_value_heads": 6 * eighths,
+        "linear_num_key_heads": 2 * eighths,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    return ModelConfig.parse(Path("config.json"), config)
+
+
+def random_stage(config: ModelConfig) -> StageModules:
+    """Return all layers and the embedding."""
+
+    def part(name: str) -> Any:
+        holder = nn.Module()
+        holder.part = part_module(config, name)
+        holder.set_dtype(mx.bfloat16)
+        nn.quantize(holder, group_size=64, bits=4)
+        mx.eval(holder.parameters())
+        return holder.part.eval()
+
+    layers = [part(f"layers.{index}") for index in range(config.num_layers)]
+    return StageModules(config, Span(0, config.num_layers), layers, part("embed"))
 
 
 def error_of(found: mx.array, expected: mx.array) -> float:
@@ -137,7 +181,8 @@ class Recurrence:
     def __init__(self) -> None:
         mx.random.seed(2)
         modules = random_stage(wide_config(EIGHTHS, 1))
-        self.layer = PackedGDN(modules.layers[0].linear_attn, mx.bfloat16)
+        reference = cast(GDNLayer, modules.layers[0])
+        self.layer = PackedGDNLayer(reference.module, mx.bfloat16, None)
         self.shape: GatedDeltaShape = self.layer.shape
         self.rows = mx.random.normal((16, self.shape.row)).astype(mx.bfloat16)
 
@@ -149,6 +194,9 @@ class Recurrence:
         out, saved = run_windows(self.shape, cache.constants, self.rows, [window])
         record_windows([cache], [window], self.rows, saved)
         return out[start : start + count]
+
+    def new_cache(self) -> SnapshotGDNCache:
+        return self.layer.new_cache(KVFormat())
 
     def state_of(self, cache: SnapshotGDNCache) -> Sequence[mx.array]:
         return cache.copy().arrays()
@@ -162,7 +210,7 @@ def recurrence() -> Recurrence:
 @pytest.mark.parametrize("width", range(1, 17))
 def test_tokens_at_once_are_tokens_one_by_one(recurrence: Recurrence, width: int) -> None:
     """Outputs and state of T tokens at once are those of T single steps, bit for bit."""
-    at_once, one_by_one = recurrence.layer.new_cache(), recurrence.layer.new_cache()
+    at_once, one_by_one = recurrence.new_cache(), recurrence.new_cache()
     found = recurrence.run(at_once, 0, width)
     steps = [recurrence.run(one_by_one, i, 1) for i in range(width)]
     assert same(found, mx.concatenate(steps))
@@ -175,12 +223,12 @@ def test_a_cut_window_leaves_the_state_of_its_accepted_tokens(
     recurrence: Recurrence, accepted: int
 ) -> None:
     """After a cut, state and further outputs are those of a sequence that only ever saw the accepted tokens."""
-    cut, plain = recurrence.layer.new_cache(), recurrence.layer.new_cache()
+    cut, plain = recurrence.new_cache(), recurrence.new_cache()
     for cache in (cut, plain):
         recurrence.run(cache, 0, 3)
     recurrence.run(cut, 3, 5, stays_open=True)
     recurrence.run(cut, 8, 2, stays_open=True)
-    cut.apply_commit(0, accepted) if accepted < 5 else cut.apply_commit(1, 0)
+    cut.apply_commit(0, accepted, 0) if accepted < 5 else cut.apply_commit(1, 0, 0)
     if accepted:
         recurrence.run(plain, 3, accepted)
     for a, b in zip(recurrence.state_of(cut), recurrence.state_of(plain), strict=True):
@@ -222,9 +270,9 @@ def stage() -> Stage:
 
 def test_the_stage_agrees_with_its_reference(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed layers compute what mlx-lm's do: a long prompt, then windows of 1 to 5 rows."""
-    monkeypatch.setattr("worker.model.stage.pack_stage", lambda *_: None)
+    monkeypatch.setattr(packing.Packer, "works", False)
     reference = Stage(loaded(), KVFormat())
-    assert isinstance(stage.modules.layers[0].linear_attn, PackedGDN)
+    assert stage.variants.summary == f"{LAYERS} packed"
     packed, plain = Text(stage, 0), Text(reference, 0)
     for width in (130, 1, 2, 5, 1):
         x = rows_of(width, width)
@@ -289,7 +337,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_reference(
 
     monkeypatch.setattr(packing, "gated_delta_window", run)
     stage = Stage(loaded(), KVFormat())
-    assert not isinstance(stage.modules.layers[0].linear_attn, PackedGDN)
+    assert stage.modules.layers[0].kind == "reference"
     text = Text(stage, 0)
     mx.eval(stage.forward(rows_of(2, 1), [(text.sequence, text.segment(2))]))
     assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1

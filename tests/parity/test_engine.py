@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
@@ -122,7 +122,7 @@ def test_each_stage_adds_its_time_and_operations_alone_make_a_frame(
     out = chain.send(ops=[Admit(0, 100, 3)])
     assert len(out.stage_us) == 3 and out.outcomes == () and out.dtype == ""
     chain.send(ops=[Evict(0), Evict(7)])
-    assert all(engine.report_state().sequences == () for engine in chain.engines)
+    assert all(not engine.report_state().sequences for engine in chain.engines)
 
 
 # ---- prefixes
@@ -184,7 +184,7 @@ def test_a_restored_prefix_equals_a_prefill(
     path = checkpoints(layers=4)
     text = random_tokens(LONG)
     chain = _save(path, when, bits, text)
-    size = [h.nbytes for engine in chain.engines for h in engine.report_state().prefixes]
+    size = [h.bytes for engine in chain.engines for h in engine.report_state().prefixes]
     for seq_id, tokens in ((1, text), (2, [*text[:PREFIX], *random_tokens(5, seed=8)]), (3, text)):
         fresh = Chain(path, (2,), KVFormat(bits, 32))
         reader = Script(seq_id, tokens, PARAMS)
@@ -194,9 +194,9 @@ def test_a_restored_prefix_equals_a_prefill(
         assert same(chain.state(seq_id), fresh.state(seq_id))
         assert same(chain.head_state(seq_id), fresh.head_state(seq_id))
         assert mx.array_equal(chain.logits[seq_id], fresh.logits[seq_id])
-    assert size == [h.nbytes for engine in chain.engines for h in engine.report_state().prefixes]
+    assert size == [h.bytes for engine in chain.engines for h in engine.report_state().prefixes]
     chain.send(ops=[DropPrefix(5), DropPrefix(5)])
-    assert all(engine.report_state().prefixes == () for engine in chain.engines)
+    assert all(not engine.report_state().prefixes for engine in chain.engines)
 
 
 def test_a_prefix_outlives_its_sequence(checkpoints: Checkpoints) -> None:

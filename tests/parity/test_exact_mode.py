@@ -6,16 +6,16 @@ Without the flag drafts and other requests change the answers there; with it the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-import worker.model.exact as exact_module
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
-from mtp.exact.arithmetic import Arithmetic
+from mtp.device import DEVICES, Arithmetic
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.params import SamplingParams
 from tests.support.stages.local_run import Answered, run
@@ -50,7 +50,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", rounded_attention)
     here = classmethod(lambda cls: Arithmetic("cuda", "emulated", "1"))
     monkeypatch.setattr(Arithmetic, "here", here)
-    monkeypatch.setitem(exact_module.PROBE_ROWS, "cuda", 32)
+    monkeypatch.setitem(DEVICES, "cuda", replace(DEVICES["cuda"], exact_probe_rows=32))
 
 
 def requests() -> list[GenerationRequest]:
@@ -80,6 +80,7 @@ def variants(**options: Any) -> list[list[object]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("emulated")
 def test_the_emulated_kernels_change_answers() -> None:
     """Proof that the next test could fail."""
@@ -88,13 +89,14 @@ def test_the_emulated_kernels_change_answers() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, pytest.param(8, marks=pytest.mark.thorough)])
 def test_exact_answers_do_not_depend_on_drafts_batch_or_cut(kv_bits: int | None) -> None:
     """Quantized keys and values are exact too: they are attended to row by row."""
     alone, *others = variants(exact=True, kv_bits=kv_bits)
     assert all(other == alone for other in others)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_draft_vocabulary_changes_no_answer(auto: bool) -> None:
     """Drafts come from 64 of 4096 words and those of the prompts, so some are wrong that would be right."""

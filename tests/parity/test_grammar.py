@@ -12,12 +12,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.limits import Limits
-from coordinator.generation.request import GenerationRequest
-from coordinator.text.call_grammar import call_grammar
-from coordinator.text.call_parts import CallArguments, CallEnd, CallStart
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest
+from coordinator.text.calls import CallArguments, CallEnd, CallStart
 from coordinator.text.chat_parser import ChatParser, join_parts
-from coordinator.text.output_format import GrammarCompiler, OutputFormat
+from coordinator.text.grammars import GrammarCompiler, OutputFormat, call_grammar
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.head import drafter
@@ -162,6 +161,7 @@ def test_drafts_and_cuts_change_no_token(mtp: str, stages: int) -> None:
         assert sum(s.accepted for s in constrained) > sum(s.drafted for s in constrained) / 2
 
 
+@pytest.mark.thorough
 def test_the_ratio_rule_keeps_the_format() -> None:
     """Under the ratio rule, where tokens depend on drafts, every complete answer has its format too."""
     asked = [
@@ -174,6 +174,7 @@ def test_the_ratio_rule_keeps_the_format() -> None:
         assert re.fullmatch(REGEX, text_of(answer))
 
 
+@pytest.mark.thorough
 def test_the_grammar_starts_after_its_token() -> None:
     """Until the start token the text is free; after it the grammar applies, with drafts as without."""
     (newline,) = tokenizer().encode("\n")
@@ -189,6 +190,7 @@ def test_the_grammar_starts_after_its_token() -> None:
     assert plain.tokens == drafted.tokens
 
 
+@pytest.mark.thorough
 def test_forced_tokens_are_drafts_beyond_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that the grammar forces takes fewer windows than drafts of the depth alone, and has the same tokens."""
     words = "the only text that this grammar allows in an answer"

@@ -14,9 +14,7 @@ from mlx_lm.utils import load_model
 
 from mtp.head.drafter import MOST_WAITING
 from mtp.sampling.choice import choose
-from mtp.sampling.filters import filtered
-from mtp.sampling.history import History
-from mtp.sampling.noise import Stream, gumbel, uniform
+from mtp.sampling.filters import History, Stream, filtered, gumbel, uniform
 from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams

@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.limits import Limits
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.depth.controller import Controller, MtpMode
-from mtp.depth.shape import Shape
+from mtp.depth.step_costs import Shape
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run
@@ -94,7 +94,15 @@ def expected() -> list[Answered]:
 
 
 @pytest.mark.parametrize(
-    ("mtp", "stages"), [("1", 1), ("2", 2), ("3", 4), ("auto", 1), ("off", 4), ("filled", 4)]
+    ("mtp", "stages"),
+    [
+        ("2", 2),
+        ("filled", 4),
+        *(
+            pytest.param(mtp, stages, marks=pytest.mark.thorough)
+            for mtp, stages in (("1", 1), ("3", 4), ("auto", 1), ("off", 4))
+        ),
+    ],
 )
 def test_drafts_stages_and_concurrency_change_nothing(
     expected: list[Answered], mtp: str, stages: int
@@ -144,7 +152,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
-    monkeypatch.setattr("coordinator.local_engine.generator.Controller", RandomDepth)
+    monkeypatch.setattr("coordinator.schedule.local_generator.Controller", RandomDepth)
     DEPTHS.clear()
     found = answers(asked, "4", stages=2)
     check_same(found, expected)
@@ -153,6 +161,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(len(answer.stats.drafted_by_position) for answer in found) >= 3
 
 
+@pytest.mark.thorough
 def test_seeds_differ() -> None:
     """The same prompt under another seed gives another answer."""
     (asked,) = requests(FEW[:1], COUNT, [NUCLEUS])
@@ -161,6 +170,7 @@ def test_seeds_differ() -> None:
     assert len({answer.tokens for answer in found}) == 3
 
 
+@pytest.mark.thorough
 def test_penalties_see_the_drafts_before_them() -> None:
     """A window's penalties include the drafts before each row. The penalties here reward recent tokens to show it."""
     echo = SamplingParams(temperature=1.0, presence_penalty=-1.5, frequency_penalty=0.2)
@@ -170,6 +180,7 @@ def test_penalties_see_the_drafts_before_them() -> None:
     assert accepted(found) > 0
 
 
+@pytest.mark.thorough
 def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
     """At temperature 0 the ratio rule and the coupled rule give the same answer."""
     found = answers(requests(FEW, COUNT, [replace(GREEDY, acceptance="ratio")]), "3")
@@ -177,6 +188,7 @@ def test_ratio_is_coupled_when_greedy(expected: list[Answered]) -> None:
     assert accepted(found) > 0
 
 
+@pytest.mark.thorough
 def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered]) -> None:
     """The first stop token ends the text wherever it falls, also between accepted drafts."""
     (asked,) = requests(FEW[:1], COUNT, [GREEDY])
@@ -189,6 +201,7 @@ def test_a_stop_token_inside_a_kept_window_ends_the_text(expected: list[Answered
         assert answer.stats.accepted <= end
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
     """With K/V in 8 or 4 bits, the answer does not depend on drafts, stages or concurrent requests.
@@ -202,6 +215,7 @@ def test_quantized_keys_and_values_change_nothing_more(bits: int) -> None:
     assert accepted(found) > 0
 
 
+@pytest.mark.thorough
 def test_quantized_weights_change_nothing_more(tmp_path: Path) -> None:
     """With 4-bit weights and fp32 activations, the answer does not depend on drafts, stages or concurrent requests."""
     path = convert_checkpoint(checkpoint_dir(), tmp_path, quantize=4)

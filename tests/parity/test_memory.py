@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, DropPrefix, Evict, Frame, Op, SavePrefix, Segment
 from proto.params import SamplingParams
 from proto.span import Span
@@ -19,6 +19,8 @@ from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, Script, modules, random_tokens
 from worker.engine.stage_engine import StageEngine
 from worker.model.stage import Stage
+
+pytestmark = pytest.mark.thorough
 
 HIDDEN = 64
 ROW = bytes(4 * HIDDEN)
@@ -80,9 +82,9 @@ class MiddleStage:
         self.engine.process(Frame(EPOCH, self.frames, tuple(self.ops)))
         self.frames, self.ops = self.frames + 1, []
         (held,) = self.engine.report_state().sequences
-        assert held.committed == self.end and not held.open_windows
+        assert held.length == self.end and not held.open_windows
         mx.eval(*self.engine.sequences[0].arrays())
-        return _live() - held.nbytes
+        return _live() - held.bytes
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_prefix_entry_holds_its_nbytes(checkpoints: Checkpoints, others: int) 
         held = _live() - start
         entries = [h for engine in chain.engines for h in engine.report_state().prefixes]
         assert [h.length for h in entries] == [40, 40]
-        named = sum(h.nbytes for h in entries)
+        named = sum(h.bytes for h in entries)
         assert named <= held < named + SHARED
         chain.send(ops=[DropPrefix(7)])
         assert _live() == start or turn == 0

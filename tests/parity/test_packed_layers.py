@@ -18,9 +18,8 @@ import pytest
 
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import part_module
-from mtp.head.attention import KVFormat
-from mtp.head.packed_attention import PackedAttention
-from mtp.kernels.packed_linear import PackedLinear
+from mtp.layers.cuda.packed_linear import PackedLinear
+from mtp.layers.layer import Hole, KVFormat
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
 from proto.params import SamplingParams
 from proto.span import Span
@@ -29,9 +28,10 @@ from tests.support.stages.reference_kernels import reference_kernels
 from worker.engine.stage_engine import StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import StageModules
-from worker.model.packed_gdn import PackedGDN
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
+
+pytestmark = pytest.mark.thorough
 
 SHAPE = ModelShape(hidden=256, layers=4, heads=2, kv_heads=1, value_heads=16, mlp=256)
 VOCAB = 512
@@ -68,15 +68,13 @@ def modules_of(start: int, end: int) -> StageModules:
         return holder.part.eval()
 
     last = end == SHAPE.layers
-    return StageModules(
-        config,
-        Span(start, end),
-        [part(f"layers.{i}", 10 + i) for i in range(start, end)],
-        embed_tokens=part("embed", 1) if start == 0 or last else None,
-        norm=part("norm", 2) if last else None,
-        lm_head=part("lm_head", 3) if last else None,
-        head=part("mtp", 4) if last else None,
-    )
+    seeds = {f"layers.{i}": 10 + i for i in range(start, end)}
+    if start == 0 or last:
+        seeds["embed"] = 1
+    if last:
+        seeds |= {"norm": 2, "lm_head": 3, "mtp": 4}
+    parts = {name: part(name, seed) for name, seed in seeds.items()}
+    return StageModules.of(config, Span(start, end), parts)
 
 
 def engines(*cuts: int) -> list[StageEngine]:
@@ -175,11 +173,9 @@ def test_the_layers_are_packed() -> None:
     """The stage of these tests runs the packed layers, its head and lm_head included."""
     (engine,) = engines()
     modules = engine.stage.modules
-    assert isinstance(modules.layers[0].linear_attn, PackedGDN)
-    assert isinstance(modules.layers[3].self_attn, PackedAttention)
+    assert engine.stage.variants.summary == "4 packed"
     assert isinstance(modules.lm_head, PackedLinear)
-    assert modules.head is not None
-    assert isinstance(modules.head.layers[0].self_attn, PackedAttention)
+    assert modules.head is not None and modules.head.block.kind == "packed"
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=["whole", "cut"])
@@ -213,17 +209,17 @@ def test_a_row_moved_back_is_that_of_the_cache_without_the_entries_after_it() ->
     """
     (engine,) = engines()
     layer = engine.stage.modules.layers[3]
-    attention, norm = layer.self_attn, layer.input_layernorm
     rows = mx.random.normal((9, SHAPE.hidden), key=mx.random.key(5)).astype(mx.bfloat16)
     outputs = []
     for rejected in (0, 2):
-        caches = [KVFormat().new_cache() for _ in range(2)]
-        attention.add(rows[:3], norm, caches, [2, 1])
+        caches = [layer.new_cache(KVFormat()) for _ in range(2)]
+        layer.add(rows[:3], caches, [2, 1])
         if rejected:
-            attention.add(rows[3 : 3 + 2 * rejected], norm, caches, [rejected] * 2)
-        moved = [mx.array([rejected], mx.int32)] * 2 if rejected else []
-        outputs.append([attention.add(rows[5:7], norm, caches, [1, 1], moved)])
-        outputs[-1].append(attention.add(rows[7:9], norm, caches, [1, 1], moved))
+            layer.add(rows[3 : 3 + 2 * rejected], caches, [rejected] * 2)
+        count = mx.array([rejected], mx.int32)
+        holes = [Hole(cache.offset, count) for cache in caches] if rejected else []
+        outputs.append([layer.add(rows[5:7], caches, [1, 1], holes=holes)])
+        outputs[-1].append(layer.add(rows[7:9], caches, [1, 1], holes=holes))
     for found, wanted in zip(*outputs, strict=True):
         assert mx.array_equal(found, wanted)
 

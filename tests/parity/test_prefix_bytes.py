@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.pipeline.local import LocalModel
+from coordinator.cluster.local_pipeline import LocalModel
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.head.attention import KVFormat
-from proto.frame import Admit, Frame, SavePrefix
-from proto.segment import Segment
+from mtp.layers.layer import KVFormat
+from proto.frame import Admit, Frame, SavePrefix, Segment
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.stages.chain import Chain
@@ -26,7 +25,7 @@ def test_prefix_entries_stay_within_the_estimate(
     path = checkpoints()
     config = Checkpoint.open(path).config
     form = KVFormat.of(config.head_dim, bits)
-    model = LocalModel(Checkpoint.open(path), [Span(0, config.num_layers)], kv_format=form)
+    model = LocalModel(Checkpoint.open(path), [Span(0, config.num_layers)], kv_bits=bits)
     chain = Chain(path, kv_format=form)
     (engine,) = chain.engines
     end = 0
@@ -37,4 +36,4 @@ def test_prefix_entries_stay_within_the_estimate(
         end += width
     engine.process(Frame(1, len(chunks), (SavePrefix(0, 0),)))
     (entry,) = engine.report_state().prefixes
-    assert entry.nbytes <= model.capacity().entry_bytes(end)
+    assert entry.bytes <= model.capacity().entry_bytes(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.limits import Limits
-from coordinator.generation.request import GenerationRequest
-from coordinator.local_engine.generator import local_generator
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import MtpMode
+from mtp.device import this_device
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Evict, Frame, Op, RestorePrefix, SavePrefix, Segment
 from proto.frame_stamps import FrameStamps, StageStep
@@ -24,8 +26,8 @@ from tests.conftest import Checkpoints
 from tests.support.stages.chain import EPOCH, Chain, random_tokens
 from tests.support.stages.local_run import Answered, answer
 from worker.engine import stage_engine
-from worker.engine.frame_runner import FrameRunner
 from worker.engine.stage_engine import BegunFrame, StageEngine
+from worker.engine.stage_host import StageHost
 
 PROMPT = random_tokens(9)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
@@ -147,7 +149,8 @@ def test_only_a_stage_that_knows_the_token_continues(checkpoints: Checkpoints) -
 
 async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[Answered], int]:
     """Return answers of the built-in model, and how many frames began before the one before was finished."""
-    patched.setitem(stage_engine.MAX_COPIED_BYTES, "cpu", most_copied)
+    device = replace(this_device(), ahead_kv_bytes=most_copied)
+    patched.setattr(stage_engine, "this_device", lambda: device)
     unfinished: set[int] = set()
     overlaps = 0
 
@@ -158,14 +161,14 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
         unfinished.add(frame.number)
         return begin_frame(self, frame, stamps)
 
-    def finish(self: FrameRunner, begun: BegunFrame, *rest: Any) -> None:
+    def finish(self: StageHost, begun: BegunFrame, *rest: Any) -> None:
         """Finish a frame."""
         unfinished.discard(begun.frame.number)
         finish_frame(self, begun, *rest)
 
-    begin_frame, finish_frame = StageEngine.begin, FrameRunner._finish
+    begin_frame, finish_frame = StageEngine.begin, StageHost._finish_frame
     patched.setattr(StageEngine, "begin", begin)
-    patched.setattr(FrameRunner, "_finish", finish)
+    patched.setattr(StageHost, "_finish_frame", finish)
     limits = Limits(context=512)
     local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype=mx.float32)
     async with local(Checkpoint.open(checkpoint_dir())) as loop:
@@ -182,6 +185,7 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
     return found, overlaps
 
 
+@pytest.mark.thorough
 async def test_large_caches_do_not_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames overlap while the K/V caches are small, which bounds copies of them. Answers are the same either way."""
     overlapping, overlaps = await answers(monkeypatch, 2**28)

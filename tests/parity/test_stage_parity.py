@@ -100,6 +100,7 @@ def test_every_cut_of_every_kind_is_bit_equal(checkpoints: Checkpoints, kind: st
         _check(path, cuts, stock)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", FORMS, ids=lambda options: ", ".join(options))
 def test_every_form_of_checkpoint_is_bit_equal(
     checkpoints: Checkpoints, options: dict[str, Any]
@@ -113,6 +114,7 @@ def test_every_form_of_checkpoint_is_bit_equal(
     _check(path, (3, 4), stock)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
 def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype: mx.Dtype) -> None:
     """A chain in 16 bits gives the same logits cut in three as whole. Both compute the same rows."""
@@ -134,7 +136,11 @@ def test_a_hop_changes_no_bit_of_a_narrow_float(checkpoints: Checkpoints, dtype:
     assert mx.array_equal(said[0], said[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"moe": True}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"moe": True}, marks=pytest.mark.thorough)],
+    ids=["dense", "experts"],
+)
 def test_sequences_in_one_frame_do_not_see_each_other(
     checkpoints: Checkpoints, options: dict[str, Any]
 ) -> None:

@@ -16,6 +16,8 @@ from mlx_lm.utils import load_model
 
 from tests.conftest import Checkpoints
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
 

@@ -68,11 +68,6 @@ def calls() -> list[CommandLine]:
     return [call for call in found if call is not None]
 
 
-def test_both_programs_have_an_agent_and_a_unit() -> None:
-    """The tests below find two agents, two units and the default of one image."""
-    assert sorted(call.program for call in calls()) == ["mtp-coord"] * 3 + ["mtp-worker"] * 2
-
-
 @pytest.mark.parametrize("call", calls(), ids=str)
 def test_services_start_with_flags_that_exist(call: CommandLine) -> None:
     """A service has only flags that exist: with an unknown flag it would restart without end."""
@@ -88,18 +83,6 @@ def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
 
 
 @each_agent
-def test_launchd_agent(path: Path) -> None:
-    """An agent is named after its label, restarts after a crash, has time to drain, and writes a log."""
-    agent = read_agent(path)
-    assert agent["Label"] == path.stem
-    assert all(isinstance(word, str) for word in agent["ProgramArguments"])
-    assert agent["RunAtLoad"] is True
-    assert agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["ExitTimeOut"] >= 10
-    assert agent["StandardErrorPath"].startswith("@HOME@/Library/Logs/")
-
-
-@each_agent
 def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
     """The commands of deploy/README.md replace every placeholder, since launchd expands neither ~ nor $HOME."""
     agent = path.read_text().partition("<plist")[2]
@@ -109,19 +92,6 @@ def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
     filled = [line for line in page.replace("\\\n", " ").splitlines() if path.name in line]
     for placeholder in set(PLACEHOLDER.findall(agent)):
         assert any(f"s|{placeholder}|" in line for line in filled)
-
-
-@each_unit
-def test_systemd_unit_has_what_a_service_needs(path: Path) -> None:
-    """A unit restarts after a crash but not after a usage error, drains, and has few privileges."""
-    unit = read_unit(path)
-    service = unit["Service"]
-    assert unit["Install"]["WantedBy"] == "multi-user.target"
-    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
-    assert service["KillSignal"] == "SIGTERM"
-    assert int(service["TimeoutStopSec"]) >= 10
-    assert (service["DynamicUser"], service["NoNewPrivileges"]) == ("yes", "yes")
-    assert service["ProtectSystem"] == "strict"
 
 
 @each_unit

@@ -12,8 +12,8 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 import worker.cli
+from coordinator.api.journal import Retention
 from coordinator.cli import import_command
-from coordinator.journal.database import Retention
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
@@ -88,7 +88,6 @@ SERVE: Rows = {
     ),
     "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
     "--state-dir": (["state"], {"state": Path("state")}),
-    "--auto-load": ([], {"auto_load": True}),
     "--no-journal": ([], {"journal": False}),
     "--journal-days": (["2"], {"retention": Retention(seconds=2 * 86400.0, nbytes=10**9)}),
     "--journal-size": (["5MB"], {"retention": Retention(nbytes=5 * 10**6)}),

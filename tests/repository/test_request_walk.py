@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "REQUEST.md").read_text(encoding="utf-8")
 
 STEP = re.compile(r"`([\w/]+\.py):([\w.]+)`")
-"""A reference, such as `coordinator/generation/loop.py:GenerationLoop.generate`."""
+"""A reference, such as `coordinator/schedule/loop.py:GenerationLoop.generate`."""
 
 SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
 
@@ -50,7 +50,8 @@ def test_steps_are_numbered_and_name_a_function(section: str) -> None:
 
 
 def test_the_walks_are_there() -> None:
-    """A request of ten to fifteen steps, then a relayed token, a rollback, a recovery and a load."""
+    """A request of ten to fifteen steps in at most 20 files, then a relayed token, a rollback, a recovery, a load."""
     titles = [section.partition("\n")[0] for section in SECTIONS]
     assert titles == ["A request", "A relayed token", "A rollback", "A recovery", "A load"]
     assert 10 <= len(re.findall(r"^\d+\. ", SECTIONS[0], re.MULTILINE)) <= 15
+    assert len({file for file, _ in STEP.findall(SECTIONS[0])}) <= 20

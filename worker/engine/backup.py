@@ -5,25 +5,21 @@ All code of this module runs on the engine thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import msgpack
 import numpy as np
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mtp.head.attention import KV, state_of
 from mtp.head.drafter import HeadState
+from mtp.layers.layer import LayerCache
 from proto.backup import LayerState
-from proto.dtype import DTYPE_BYTES
 from proto.errors import ProtocolError
-from proto.operation import BackUp, RestoreBackup
+from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
-from worker.cache.gdn_cache import GDNCache
-from worker.cache.last_stage_state import LastStageState
-from worker.cache.sequence_cache import LayerCache, SequenceCache
-from worker.cache.snapshot_gdn_cache import Point, SnapshotGDNCache, Snapshots
+from proto.wire import DTYPE_BYTES
+from worker.cache.sequence_cache import LastStageState, SequenceCache
 
 _DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in (*DTYPE_BYTES, "uint32")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -77,14 +73,12 @@ class StageBackups:
         """By sequence, until the sequence is admitted."""
 
     def make_backup(self, op: BackUp, sequence: SequenceCache, last: LastStageState | None) -> None:
-        """Back up a sequence. Raises ProtocolError while one of its windows is open."""
+        """Back up a sequence. Raises ProtocolError while it is empty or one of its windows is open."""
         stack = sequence.stack
-        if stack.windows or op.start > stack.length:
+        if stack.windows or not stack.length or op.start > stack.length:
             raise ProtocolError(f"sequence {op.seq_id} cannot be backed up from token {op.start}")
         layers = tuple(
-            LayerArrays(layer, False, cache.copy().arrays())
-            if isinstance(cache, GDNCache | SnapshotGDNCache)
-            else LayerArrays(layer, True, _kv_since(cache, op.start))
+            LayerArrays(layer, *cache.backup_arrays(op.start))
             for layer, cache in zip(self.span, sequence.layers, strict=True)
         )
         mx.async_eval([layer.arrays for layer in layers])  # lazy copies keep the caches in memory
@@ -155,43 +149,7 @@ def _restored(empty: LayerCache, states: list[list[mx.array]], length: int) -> L
     """Return the cache `empty` filled with the arrays of its layer in `states`, the oldest first."""
     if not states:
         raise ProtocolError("the backup lacks a layer of this stage")
-    if isinstance(empty, GDNCache | SnapshotGDNCache):
-        held = empty.arrays()
-        found = states[-1]
-        if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in held]:
-            raise ProtocolError("the backup of a GDN layer has another shape or type")
-        conv, state = found
-        if isinstance(empty, GDNCache):
-            return replace(empty, conv=conv, state=state, tapes=[])
-        return SnapshotGDNCache(empty.shape, empty.constants, Point(Snapshots(conv, state), 0))
-    arrays = [
-        parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
-        for parts in zip(*states, strict=True)
-    ]
-    return _kv_cache(empty, arrays, length)
-
-
-def _kv_since(cache: KV, start: int) -> list[mx.array]:
-    """Return copies of the keys and values of the tokens from `start` on."""
-    keys, values = cache.keys_and_values()
-    parts = [*keys, *values] if isinstance(cache, QuantizedKVCache) else [keys, values]
-    return [mx.contiguous(part[:, :, start:]) for part in parts]
-
-
-def _kv_cache(empty: KV, arrays: list[mx.array], length: int) -> KV:
-    """Return `empty` filled with the keys and values `arrays` of `length` tokens."""
-    quantized = isinstance(empty, QuantizedKVCache)
-    fits = len(arrays) == (6 if quantized else 2)
-    if not fits or any(a.ndim != 4 or a.shape[0] != 1 or a.shape[2] != length for a in arrays):
-        raise ProtocolError(f"the backup of keys and values does not have {length} tokens")
-    if isinstance(empty, QuantizedKVCache):
-        filled: KV = QuantizedKVCache(group_size=empty.group_size, bits=empty.bits)
-        filled.keys, filled.values = tuple(arrays[:3]), tuple(arrays[3:])
-    else:
-        filled = KVCache()
-        filled.keys, filled.values = arrays
-    filled.offset = length
-    return filled
+    return empty.filled(states, length)
 
 
 # ---- the state of the MTP head
@@ -201,7 +159,7 @@ def _head_to_bytes(head: HeadState) -> bytes:
     data: bytes = msgpack.packb(
         [
             head.cache.offset,
-            [_to_wire(array) for array in state_of(head.cache)],
+            [_to_wire(array) for array in head.cache.arrays()],
             [_to_wire(array) for array in head.waiting_hidden],
             head.waiting_tokens,
             None if head.newest is None else _to_wire(head.newest),
@@ -216,7 +174,7 @@ def _head_from_bytes(data: bytes, empty: HeadState) -> HeadState:
     try:
         offset, kv, hidden, tokens, newest, successor = _unpack(data)
         arrays = [_from_wire(wire) for wire in kv]
-        cache = _kv_cache(empty.cache, arrays, offset) if arrays else empty.cache
+        cache = empty.cache.filled([arrays], offset) if arrays else empty.cache
         waiting = [_from_wire(wire) for wire in hidden]
         found = None if newest is None else _from_wire(newest)
         return HeadState(cache, found, successor, waiting, [int(token) for token in tokens])

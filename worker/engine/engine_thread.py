@@ -1,26 +1,112 @@
 """The one thread of a worker that uses MLX. The event loop submits work and receives the results.
 
 Signals run first, so that a rollback happens while frames that it makes stale are still queued. Frames and calls (load,
-measure, report) keep their order.
+measure, report) keep their order. MLX 0.32.4 starts a thread of its own for each thread that computes, and never ends
+it. So a process that loads a model again and again uses the same threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from worker.engine.cpu_compiler import compiler_runs
-from worker.engine.hardware import compile_seconds
-from worker.engine.mlx_thread import run_on_mlx_thread
-from worker.engine.thread_result import post, run_into
+import mlx.core as mx
+
+from mtp.device import this_device
+from worker.engine.hardware import compiler_runs
+
+END_SECONDS = 5.0
+"""Seconds that the end of the process waits for an idle thread."""
+
+Work = Callable[[], None]
+
+_idle: list[MlxThread] = []
+
+
+class MlxThread:
+    """A daemon thread that runs one engine after another."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Work, threading.Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> threading.Event:
+        """Run `work`, which may last as long as the process. The returned event is set at its end."""
+        ended = threading.Event()
+        self._work.put((work, ended))
+        return ended
+
+    def end(self) -> None:
+        """End the thread, and wait for at most END_SECONDS."""
+        self._work.put(None)
+        self._thread.join(END_SECONDS)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, ended = item
+            try:
+                work()
+                _idle.append(self)
+            finally:
+                ended.set()
+            del item, work, ended  # an idle thread keeps no engine in memory
+        # Without this, MLX's own threads may still run when the process ends, which sometimes aborts it.
+        mx.clear_streams()
+
+
+def run_on_mlx_thread(work: Work) -> threading.Event:
+    """Run `work` on an idle thread, or on a new one. The returned event is set at its end."""
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = MlxThread()
+    return thread.submit(work)
+
+
+@atexit.register
+def end_idle_threads() -> None:
+    """End the threads that run no engine."""
+    while _idle:
+        _idle.pop().end()
+
 
 T = TypeVar("T")
-Work = Callable[[], None]
+
+
+def run_into(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    """Call `function` on this thread and set its result or its error on `future`, on the future's event loop."""
+    try:
+        result = function()
+    except BaseException as error:
+        post(future.get_loop(), _set_error, future, error)
+    else:
+        post(future.get_loop(), _set_result, future, result)
+
+
+def post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    """Call `function` on `loop` from another thread. A closed loop is ignored."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # marks it as retrieved, so that asyncio does not report it when no caller awaits it
+
 
 USUAL_SECONDS = 1.0
 """Seconds. Deadline of a piece of work that sets no other."""
@@ -41,7 +127,7 @@ class EngineThread:
     def __init__(self) -> None:
         self.on_idle: Work = _nothing
         self._loop = asyncio.get_running_loop()
-        self._usual = max(USUAL_SECONDS, compile_seconds())
+        self._usual = max(USUAL_SECONDS, this_device().compile_seconds)
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._urgent: deque[Work] = deque()
         self._working_since: float | None = None

@@ -1,20 +1,27 @@
-"""The hardware of this machine, read from the system and from MLX."""
+"""The hardware of this machine, read from the system and from MLX, and MLX's memory limits."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import gc
+import logging
 import math
 import os
 import platform
 import sys
 import time
+from importlib.metadata import version
 
 import mlx.core as mx
 import psutil
 
-from mtp.exact.arithmetic import Arithmetic
-from mtp.kernels.cuda import backend as backend
+from mtp.device import Arithmetic, this_device
 from proto import cluster_pb2 as pb
+from proto.frame import Frame
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.75
 """Default memory limit as a share of the machine's memory. The system needs the rest."""
@@ -25,13 +32,22 @@ RECOMMENDED_SHARE = 0.85
 PROBE_ROWS = 4096
 """Rows and columns of an fp32 matrix of 64 MB, which exceeds the caches of most chips."""
 
-GPU_MATRICES = 16
-"""Matrices of one evaluation on a GPU: 1 GB, which takes 2 ms even at 500 GB/s."""
-
 PROBES = 10
 
 REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
 """Environment variable of MLX, read when its Metal device is created. macOS 26 unwires idle memory after a second."""
+
+FIRST_WITH_BFLOAT16 = 15
+"""Generation of M3 (M1 is 13, M2 is 14). Earlier GPUs emulate bfloat16, so mlx-lm advises float16 on them."""
+
+FIRST_WITH_WIDE_PREFILL = 17
+"""Generation of M5. Its fused attention for prompts starts at 1024 rows."""
+
+DEFAULT_PREFILL_CHUNK = 512
+WIDE_PREFILL_CHUNK = 1024
+
+COMPILERS = ("sh", "g++", "c++", "clang++")
+"""Names of the process that MLX starts: the compiler, or the shell around it."""
 
 DEVICE = "MTP_DEVICE"
 """Environment variable. The value "cpu" makes both programs compute on the CPU, as the tests of this project do."""
@@ -43,24 +59,9 @@ def use_requested_device() -> None:
         mx.set_default_device(mx.Device(mx.cpu))
 
 
-def renew_residency() -> None:
-    """Ask MLX to renew wired memory twice a second on macOS, unless the environment says otherwise."""
-    if sys.platform == "darwin":
-        os.environ.setdefault(REFRESH, "500")
-
-
-def compile_seconds() -> float:
-    """Return how long any work may take because it compiles kernels.
-
-    On CUDA MLX compiles kernels from source when they first run: 1 to 12 seconds each on an H200. `warm_up` compiles
-    the usual ones while a stage loads, so a frame finds few that are missing. On Metal most come compiled.
-    """
-    return 30.0 if backend() == "cuda" else 0.0
-
-
 def default_memory_limit() -> int:
     """Return the bytes a process may use: a share of what Metal recommends, or of the machine's memory."""
-    if backend() == "metal":
+    if this_device().wires_memory:
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if isinstance(recommended, int):
             return int(recommended * RECOMMENDED_SHARE)
@@ -83,12 +84,12 @@ def chip() -> str:
 def measured_bandwidth() -> float:
     """Return the bytes a second that matrix-vector products read, since decoding consists of these.
 
-    A GPU reads GPU_MATRICES different matrices in one evaluation. With one matrix the cost of an evaluation, about
+    A GPU reads several matrices in one evaluation. With one matrix the cost of an evaluation, about
     0.2 ms on Metal, would hide the difference between chips, and a large cache would hold the matrix. The best of
     several probes is rounded to half octaves, so that equal machines count as equal and the cut stays the same over
     restarts. Takes a tenth of a second. Call it on the thread that computes.
     """
-    count = 1 if backend() == "cpu" else GPU_MATRICES
+    count = this_device().probe_matrices
     shape = (PROBE_ROWS, PROBE_ROWS)
     matrices = [mx.contiguous(mx.full(shape, 1.0 + i)) for i in range(count)]
     vector = mx.ones((PROBE_ROWS,))
@@ -113,16 +114,145 @@ def describe(memory_limit: int, bytes_per_second: float) -> pb.Hardware:
     )
 
 
-def memory_used() -> int:
-    """Return the bytes that MLX uses."""
-    return mx.get_active_memory()
+def warn_of_emulated_bfloat16(dtype: mx.Dtype) -> None:
+    """Log advice if this GPU emulates `dtype`, the type of the activations."""
+    own = Arithmetic.here().generation
+    if dtype == mx.bfloat16 and own is not None and own < FIRST_WITH_BFLOAT16:
+        log.warning(
+            "this GPU emulates bfloat16: serve with --dtype float16 for speed, on every machine of the plan"
+        )
 
 
-def memory_cached() -> int:
-    """Return the bytes of freed buffers that MLX keeps for later use. They are not part of `memory_used`."""
-    return mx.get_cache_memory()
+def default_prefill_chunk() -> int:
+    """Return the tokens of a prompt chunk that suit the GPU of this machine."""
+    own = Arithmetic.here().generation
+    wide = own is not None and own >= FIRST_WITH_WIDE_PREFILL
+    return WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK
+
+
+def compiler_runs() -> bool:
+    """Return whether a C++ compiler runs for this process. MLX's CPU backend starts one for each new function."""
+    if not this_device().computes_on_host:
+        return False
+    with contextlib.suppress(psutil.Error):
+        return any(child.name() in COMPILERS for child in psutil.Process().children())
+    return False
+
+
+MAX_CACHE_BYTES = 2 * 10**9
+"""Bytes. Largest cache of freed buffers. A step reuses far less, and the rest would only displace other programs."""
+
+CACHE_SHARE = 0.05
+"""Largest cache of freed buffers as a share of the memory limit, for machines on which 2 GB is much."""
+
+FRAMES_BETWEEN_CLEARS = 256
+"""Frames. K/V caches grow every 256 tokens, and the buffers they leave behind never fit a later request."""
+
+SMALL_MACHINE_BYTES = 16 * 2**30
+"""Bytes. Up to this size a machine does not wire weights: reports name freezes of Macs with 16 GB."""
+
+
+def set_limits(memory_limit: int) -> None:
+    """Hold MLX to `memory_limit` bytes, with a small cache of freed buffers within it."""
+    mx.set_memory_limit(memory_limit)
+    cache_limit = int(min(MAX_CACHE_BYTES, CACHE_SHARE * memory_limit))
+    before = mx.set_cache_limit(cache_limit)
+    if before < cache_limit:  # the CPU backend's own limit is 32 MB
+        mx.set_cache_limit(before)
+
+
+def wires_by_default() -> bool:
+    """Return whether weights are wired here: with Metal, on a machine of more than 16 GB."""
+    return this_device().wires_memory and psutil.virtual_memory().total > SMALL_MACHINE_BYTES
+
+
+def wire_weights(*, wanted: bool = True) -> int:
+    """Wire the memory in use, which is that of the weights just loaded. Return the wired limit in bytes, 0 for none.
+
+    Without it macOS pages out weights that are idle for a second, and the next step waits for them. The limit covers
+    the weights alone: MLX then never wires K/V and activations, whose churn was reported to crash the system. Call it
+    once after a load, with no work in flight. `wanted` False does nothing.
+    """
+    if not (wanted and wires_by_default()):
+        return 0
+    mx.synchronize()
+    gc.collect()
+    mx.clear_cache()
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    weights = mx.get_active_memory()
+    limit = min(weights, recommended) if isinstance(recommended, int) else weights
+    try:
+        mx.set_wired_limit(limit)
+    except (ValueError, RuntimeError) as error:  # macOS 14, or a limit set with sysctl
+        log.warning("weights are not wired", extra={"error": str(error)})
+        return 0
+    log.info("weights wired", extra={"bytes": limit})
+    return limit
+
+
+def release_weights() -> None:
+    """Unwire memory and return freed buffers to the system. Call it before a load and after an unload."""
+    if this_device().wires_memory:
+        mx.synchronize()
+        mx.set_wired_limit(0)
+    gc.collect()  # an error that ended the last stage may still refer to its weights
+    mx.clear_cache()
+    trim_allocator()
+
+
+def trim_allocator() -> None:
+    """Return memory that the C library keeps for later allocations to the system. Only glibc needs it.
+
+    A load frees the bytes that it has read and converted, and the stage before it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class CacheTrimmer:
+    """Returns freed buffers to the system: after a prompt, every FRAMES_BETWEEN_CLEARS frames, and when idle."""
+
+    def __init__(self) -> None:
+        self._frames = 0
+
+    def record_frame(self, frame: Frame) -> None:
+        """Count a processed frame, and clear the cache if it ended a prompt or the count is reached."""
+        self._frames += 1
+        ends_prompt = any(s.sample and not s.open for s in frame.segments)
+        if ends_prompt or self._frames >= FRAMES_BETWEEN_CLEARS:
+            self._clear()
+
+    def clear_if_idle(self) -> None:
+        """Clear the cache if a frame was processed since it was cleared last."""
+        if self._frames:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._frames = 0
+        mx.clear_cache()
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the versions of this program and of MLX, such as `0.1.0, mlx 0.31.0`. They are read once."""
+    return f"{version('mtp-cluster')}, mlx {version('mlx')}"
+
+
+_newest = pb.MachineState()
+
+
+def machine_state() -> pb.MachineState:
+    """Return the memory of the machine as a message, or the newest one if the system cannot be asked now."""
+    global _newest
+    with contextlib.suppress(OSError):  # no free descriptor for a file of the system
+        _newest = pb.MachineState(
+            memory_free=psutil.virtual_memory().available, swap_used=psutil.swap_memory().used
+        )
+    return _newest
 
 
 # At import, because both must precede the first call that creates MLX's device.
-renew_residency()
+if sys.platform == "darwin":
+    os.environ.setdefault(REFRESH, "500")  # renews wired memory twice a second
 use_requested_device()

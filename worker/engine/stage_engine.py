@@ -2,77 +2,151 @@
 
 All its code runs on the one thread that uses MLX. The header is authoritative: two engines that process the same frames
 hold the same sequences, for any signals between them.
+
+The last of several stages relays tokens to the first, so that plain decoding runs ahead of the coordinator. Each frame
+with a segment that asks for it makes one message, in the order of the frames. So a frame that continues never waits for
+tokens behind those of a later frame.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from mtp.kernels.cuda import backend
+from mtp.device import this_device
+from proto import cluster_pb2 as pb
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
     Admit,
+    BackUp,
     Commit,
     DropPrefix,
     Evict,
     Frame,
     Op,
     Outcome,
+    RestoreBackup,
     RestorePrefix,
     SavePrefix,
     Segment,
 )
 from proto.frame_stamps import FrameStamps, StageStep
-from proto.operation import BackUp, RestoreBackup
-from proto.wire import MAX_INT
-from worker.cache.last_stage_state import LastStageState
-from worker.cache.prefix_entry import PrefixEntry
-from worker.cache.sequence_cache import SequenceCache, copies_of
+from proto.wire import DTYPE_BYTES, MAX_INT
+from worker.cache.sequence_cache import LastStageState, PrefixEntry, SequenceCache, copies_of
 from worker.engine.backup import ReceivedBackup, StageBackups
-from worker.engine.relay import RelayedTokens
-from worker.engine.tensor_bytes import NO_TENSOR, from_bytes, plain_view, to_bytes
 from worker.model.stage import Run, Stage
-from worker.model.verdict import Verdict
-from worker.model.verifier import Verifier
+from worker.model.verifier import Verdict, Verifier
 
-MAX_COPIED_BYTES = {"cpu": 0, "metal": 2**28, "cuda": 2**28}
-"""Bytes by backend. Largest K/V caches of a frame that begins before the frame before it is finished.
+NO_TENSOR: tuple[str, tuple[int, ...], memoryview | bytes] = ("", (), b"")
+"""The dtype, the shape and the bytes of a frame without hidden states."""
 
-Their copy takes .1 ms on an H200 and 1.3 ms at 400 GB/s, where a step takes tens of milliseconds. On the CPU MLX lets
-the host wait for single operations while more than 10 are unfinished, so nothing is gained.
-"""
+_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPE_BYTES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class SequenceReport:
-    """The state report of a stage for one sequence."""
-
-    seq_id: int
-    committed: int
-    capacity: int
-    open_windows: tuple[int, ...]
-    nbytes: int
+def plain_view(x: mx.array) -> mx.array:
+    """Return `x` as a type that Python has. Evaluate both together, or `to_bytes` waits for the GPU once more."""
+    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
 
 
-@dataclass(frozen=True)
-class PrefixReport:
-    """The state report of a stage for one prefix entry."""
+def to_bytes(x: mx.array, plain: mx.array | None = None) -> tuple[str, tuple[int, ...], memoryview]:
+    """Return the dtype's name, the shape and the buffer of `x`, whose `plain_view` is `plain` if it was evaluated.
 
-    entry: int
-    length: int
-    nbytes: int
+    The buffer keeps the array alive. MLX copies `x` only to make it contiguous.
+    """
+    array: Any = plain_view(x) if plain is None else plain  # it has the buffer protocol
+    data = memoryview(array)
+    if not data.c_contiguous:
+        data = np.ascontiguousarray(data).data
+    return _NAMES[x.dtype], x.shape, data.cast("B")
 
 
-@dataclass(frozen=True)
-class ReportState:
-    """The complete state report of a stage, for the status and for tests of cancelled requests."""
+def from_bytes(dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> mx.array:
+    """Invert `to_bytes`. Call it on the thread that computes with the result."""
+    is_float = dtype == "float32"
+    plain: Any = memoryview(data).cast("f" if is_float else "H", shape)
+    array = mx.array(plain)
+    return array if is_float else array.view(_DTYPES[dtype])
 
-    sequences: tuple[SequenceReport, ...]
-    prefixes: tuple[PrefixReport, ...]
+
+def relayed_tokens(out: Frame) -> Frame | None:
+    """Return the message for the first stage about a frame that leaves the last one, or None if none is asked for.
+
+    It is a frame with outcomes alone. A cancelled outcome has no token, and the segment that continues it has no row.
+    """
+    pairs = zip(out.segments, out.outcomes, strict=True)
+    found = [
+        Outcome(o.seq_id, o.window, o.accepted_length, o.token, cancelled=o.token is None)
+        for segment, o in pairs
+        if segment.relay
+    ]
+    return Frame(out.epoch, out.number, outcomes=tuple(found)) if found else None
+
+
+class RelayedTokens:
+    """The newest relayed token of each sequence, on the first stage."""
+
+    def __init__(self, epoch: int, vocab: int) -> None:
+        self.epoch = epoch
+        self.vocab = vocab
+        self._newest: dict[int, Outcome] = {}
+
+    @property
+    def newest(self) -> tuple[Outcome, ...]:
+        """The newest relayed outcome of each sequence."""
+        return tuple(self._newest.values())
+
+    def copy(self) -> RelayedTokens:
+        """Return a copy that shares no mutable state."""
+        copied = RelayedTokens(self.epoch, self.vocab)
+        copied._newest = dict(self._newest)
+        return copied
+
+    def receive_tokens(self, message: Frame, admitted: Collection[int]) -> None:
+        """Keep the tokens of a message for the sequences in `admitted`; the others have ended.
+
+        Raises StaleEpochError for another epoch, and ProtocolError for anything but tokens.
+        """
+        if message.epoch != self.epoch:
+            raise StaleEpochError(f"tokens of epoch {message.epoch}, this stage is in {self.epoch}")
+        if message.ops or message.segments or message.dtype:
+            raise ProtocolError("a message of relayed tokens has more than outcomes")
+        for outcome in message.outcomes:
+            if (outcome.token is None) != outcome.cancelled:
+                raise ProtocolError(f"a relayed outcome of {outcome.seq_id} has no token")
+            if (outcome.token or 0) >= self.vocab:
+                raise ProtocolError(f"token {outcome.token}: the vocabulary has {self.vocab}")
+            if outcome.seq_id in admitted:
+                self._newest[outcome.seq_id] = outcome
+
+    def lacks(self, frame: Frame) -> bool:
+        """Return whether a segment of `frame` continues with a token that has not arrived."""
+        return frame.continues and any(
+            segment.continues and self._outcome(segment) is None for segment in frame.segments
+        )
+
+    def token_of(self, segment: Segment) -> int | None:
+        """Return the token of a segment that continues, or None if the window before it was cancelled.
+
+        Raises ProtocolError if it has not arrived.
+        """
+        outcome = self._outcome(segment)
+        if outcome is None:
+            raise ProtocolError(f"sequence {segment.seq_id} continues with an unknown token")
+        return outcome.token
+
+    def forget_sequence(self, seq_id: int) -> None:
+        """Drop the token of a sequence that has ended."""
+        self._newest.pop(seq_id, None)
+
+    def _outcome(self, segment: Segment) -> Outcome | None:
+        outcome = self._newest.get(segment.seq_id)
+        return outcome if outcome is not None and outcome.window == segment.window - 1 else None
 
 
 @dataclass(frozen=True)
@@ -169,8 +243,8 @@ class StageEngine:
                 False  # the token comes from another stage, and the next stage waits for the rows
             )
         held = (self.sequences.get(segment.seq_id) for segment in frame.segments)
-        most = MAX_COPIED_BYTES[backend()]
-        return sum(s.kv_nbytes for s in held if s is not None) <= most
+        copied = sum(s.kv_nbytes for s in held if s is not None)
+        return copied <= this_device().ahead_kv_bytes
 
     def rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
         """Apply a rejection that arrived by signal, before the header of the next frame repeats it."""
@@ -185,23 +259,24 @@ class StageEngine:
         if epoch == self.epoch and sequence is not None:
             sequence.stack.end()
 
-    def report_state(self) -> ReportState:
-        """Return the state report."""
-        return ReportState(
-            tuple(
-                SequenceReport(
-                    seq_id,
-                    s.stack.committed,
-                    s.admitted.capacity,
-                    tuple(w.number for w in s.stack.windows),
-                    s.nbytes,
+    def report_state(self) -> pb.StateReport:
+        """Return everything that the stage holds of requests."""
+        return pb.StateReport(
+            epoch=self.epoch,
+            sequences=[
+                pb.SequenceReport(
+                    seq_id=seq_id,
+                    length=s.stack.committed,
+                    capacity=s.admitted.capacity,
+                    open_windows=[window.number for window in s.stack.windows],
+                    bytes=s.nbytes,
                 )
                 for seq_id, s in sorted(self.sequences.items())
-            ),
-            tuple(
-                PrefixReport(entry, p.length, p.nbytes)
+            ],
+            prefixes=[
+                pb.PrefixReport(entry=entry, length=p.length, bytes=p.nbytes)
                 for entry, p in sorted(self.prefixes.items())
-            ),
+            ],
         )
 
     # ---- header

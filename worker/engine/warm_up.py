@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mtp.kernels.cuda import backend
+from mtp.device import this_device
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from proto.params import SamplingParams
-from worker.engine.stage_engine import StageEngine
-from worker.engine.tensor_bytes import to_bytes
+from worker.engine.stage_engine import StageEngine, to_bytes
 from worker.model.stage import Stage
 from worker.model.verifier import Verifier
 
@@ -116,20 +115,12 @@ class _Follower:
 
 
 def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
-    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled."""
-    for _ in warm_up_steps(stage, first=first, last=last, expect=expect):
-        pass
-
-
-def warm_up_steps(
-    stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]
-) -> Iterator[None]:
-    """Warm up like `warm_up`, one frame a step.
+    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled.
 
     `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
     example for lack of memory, ends the warm-up; the stage serves all the same.
     """
-    if backend() != "cuda":
+    if not this_device().compile_seconds:
         return
     started = time.monotonic()
     verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if last else None
@@ -140,7 +131,6 @@ def warm_up_steps(
         for _ in frames.run():
             if frames.done % LOGGED_FRAMES == 0:
                 log.info("compiling kernels", extra={"done": f"{frames.done} of {FRAMES} frames"})
-            yield
             expect(COMPILE_SECONDS)
     except Exception as error:
         log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})

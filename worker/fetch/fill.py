@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
-from mtp.checkpoint.format.header import TensorInfo
-from mtp.checkpoint.format.shard import BusyFileError, Entry, ShardWriter
-from mtp.checkpoint.hub.ranges import read_tensors
+from mtp.checkpoint.format.shard import Entry, ShardWriter, TensorInfo
 from mtp.checkpoint.hub.repo import HubRepo
 from proto import cluster_pb2 as pb
-from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError, ProtocolError
-from proto.terminal.size import format_size
+from proto.terminal.progress import format_size
+from proto.wire import STORED_BYTES
 from worker.fetch.span_copy import SpanCopy
 
 PROGRESS_SECONDS = 0.5
@@ -30,9 +28,6 @@ PROGRESS_SECONDS = 0.5
 
 BUSY_SECONDS = 0.2
 """Seconds between two checks of a file that another worker of this machine fetches."""
-
-READ_BACK_BYTES = 4 * 1024 * 1024
-"""Bytes read at once to hash the part of a tensor that an earlier call wrote."""
 
 Pull = Callable[[], pb.Weights]
 """Returns the coordinator's next message; raises when the call has ended."""
@@ -54,74 +49,6 @@ class Tensor:
     info: TensorInfo
 
 
-class Source(Protocol):
-    """A source of the bytes of tensors."""
-
-    def start(self, infos: list[TensorInfo], skip: int) -> None:
-        """Begin to read the tensors `infos`, without the first `skip` bytes."""
-
-    def piece(self, most: int) -> bytes:
-        """Return the next bytes, `most` at the most."""
-
-    def mismatch(self, name: str) -> CheckpointError:
-        """Return the error for a tensor whose hash differs from the coordinator's."""
-
-
-class _Shared:
-    """The source that receives pieces of tensors from the coordinator, in order."""
-
-    def __init__(self, pull: Pull) -> None:
-        self._pull = pull
-
-    def start(self, infos: list[TensorInfo], skip: int) -> None:
-        """Do nothing: the request for the tensors already starts the coordinator."""
-
-    def piece(self, most: int) -> bytes:
-        """See Source."""
-        message = self._pull()
-        if message.WhichOneof("body") != "piece" or not 0 < len(message.piece) <= most:
-            raise ProtocolError("the coordinator sent another message instead of the next bytes")
-        return message.piece
-
-    def mismatch(self, name: str) -> CheckpointError:
-        """See Source."""
-        return CheckpointError(
-            f"tensor {name} was damaged in transfer: its SHA-256 differs from the coordinator's. Try again"
-        )
-
-
-class _FromHub:
-    """The source that reads tensors from a hub. It keeps the surplus of one read for the next piece."""
-
-    def __init__(self, hub: HubRepo) -> None:
-        self._hub = hub
-        self._pieces: Iterator[bytes] = iter(())
-        self._rest = b""
-
-    def start(self, infos: list[TensorInfo], skip: int) -> None:
-        """See Source."""
-        self._pieces, self._rest = read_tensors(self._hub, infos, skip), b""
-
-    def piece(self, most: int) -> bytes:
-        """See Source."""
-        try:
-            data = self._rest or next(self._pieces)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{str(error).rstrip('.')}. With mtp-coord serve --share-weights the coordinator sends its own copy",
-                public=error.public,
-            ) from error
-        self._rest = data[most:]
-        return data[:most]
-
-    def mismatch(self, name: str) -> CheckpointError:
-        """See Source."""
-        return CheckpointError(
-            f"{self._hub.repo}: the SHA-256 of tensor {name} differs from the coordinator's; one of the two "
-            "copies is damaged. With mtp-coord serve --share-weights the coordinator sends its own copy"
-        )
-
-
 def fill(offer: pb.WeightsOffer, pull: Pull, send_reply: SendReply, stop: threading.Event) -> int:
     """Fetch the offered tensors that this machine lacks, and return the number of received bytes.
 
@@ -132,12 +59,9 @@ def fill(offer: pb.WeightsOffer, pull: Pull, send_reply: SendReply, stop: thread
     tensors = _tensors(offer, copy)
     copy.begin()
     if offer.share:
-        return _Filling(copy, tensors, _Shared(pull), pull, send_reply, stop).run()
-    hub = HubRepo(offer.model.repo, offer.model.revision)
-    try:
-        return _Filling(copy, tensors, _FromHub(hub), pull, send_reply, stop).run()
-    finally:
-        hub.close()
+        return _Filling(copy, tensors, None, pull, send_reply, stop).run()
+    with HubRepo(offer.model.repo, offer.model.revision) as hub:
+        return _Filling(copy, tensors, hub, pull, send_reply, stop).run()
 
 
 def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
@@ -164,13 +88,16 @@ def _tensors(offer: pb.WeightsOffer, copy: SpanCopy) -> list[Tensor]:
 
 
 class _Filling:
-    """One call of `fill`. It fetches part after part, each under the lock of its file."""
+    """One call of `fill`. It fetches part after part, each under the lock of its file.
+
+    The bytes come from `hub`, or in messages of the coordinator when it is None.
+    """
 
     def __init__(
         self,
         copy: SpanCopy,
         tensors: list[Tensor],
-        source: Source,
+        hub: HubRepo | None,
         pull: Pull,
         send_reply: SendReply,
         stop: threading.Event,
@@ -181,7 +108,9 @@ class _Filling:
             writer = copy.writer(part, [tensor.entry for tensor in members])
             self.parts.append((writer, members))
         self.copy = copy
-        self.source = source
+        self.hub = hub
+        self.pieces: Iterator[bytes] = iter(())
+        self.rest = b""
         self.pull = pull
         self.send_reply = send_reply
         self.stop = stop
@@ -197,18 +126,7 @@ class _Filling:
         self._check_room(sum(writer.missing_bytes() for writer, _ in missing))
         for writer, tensors in missing:
             before = self.done
-            while not writer.is_finished():
-                try:
-                    with writer:
-                        if (
-                            writer.is_finished()
-                        ):  # another worker finished it before this one got the lock
-                            writer.discard()
-                        else:
-                            self._part(writer, tensors)
-                except BusyFileError:  # another worker of this machine fetches it for both
-                    self._send_progress()
-                    self._check_stop(BUSY_SECONDS)
+            writer.complete(partial(self._fetch_part, writer, tensors), self._wait)
             self.done = before + writer.nbytes
         return self.received
 
@@ -221,8 +139,13 @@ class _Filling:
                 public="a worker's disk is full",
             )
 
-    def _part(self, writer: ShardWriter, tensors: list[Tensor]) -> None:
-        """Receive the missing tensors of one part, and give its file its final name."""
+    def _wait(self) -> None:
+        """Wait for another worker of this machine, which fetches the part for both."""
+        self._send_progress()
+        self._check_stop(BUSY_SECONDS)
+
+    def _fetch_part(self, writer: ShardWriter, tensors: list[Tensor]) -> None:
+        """Receive the missing tensors of one part."""
         wanted = pb.WantedTensors()
         start = 0
         for tensor in tensors:
@@ -231,23 +154,23 @@ class _Filling:
             start += tensor.info.nbytes
         self.send_reply(pb.WeightsReply(wanted=wanted))
         self.done += writer.written
-        self.source.start([tensor.info for tensor in tensors], writer.written)
+        self.pieces = self._read([tensor.info for tensor in tensors], writer.written)
+        self.rest = b""
         start = 0
         for tensor in tensors:
             self._tensor(writer, tensor, start)
             start += tensor.info.nbytes
-        writer.finish()
 
     def _tensor(self, writer: ShardWriter, tensor: Tensor, start: int) -> None:
         """Receive the rest of a tensor that begins at byte `start` of the part, and check the hash of the whole."""
         end = start + tensor.info.nbytes
         digest = hashlib.sha256()
-        for at in range(start, min(writer.written, end), READ_BACK_BYTES):
+        for piece in writer.read_back(start, end):
             self._check_stop()
-            digest.update(writer.read(at, min(READ_BACK_BYTES, end - at)))
+            digest.update(piece)
         while writer.written < end:
             self._check_stop()
-            piece = self.source.piece(end - writer.written)
+            piece = self._next_piece(end - writer.written)
             digest.update(piece)
             writer.write(piece)
             self.received += len(piece)
@@ -259,7 +182,42 @@ class _Filling:
             raise ProtocolError("the coordinator sent another message instead of a tensor's hash")
         if message.sha256 != digest.digest():
             writer.rewind(start)  # the next call fetches it again
-            raise self.source.mismatch(tensor.entry.name)
+            raise self._damaged(tensor.entry.name)
+
+    def _damaged(self, name: str) -> CheckpointError:
+        if self.hub is None:
+            return CheckpointError(
+                f"tensor {name} was damaged in transfer: its SHA-256 differs from the coordinator's. Try again"
+            )
+        return CheckpointError(
+            f"{self.hub.repo}: the SHA-256 of tensor {name} differs from the coordinator's; one of the two "
+            "copies is damaged. With mtp-coord serve --share-weights the coordinator sends its own copy"
+        )
+
+    def _read(self, infos: list[TensorInfo], skip: int) -> Iterator[bytes]:
+        """Yield the bytes of `infos` after the first `skip`, which the coordinator knows from the request."""
+        while self.hub is None:
+            message = self.pull()
+            if message.WhichOneof("body") != "piece" or not message.piece:
+                raise ProtocolError(
+                    "the coordinator sent another message instead of the next bytes"
+                )
+            yield message.piece
+        try:
+            yield from self.hub.read_tensors(infos, skip)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{str(error).rstrip('.')}. With mtp-coord serve --share-weights the coordinator sends its own copy",
+                public=error.public,
+            ) from error
+
+    def _next_piece(self, most: int) -> bytes:
+        """Return the next bytes, `most` at the most. Pieces from a hub may span tensors, those of messages do not."""
+        data = self.rest or next(self.pieces)
+        self.rest = data[most:]
+        if self.rest and self.hub is None:
+            raise ProtocolError("the coordinator sent another message instead of the next bytes")
+        return data[:most]
 
     def _send_progress(self) -> None:
         self._reported_at = time.monotonic()

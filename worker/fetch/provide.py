@@ -12,10 +12,10 @@ from functools import partial
 
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, ProtocolError
-from proto.rpc.call_bounds import first_message
+from proto.rpc.listener import first_message
 from proto.rpc.status_codes import to_status
-from proto.terminal.size import format_size
-from worker.engine.thread_result import run_into
+from proto.terminal.progress import format_size
+from worker.engine.engine_thread import run_into
 from worker.fetch.fill import fill
 
 log = logging.getLogger(__name__)

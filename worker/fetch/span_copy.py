@@ -20,11 +20,9 @@ from typing import Any
 from huggingface_hub import constants
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.header import read_header
-from mtp.checkpoint.format.json_file import parse_json_object, read_json_object
+from mtp.checkpoint.format.config import ModelConfig, parse_json_object, read_json_object
 from mtp.checkpoint.format.names import Layout, local_name, split_part
-from mtp.checkpoint.format.shard import Entry, ShardWriter, replace_text
+from mtp.checkpoint.format.shard import Entry, ShardWriter, read_header, replace_text
 from proto.errors import CheckpointError, ProtocolError
 
 _ABOUT = "copy.json"

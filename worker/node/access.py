@@ -1,4 +1,7 @@
-"""The check of every call to a secured worker: who may call what. A method without a rule is refused."""
+"""The guard of every call to a worker: who may call what, how long a request may be, and errors as statuses.
+
+A method without a rule is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,26 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from proto.errors import AccessError
-from proto.rpc import link_test
+from proto import cluster_pb2 as pb
+from proto.errors import AccessError, ClusterError
 from proto.rpc.channels import peer_of
-from proto.rpc.data_plane import FRAMES, RESULTS
+from proto.rpc.data_connection import FRAMES, RESULTS
+from proto.rpc.listener import check_size
 from proto.rpc.status_codes import to_status
-from proto.trust.identity import NodeIdentity, Role
+from proto.trust.certificates import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
 
-_CONTROL = "/mtpcluster.v1.Worker/"
 _COORDINATOR = frozenset({Role.COORDINATOR})
+_CONTROL = pb.DESCRIPTOR.services_by_name["Worker"]
 
 ALLOWED_ROLES: dict[str, frozenset[Role]] = {
-    f"{_CONTROL}Describe": _COORDINATOR,
-    f"{_CONTROL}Provide": _COORDINATOR,
-    f"{_CONTROL}Load": _COORDINATOR,
-    f"{_CONTROL}Connect": _COORDINATOR,
-    f"{_CONTROL}ConnectRing": _COORDINATOR,
-    f"{_CONTROL}Signals": _COORDINATOR,
-    f"{_CONTROL}Unload": _COORDINATOR,
-    f"{_CONTROL}ReportState": _COORDINATOR,
-    f"{_CONTROL}ReportTrace": _COORDINATOR,
-    f"{_CONTROL}ReadBackup": _COORDINATOR,
-    f"{_CONTROL}WriteBackup": _COORDINATOR,
-    f"{_CONTROL}UpdateTrust": _COORDINATOR,
+    **{f"/{_CONTROL.full_name}/{method.name}": _COORDINATOR for method in _CONTROL.methods},
     RESULTS: _COORDINATOR,
     FRAMES: frozenset({Role.COORDINATOR, Role.WORKER}),
-    link_test.REACH: _COORDINATOR,
-    link_test.STREAM: frozenset({Role.COORDINATOR, Role.WORKER}),
 }
 """The roles that may call each method. For FRAMES the binding also checks that the plan names the sender."""
 
@@ -52,14 +44,19 @@ def check_call(trust: NodeTrust, method: str, peer: NodeIdentity) -> None:
         raise AccessError(f"the role {peer.role} may not call {method.rpartition('/')[2]}")
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """The gRPC interceptor that applies `check_call` to every call, and ends the calls of removed nodes."""
+class CallGuard(grpc.aio.ServerInterceptor):
+    """The gRPC interceptor of all calls. It ends a call that raises a ClusterError with the error's status.
 
-    def __init__(self, trust: NodeTrust) -> None:
+    With `trust` it also applies `check_call` to every call, and ends the calls of removed nodes.
+    """
+
+    def __init__(self, trust: NodeTrust | None) -> None:
         self._trust = trust
         self._open: set[tuple[str, asyncio.Task[Any]]] = set()
+        if trust is not None:
+            trust.on_removed = self._end_calls_of
 
-    def end_calls_of(self, removed: frozenset[str]) -> None:
+    def _end_calls_of(self, removed: frozenset[str]) -> None:
         """Cancel every open call of a removed node."""
         for node, task in tuple(self._open):
             if node in removed:
@@ -73,7 +70,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler of a call, guarded by the check."""
+        """Return the guarded handler of a call."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
@@ -91,17 +88,17 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
-            """Make one checked call."""
-            async with self._admitted(method, context):
+            """Make one guarded call."""
+            async with self._guarded(method, request, context):
                 return await behaviour(request, context)
 
         return call
 
     def _guarded_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            """Make one checked call with a stream of replies."""
+            """Make one guarded call with a stream of replies."""
             async with (
-                self._admitted(method, context),
+                self._guarded(method, request, context),
                 contextlib.aclosing(behaviour(request, context)) as replies,
             ):
                 async for reply in replies:
@@ -110,16 +107,27 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, method: str, context: Any) -> AsyncIterator[None]:
-        """Check the caller, and register its call while the block runs."""
+    async def _guarded(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
+        """Check a call, and end it with the status of an error that is raised while the block runs."""
         try:
-            peer = peer_of(context)
-            check_call(self._trust, method, peer)
-        except AccessError as error:
-            log.warning("call refused", extra={"method": method, "error": str(error)})
+            async with self._admitted(method, context):
+                if isinstance(request, Message):
+                    check_size(request)
+                yield
+        except ClusterError as error:
+            level = logging.WARNING if isinstance(error, AccessError) else logging.INFO
+            log.log(level, "call ended", extra={"method": method, "error": str(error)})
             status = to_status(error)
             await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
-            raise
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, method: str, context: Any) -> AsyncIterator[None]:
+        """Check the caller, and register its call while the block runs."""
+        if self._trust is None:
+            yield
+            return
+        peer = peer_of(context)
+        check_call(self._trust, method, peer)
         task = asyncio.current_task()
         assert task is not None
         entry = (peer.node, task)
@@ -129,7 +137,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             if peer.node in self._trust.removed:  # gRPC sends no status for a cancelled handler
                 task.uncancel()
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, "removed from the cluster")
+                raise AccessError("removed from the cluster") from None
             raise
         finally:
             self._open.discard(entry)

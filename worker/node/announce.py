@@ -1,6 +1,7 @@
 """The mDNS announcement of this worker at the addresses where others reach it.
 
-A failed announcement never stops a worker. When multicast is blocked, one warning says what to do.
+A failed announcement never stops a worker. When multicast is blocked, one warning says what to do. A Mac on which this
+process cannot use the mDNS port itself announces through macOS's own responder.
 """
 
 from __future__ import annotations
@@ -18,9 +19,44 @@ from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from proto.announcement import SERVICE_TYPE, Announcement
-from worker.node.dns_sd import registered_by_dns_sd
 
 log = logging.getLogger(__name__)
+
+STOP_SECONDS = 2.0
+"""Seconds. Longest wait for `dns-sd` to end."""
+
+
+@contextlib.asynccontextmanager
+async def registered_by_dns_sd(
+    announcement: Announcement,
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Announce inside the block by a `dns-sd` process, and give that process.
+
+    The responder adds this Mac's addresses by itself. Raises OSError if the program is missing.
+    """
+    service = SERVICE_TYPE.removesuffix(".local.")
+    name = announcement.instance.removesuffix(f".{SERVICE_TYPE}")
+    process = await asyncio.create_subprocess_exec(
+        "dns-sd",
+        "-R",
+        name,
+        service,
+        "local.",
+        str(announcement.port),
+        *(f"{key}={value}" for key, value in announcement.to_txt().items()),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+
 
 RESCAN_SECONDS = 5.0
 """Seconds between two scans of the addresses. A machine may start its workers before its network."""

@@ -15,7 +15,6 @@ from functools import partial
 import mlx.core as mx
 
 from proto import cluster_pb2 as pb
-from proto.control import Cancel, Rollback, Signal
 from proto.errors import (
     AccessError,
     ClusterError,
@@ -24,22 +23,14 @@ from proto.errors import (
     StaleEpochError,
 )
 from proto.frame import Frame, decode, encode, encode_head
-from proto.frame_stamps import FrameStamps, StageStep, StampRing
-from proto.rpc.background_tasks import BackgroundTasks
-from proto.rpc.data_plane import StreamBinding
-from proto.rpc.frame_reader import OnFrame
-from proto.rpc.frame_writer import FrameWriter
-from proto.rpc.hop_probe import HopFigures
-from proto.rpc.link import Link
-from proto.trust.identity import NodeIdentity, Role
+from proto.frame_stamps import FrameStamps, StageStep
+from proto.rpc.data_connection import HopFigures, StreamBinding
+from proto.rpc.link import FrameWriter, Link, OnFrame
+from proto.rpc.listener import BackgroundTasks
+from proto.trust.certificates import NodeIdentity, Role
 from proto.trust.node_trust import NodeTrust
-from worker.engine.deadline import DeadlineEstimate
-from worker.engine.engine_thread import EngineThread
-from worker.engine.frame_runner import FrameRunner
-from worker.engine.hardware import compile_seconds
-from worker.engine.memory import CacheTrimmer
-from worker.engine.relay import relayed_tokens
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_engine import StageEngine, relayed_tokens
+from worker.engine.stage_host import StageHost
 
 log = logging.getLogger(__name__)
 
@@ -49,55 +40,26 @@ MAX_QUEUED_BYTES = 2**30
 
 
 @dataclass
-class Traffic:
-    """Counters of the data plane, which start at 0 with the process. Any thread may count."""
+class Tally:
+    """A count of messages and of their bytes. Any thread may count."""
 
-    bytes_in: int = 0
-    bytes_out: int = 0
-    messages_in: int = 0
-    messages_out: int = 0
+    messages: int = 0
+    nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_received(self, data: bytes | bytearray) -> None:
-        """Add a message that arrived."""
+    def count(self, nbytes: int) -> None:
+        """Add a message of `nbytes`."""
         with self._lock:
-            self.bytes_in += len(data)
-            self.messages_in += 1
-
-    def count_sent(self, nbytes: int) -> None:
-        """Add a message of `nbytes` that leaves."""
-        with self._lock:
-            self.bytes_out += nbytes
-            self.messages_out += 1
+            self.messages += 1
+            self.nbytes += nbytes
 
 
 @dataclass
-class Tally:
-    """A count of frames and of their bytes."""
+class Traffic:
+    """Counters of the data plane, which start at 0 with the process."""
 
-    frames: int = 0
-    nbytes: int = 0
-
-    def count_frame(self, data: bytes | bytearray) -> None:
-        """Add one encoded frame."""
-        self.frames += 1
-        self.nbytes += len(data)
-
-
-@dataclass
-class Machinery:
-    """The parts of a worker process that successive plans share."""
-
-    thread: EngineThread = field(default_factory=EngineThread)
-    deadline_estimate: DeadlineEstimate = field(
-        default_factory=lambda: DeadlineEstimate(compile_seconds())
-    )
-    traffic: Traffic = field(default_factory=Traffic)
-    cache_trimmer: CacheTrimmer = field(default_factory=CacheTrimmer)
-    stamps: StampRing = field(default_factory=StampRing)
-
-    def __post_init__(self) -> None:
-        self.thread.on_idle = self.cache_trimmer.clear_if_idle
+    received: Tally = field(default_factory=Tally)
+    sent: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True)
@@ -139,14 +101,14 @@ class Binding:
     `on_failure` is called once when the stage fails before the plan ends.
     """
 
-    def __init__(self, place: Place, machinery: Machinery, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, place: Place, host: StageHost, traffic: Traffic, on_failure: Callable[[], None]
+    ) -> None:
         self.place = place
-        self.thread = machinery.thread
-        self.traffic = machinery.traffic
-        self._runner = FrameRunner(
-            machinery.thread, machinery.deadline_estimate, machinery.cache_trimmer
-        )
-        self._stamps = machinery.stamps
+        self.thread = host.thread
+        self.traffic = traffic
+        self._host = host
+        self._stamps = host.stamps
         self.engine: StageEngine | None = None
         self.link: Link | None = None
         self.ring: Link | None = None
@@ -290,28 +252,28 @@ class Binding:
 
     def enqueue_frame(self, data: bytes | bytearray) -> None:
         """Queue a frame for the engine. Raises ProtocolError when the queue is full."""
-        frames = self._received.frames - self._started.frames
+        frames = self._received.messages - self._started.messages
         nbytes = self._received.nbytes - self._started.nbytes
         if frames >= MAX_QUEUED_FRAMES or nbytes + len(data) > MAX_QUEUED_BYTES:
             raise ProtocolError(
                 f"a frame of {len(data)} bytes exceeds the queue, which holds {frames} frames of {nbytes} bytes"
             )
-        self._received.count_frame(data)
-        self.traffic.count_received(data)
+        self._received.count(len(data))
+        self.traffic.received.count(len(data))
         stamps = self._stamps.add_frame(self.place.stage, StageStep)
         self.thread.submit_frame(partial(self._process, data, stamps))
 
     def enqueue_tokens(self, data: bytes | bytearray) -> None:
         """Queue a message of relayed tokens for the engine."""
         received_ns = time.monotonic_ns()
-        self.traffic.count_received(data)
+        self.traffic.received.count(len(data))
         self.thread.submit(partial(self._receive_tokens, data, received_ns))
 
     def _process(self, data: bytes | bytearray, stamps: FrameStamps) -> None:
         """Process one frame, or park it until its tokens arrive. Runs on the engine thread."""
         stamps.mark(StageStep.STARTED)
         if self.engine is None or self._closed:
-            self._started.count_frame(data)
+            self._started.count(len(data))
             return
         try:
             frame = decode(data)
@@ -347,10 +309,10 @@ class Binding:
                 self.thread.run_deferred()
                 return
             parked = self._parked.popleft()
-            self._started.count_frame(parked.data)
+            self._started.count(len(parked.data))
             done = partial(self._frame_done, parked.stamps)
             frame, stamps = parked.frame, parked.stamps
-            self._runner.run(self.engine, frame, stamps, done, self._engine_failed)
+            self._host.run_frame(self.engine, frame, stamps, done, self._engine_failed)
 
     def _frame_done(self, stamps: FrameStamps, out: Frame) -> None:
         """Send a processed frame to the next stage or the coordinator. Runs on the engine thread."""
@@ -378,7 +340,7 @@ class Binding:
             message = "a receiver of this stage's messages is not connected"
             self.thread.post(self._fail, pb.FAULT_KIND_PROTOCOL, message)
             return
-        self.traffic.count_sent(len(data) + len(tensor))
+        self.traffic.sent.count(len(data) + len(tensor))
         target.send(data, on_written, tensor)
 
     def _engine_failed(self, error: Exception) -> None:
@@ -393,29 +355,24 @@ class Binding:
 
     # ---- signals
 
-    def apply_signal(self, signal: Signal) -> None:
+    def apply_signal(self, signal: pb.Signal) -> None:
         """Apply a rollback or a cancellation before all queued frames."""
-        match signal.body:
-            case Rollback(seq_id, window, accepted_length, _):
-                work = partial(self._rollback, signal.epoch, seq_id, window, accepted_length)
-                self.thread.submit_urgent(work)
-            case Cancel(seq_id):
-                self.thread.submit_urgent(partial(self._cancel, signal.epoch, seq_id))
+        self.thread.submit_urgent(partial(self._apply_signal, signal))
 
-    def _rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
-        """Roll back. Runs on the engine thread."""
-        if self.engine is not None:
-            try:
-                self.engine.rollback(epoch, seq_id, window, accepted_length)
-            except ClusterError as error:  # only a frame header may fail a plan
-                log.warning("signal ignored", extra={"error": str(error)})
-            except Exception as error:
-                self._engine_failed(error)
-
-    def _cancel(self, epoch: int, seq_id: int) -> None:
-        """Cancel a sequence. Runs on the engine thread."""
-        if self.engine is not None:
-            self.engine.cancel(epoch, seq_id)
+    def _apply_signal(self, signal: pb.Signal) -> None:
+        """Apply a signal. Runs on the engine thread."""
+        if self.engine is None:
+            return
+        try:
+            if signal.HasField("rollback"):
+                r = signal.rollback
+                self.engine.rollback(signal.epoch, r.seq_id, r.window, r.accepted_length)
+            elif signal.HasField("cancel"):
+                self.engine.cancel(signal.epoch, signal.cancel.seq_id)
+        except ClusterError as error:  # only a frame header may fail a plan
+            log.warning("signal ignored", extra={"error": str(error)})
+        except Exception as error:
+            self._engine_failed(error)
 
 
 @dataclass(frozen=True)

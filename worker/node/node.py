@@ -7,29 +7,95 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
+from dataclasses import dataclass, field
 from functools import partial
 
+from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
-from proto.control import Signal
-from proto.errors import NotReadyError, StaleEpochError
-from proto.progress import OnProgress
-from proto.rpc.data_plane import StreamBinding
-from proto.rpc.data_socket import DataTickets
-from proto.rpc.hop_probe import HopFigures
-from proto.terminal.progress_bar import byte_bar
-from worker.engine.cpu_compiler import compiled_functions
-from worker.engine.memory import release_weights
-from worker.engine.sensors import Sensors
-from worker.engine.stage_engine import Budget, StageEngine
-from worker.model.verifier import Verifier
-from worker.node.binding import Binding, Machinery, Place
-from worker.node.identity import Identity
-from worker.node.lease import Lease, renewed_lease
-from worker.node.loading import LoadedStage, adopt_stage, read_stage
-from worker.node.stage_ahead import StageAhead
-from worker.node.stage_key import StageKey
+from proto.errors import BusyError, NotReadyError, ProtocolError, StaleEpochError, UsageError
+from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
+from proto.rpc.status_codes import printable
+from proto.span import Span
+from proto.terminal.progress import OnProgress, byte_bar
+from proto.trust.node_trust import NodeTrust
+from proto.wire import DTYPE_BYTES
+from worker.engine.hardware import release_weights
+from worker.engine.stage_engine import Budget
+from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
+from worker.node.binding import Binding, Place, Traffic
+from worker.node.local_models import LocalModels
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Identity:
+    """The decisions of the command line and of the start.
+
+    `memory_limit` in bytes; `bytes_per_second` as measured. `wired` False keeps the weights pageable.
+    """
+
+    name: str
+    pinned: Span | None
+    memory_limit: int
+    models: LocalModels
+    bytes_per_second: float = 0.0
+    trust: NodeTrust | None = None
+    """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
+    wired: bool = True
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+FIRST_LEASE = 10.0
+"""Seconds of a lease whose coordinator has not set a duration."""
+
+
+MAX_NAME = 128
+"""Characters of a coordinator's id and name, which appear in logs and answers. Our coordinators send 16 for the id."""
+
+
+@dataclass
+class Lease:
+    """The coordinator that this worker serves until `expires` (monotonic seconds)."""
+
+    id: str
+    name: str
+    seconds: float = FIRST_LEASE
+    expires: float = 0.0
+    streams: int = 0
+    """Number of open Signals streams. The lease ends with the last of them."""
+
+    @property
+    def lapsed(self) -> bool:
+        """True after the lease has expired."""
+        return time.monotonic() > self.expires
+
+    def renew(self) -> None:
+        """Extend the lease by its duration from now."""
+        self.expires = time.monotonic() + self.seconds
+
+
+KV_BITS = (0, 4, 8)
+
+
+def requested_stage(request: pb.LoadRequest) -> StageSpec:
+    """Return the stage that a request asks for. Raises SpanError or UsageError for invalid values."""
+    if request.kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {request.kv_bits}: choose 4 or 8")
+    if request.dtype and request.dtype not in DTYPE_BYTES:
+        raise UsageError(f"--dtype {request.dtype:.20}: choose {', '.join(DTYPE_BYTES)}")
+    return StageSpec(
+        Span(request.span.start, request.span.end),
+        request.first,
+        request.last,
+        dtype=request.dtype or None,
+        kv_bits=request.kv_bits or None,
+        mtp=request.mtp,
+        exact=request.exact,
+        draft_vocab=DraftVocabularySize(request.draft_vocab, request.draft_vocab_auto),
+    )
 
 
 class WorkerNode:
@@ -37,14 +103,15 @@ class WorkerNode:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.machinery = Machinery()
-        self.sensors = Sensors()
+        self.host = StageHost()
+        self.traffic = Traffic()
         self.tickets = DataTickets(identity.trust)
         self.state: pb.WorkerState.ValueType = pb.WORKER_STATE_IDLE
         self.lease: Lease | None = None
         self.epoch = 0
         self.loaded: LoadedStage | None = None
-        self.ahead = StageAhead(identity, self.machinery.thread)
+        self._fingerprint = ""
+        """The fingerprint of the model that `loaded` belongs to."""
         self.budget: Budget | None = None
         self.binding: Binding | None = None
         """The binding that serves or is connecting."""
@@ -59,11 +126,22 @@ class WorkerNode:
     def renew_lease(self, coordinator: pb.Coordinator, lease_ms: int = 0) -> Lease:
         """Lease this worker to a coordinator, or renew its lease.
 
-        Raises BusyError, which names the holder, while another coordinator has the lease.
+        `lease_ms` 0 keeps the duration. Raises BusyError, which names the holder, while another coordinator has the
+        lease, and ProtocolError for an invalid id.
         """
         self.release_lapsed()
-        self.lease = renewed_lease(self.lease, self.identity.name, coordinator, lease_ms)
-        return self.lease
+        lease = self.lease
+        if lease is not None and lease.id != coordinator.id:
+            holder = lease.name or lease.id
+            raise BusyError(f"worker {self.identity.name} serves coordinator {holder}")
+        if len(coordinator.id) > MAX_NAME or not coordinator.id.isprintable():
+            raise ProtocolError("the coordinator's id is invalid")
+        if lease is None:
+            lease = self.lease = Lease(coordinator.id, printable(coordinator.name, MAX_NAME))
+        if lease_ms:
+            lease.seconds = lease_ms / 1000
+        lease.renew()
+        return lease
 
     def release_lapsed(self) -> None:
         """End a lease that was not renewed in time, and drop its sequences."""
@@ -74,7 +152,6 @@ class WorkerNode:
     def release(self) -> None:
         """End the lease and drop its sequences. The weights in use stay loaded for the next coordinator."""
         self.lease = None
-        self.ahead.drop()
         self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
 
@@ -102,46 +179,25 @@ class WorkerNode:
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage and return what was loaded. `on_progress` is called on the event loop.
 
-        Raises BusyError, StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then
-        be unloaded. A request that loads `ahead` unloads only a stage that the plan in force does not use.
+        Ends the plan that the worker belongs to. A stage that is in memory is not read again. Raises BusyError,
+        StaleEpochError, CheckpointError, SpanError or MemoryLimitError. The earlier stage may then be unloaded.
         """
         self.renew_lease(request.coordinator, request.lease_ms)
-        key = StageKey.of(request)
-        if request.ahead:
-            self._check_epoch(request.epoch)
-            if request.epoch > self.epoch:
-                self._leave_plan(request.epoch, key)
-            loaded = self.loaded
-            if loaded is None or loaded.key != key:
-                loaded = await self.ahead.load(request.model, key, on_progress)
-        else:
-            loaded = await self._load_next(key, request, on_progress)
-        return pb.LoadResult(
-            weight_bytes=loaded.weight_bytes, has_mtp=loaded.stage.modules.head is not None
-        )
-
-    def _leave_plan(self, epoch: int, key: StageKey) -> None:
-        """End the plan of an older epoch than that of the plan in force, and free its stage unless it is `key`."""
-        self._enter_epoch(epoch)
-        if self.loaded is not None and self.loaded.key != key:
-            self.loaded = None
-            self.machinery.thread.submit(release_weights)
-            self._become(pb.WORKER_STATE_IDLE)
-
-    async def _load_next(
-        self, key: StageKey, request: pb.LoadRequest, on_progress: OnProgress
-    ) -> LoadedStage:
-        """End the plan and return the stage of the next one, which is read unless it is in memory."""
+        spec = requested_stage(request)
         self._enter_epoch(request.epoch)
         limits = request.limits
         self.budget = Budget(limits.max_sequences, limits.kv_tokens, limits.prefix_bytes)
-        loaded = self.loaded
-        if loaded is None or loaded.key != key:
-            loaded = await self._load_weights(key, request.model, on_progress)
-        else:
-            self.ahead.drop()
+        wanted = spec, request.model.fingerprint
+        if self.loaded is not None and wanted == (self.loaded.spec, self._fingerprint):
+            loaded = self.loaded
+        else:  # without a reference to the former stage, whose memory the new one needs
+            loaded = await self._load_weights(spec, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
-        return loaded
+        return pb.LoadResult(
+            weight_bytes=loaded.weight_bytes,
+            has_mtp=loaded.stage.modules.head is not None,
+            layers=loaded.stage.variants.summary,
+        )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:
         """Set the state, unless the worker drains: then the state stays DRAINING."""
@@ -149,20 +205,20 @@ class WorkerNode:
             self.state = state
 
     async def _load_weights(
-        self, key: StageKey, model: pb.ModelRef, on_progress: OnProgress
+        self, spec: StageSpec, model: pb.ModelRef, on_progress: OnProgress
     ) -> LoadedStage:
         self._become(pb.WORKER_STATE_LOADING)
         self.loaded = None  # frees its memory for the new stage
         loading = self._loading = object()
-        thread = self.machinery.thread
-        ahead = self.ahead.take(key)
+        thread = self.host.thread
 
         def check() -> None:
             """Raise StaleEpochError if a newer load or plan has begun."""
             if self._loading is not loading:
                 raise StaleEpochError("the plan ended while its stage was loading")
 
-        with byte_bar(f"loading layers {key.span}", log) as show:
+        identity = self.identity
+        with byte_bar(f"loading layers {spec.span}", log) as show:
 
             def report(done: int, total: int) -> None:
                 """Report the progress unless this load has become stale."""
@@ -171,10 +227,13 @@ class WorkerNode:
                 thread.post(on_progress, done, total)
 
             read = partial(
-                read_stage, self.identity, model, key, expect=thread.expect, on_progress=report
+                self.host.load,
+                partial(identity.models.find, model),
+                spec,
+                report,
+                memory_limit=identity.memory_limit,
+                wired=identity.wired,
             )
-            if ahead is not None:
-                read = partial(adopt_stage, ahead, wired=self.identity.wired)
             try:
                 loaded = await thread.call(read)
                 check()
@@ -182,8 +241,8 @@ class WorkerNode:
                 if self._loading is loading:
                     self._end_plan()
                 raise
-        self.loaded = loaded
-        log.info("stage loaded", extra={"layers": str(key.span), "bytes": loaded.weight_bytes})
+        self.loaded, self._fingerprint = loaded, model.fingerprint
+        log.info("stage loaded", extra={"layers": str(spec.span), "bytes": loaded.weight_bytes})
         return loaded
 
     async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
@@ -204,8 +263,8 @@ class WorkerNode:
             request.plan_token,
             request.previous_node,
         )
-        binding = self.binding = Binding(place, self.machinery, self._failed)
-        make_engine = partial(_new_engine, self.loaded, place, self.budget)
+        binding = self.binding = Binding(place, self.host, self.traffic, self._failed)
+        make_engine = partial(self.host.make_engine, self.loaded, place.epoch, self.budget)
         try:
             hop = await binding.open(make_engine, request, self.identity.id, self.identity.trust)
         except BaseException:
@@ -240,7 +299,7 @@ class WorkerNode:
         self._check_epoch(request.epoch)
         self.release()
         self.loaded = None
-        self.machinery.thread.submit(release_weights)
+        self.host.thread.submit(release_weights)
         self._become(pb.WORKER_STATE_IDLE)
 
     # ---- frames and signals of the current plan
@@ -257,7 +316,7 @@ class WorkerNode:
         binding.check_stream(stream)
         return binding
 
-    def apply_signal(self, signal: Signal) -> None:
+    def apply_signal(self, signal: pb.Signal) -> None:
         """Apply a rollback or a cancellation to its plan. A signal of another plan is ignored."""
         if self.binding is not None and signal.epoch == self.binding.place.epoch:
             self.binding.apply_signal(signal)
@@ -273,15 +332,7 @@ class WorkerNode:
     async def close(self) -> None:
         """End the plan and the engine thread."""
         self.release()
-        await self.machinery.thread.close()
-
-
-def _new_engine(loaded: LoadedStage, place: Place, budget: Budget | None) -> StageEngine:
-    """Return the engine of a plan. Runs on the engine thread."""
-    compiled_functions.adjust()
-    stage, key = loaded.stage, loaded.key
-    verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if key.last else None
-    return StageEngine(stage, epoch=place.epoch, first=key.first, verifier=verifier, budget=budget)
+        await self.host.thread.close()
 
 
 def _connect_reply(hop: HopFigures | None) -> pb.ConnectReply:

@@ -1,30 +1,173 @@
-"""The life of a worker process: listen, announce, serve, drain, end."""
+"""The life of a worker process: options, credentials, listen, announce, serve, drain, end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
+import shutil
 import signal
 import socket
-from contextlib import AsyncExitStack
-from dataclasses import replace
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
-from proto.address import join_address
-from proto.announcement import Announcement
-from proto.rpc.bind import bind_listener
-from proto.terminal.keep_awake import keep_awake
-from worker.engine.hardware import measured_bandwidth
-from worker.engine.memory import set_limits
+from proto.announcement import Announcement, is_loopback, join_address
+from proto.errors import UsageError
+from proto.rpc.channels import add_port
+from proto.rpc.listener import SharedPort, bind_listener
+from proto.span import Span
+from proto.terminal.console import keep_awake
+from proto.trust.joining import JoinToken, join
+from proto.trust.node_trust import NodeTrust, read_text, state_dir
+from worker.engine.hardware import measured_bandwidth, set_limits
 from worker.node.announce import announced
-from worker.node.cluster_trust import worker_trust
-from worker.node.identity import Identity
 from worker.node.local_models import LocalModels
-from worker.node.node import WorkerNode
-from worker.node.options import WorkerOptions, remember_port, remembered_port
-from worker.node.port import served
+from worker.node.node import Identity, WorkerNode
+from worker.node.service import STOP_SECONDS, make_server
 
 log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 50505
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """`model` is a checkpoint directory or None; `memory_limit` in bytes; port 0 lets the system choose."""
+
+    host: str
+    port: int
+    name: str
+    layers: Span | None
+    model: Path | None
+    memory_limit: int
+    mdns: bool
+    state_dir: Path | None
+    wired: bool = True
+    insecure: bool = False
+    join: str | None = field(default=None, repr=False)  # a secret
+    awake: bool = True
+
+
+LOCAL_TOKEN = Path("authority", "local.token")
+"""The file in the state directory where a coordinator on this machine keeps a token for its user's workers."""
+
+_PREFIX = "worker"
+"""The folder of the worker's credentials in the state directory."""
+
+
+async def worker_trust(
+    host: str, name: str, token: str | None, given: Path | None, *, insecure: bool
+) -> NodeTrust | None:
+    """Return the credentials of a worker that listens on `host`, or None for a listener without TLS.
+
+    Only a listener on loopback, or with `insecure`, has no TLS. `token` is the value of --join, `given` that of
+    --state-dir. Raises UsageError when the worker has no credentials, and the errors of a join.
+    """
+    if token and (insecure or is_loopback(host)):
+        raise UsageError(
+            "--join secures connections from other machines. Use it without --insecure, and with --listen and an "
+            "address that they reach"
+        )
+    if insecure and not is_loopback(host):
+        log.warning(
+            "insecure: any machine that reaches this worker can use it, and read its traffic"
+        )
+    if insecure or is_loopback(host):
+        return None
+    state = state_dir(given)
+    directory = state / _PREFIX
+    if token:
+        return await _join(token, name, directory)
+    problem: UsageError | None = None
+    try:
+        trust = NodeTrust.load(directory)
+    except UsageError as error:
+        trust, problem = None, error
+    if trust is None and (local := read_text(state / LOCAL_TOKEN)):
+        return await _join(local, name, directory)
+    if trust is None:
+        raise problem or UsageError(
+            f"--listen {host} is open to the network, and this machine has joined no cluster. Run mtp-coord token "
+            "create at the coordinator and start this worker with --join TOKEN, or add --insecure"
+        )
+    log.info(
+        "member of a cluster",
+        extra={"cluster": trust.identity.cluster, "node": trust.identity.node},
+    )
+    return trust
+
+
+async def _join(token: str, name: str, directory: Path) -> NodeTrust:
+    trust = await join(JoinToken.parse(token), name, directory)
+    log.info("joined", extra={"cluster": trust.identity.cluster, "node": trust.identity.node})
+    return trust
+
+
+PREFIX = "mtp-"
+LOCK = "lock"
+"""File that a worker locks as long as it runs. The system ends the lock of a killed process."""
+
+
+@contextmanager
+def socket_folder() -> Iterator[str]:
+    """Yield a new folder that only this user may enter. It is removed when the block exits.
+
+    Folders of this user whose workers were killed are removed first.
+    """
+    remove_stale_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        fresh = Path(folder) / "new"
+        with fresh.open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fresh.rename(fresh.with_name(LOCK))  # another worker sees the file only with its lock
+            yield folder
+
+
+def remove_stale_folders(parent: Path) -> None:
+    """Remove the socket folders in `parent` that belong to this user and that no process has locked."""
+    removed = 0
+    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # a folder of another user, or one that is being removed
+            if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.geteuid():
+                continue
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+            removed += 1
+    if removed:
+        log.info("sockets of killed workers removed", extra={"count": removed})
+
+
+@asynccontextmanager
+async def served(node: WorkerNode, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve the calls and the data connections of `node` at a bound `listener` while the block runs.
+
+    Raises UsageError if the temporary directory cannot hold a socket.
+    """
+    with socket_folder() as folder:
+        path = f"{folder}/grpc"
+        server = make_server(node)
+        try:
+            add_port(server, f"unix:{path}", node.identity.trust)
+        except RuntimeError as error:  # gRPC has logged the cause, such as a path above 103 bytes
+            raise UsageError(
+                f"{path}: no socket can be made there. Set TMPDIR to a shorter directory"
+            ) from error
+        await server.start()
+        port = SharedPort(listener, path, node.tickets.accept)
+        port.start()
+        try:
+            yield
+        finally:
+            await server.stop(STOP_SECONDS)
+            await port.close()
+
 
 DRAIN_SECONDS = 20.0
 """Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
@@ -44,8 +187,8 @@ async def run(options: WorkerOptions) -> None:
         options.name, options.layers, options.memory_limit, models, wired=options.wired, trust=trust
     )
     node = WorkerNode(identity)
-    await node.machinery.thread.call(partial(set_limits, options.memory_limit))
-    identity.bytes_per_second = await node.machinery.thread.call(measured_bandwidth)
+    await node.host.thread.call(partial(set_limits, options.memory_limit))
+    identity.bytes_per_second = await node.host.thread.call(measured_bandwidth)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -53,12 +196,10 @@ async def run(options: WorkerOptions) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
-        reading = asyncio.create_task(node.sensors.refresh(), name="sensors")
-        stack.callback(reading.cancel)
-        listener = _bind(options)
+        flags = f"--listen {join_address(options.host, options.port)}"
+        listener = bind_listener(flags, options.host, options.port)
         port = int(listener.getsockname()[1])
         await stack.enter_async_context(served(node, listener))
-        remember_port(options.state_dir, options.name, port)
         if options.mdns:
             await stack.enter_async_context(announced(_announcement(identity, port), options.host))
         log.info(
@@ -81,12 +222,6 @@ def _announcement(identity: Identity, port: int) -> Announcement:
         return announcement
     me = identity.trust.identity
     return replace(announcement, cluster=me.cluster, node=me.node)
-
-
-def _bind(options: WorkerOptions) -> socket.socket:
-    port = options.port or remembered_port(options.state_dir, options.name, options.host)
-    flags = f"--listen {join_address(options.host, port)}"
-    return bind_listener(flags, options.host, port)
 
 
 async def _drain(node: WorkerNode) -> None:

@@ -1,42 +1,45 @@
-"""The gRPC service of a worker: protobuf calls and raw frame streams become calls on the node."""
+"""The gRPC services of a worker: protobuf calls become calls on the node.
+
+A ClusterError that a call raises ends it with the error's status; see `CallGuard`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
+import mlx.core as mx
 
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.control import Hello, check_version, from_message
-from proto.errors import AccessError, BusyError, ClusterError, NotReadyError, ProtocolError
+from proto.backup import PieceJoiner, split
+from proto.control import check_signal, check_version
+from proto.errors import AccessError, BusyError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import VERSION
-from proto.rpc.call_bounds import MAX_TRANSFERS, check_size, first_message
-from proto.rpc.data_plane import (
-    CHANNEL_OPTIONS,
-)
-from proto.span import Span
-from worker.engine import hardware, sensors
+from proto.rpc.channels import CHANNEL_OPTIONS, peer_of
+from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding, ticket_metadata
+from proto.rpc.link import FrameReader, FrameWriter
+from proto.rpc.listener import MAX_TRANSFERS, first_message
+from worker.engine import hardware
+from worker.engine.backup import ReceivedBackup, layer_states
+from worker.engine.stage_engine import StageEngine
 from worker.fetch.provide import provide
-from worker.node.abort import abort
-from worker.node.access import AccessInterceptor
-from worker.node.backups import read_backup, write_backup
-from worker.node.data_plane import DataPlane
-from worker.node.lease import Lease
-from worker.node.link_test import LinkTestService
-from worker.node.load_progress import repeat_progress
-from worker.node.node import WorkerNode
+from worker.node.access import CallGuard
+from worker.node.node import Lease, WorkerNode
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+REPEAT_SECONDS = 20.0
+"""Seconds without progress after which the newest message is sent again. A load compiles kernels for up to a minute.
+A coordinator ends a load that says nothing for two. The watchdog of the engine thread bounds the load itself."""
 
 STOP_SECONDS = 1.0
 """Seconds. Maximum time that open calls may take to end when the server stops."""
@@ -51,22 +54,93 @@ KEEPALIVE_REPLY_SECONDS = 20.0
 """Seconds. Maximum time until the reply to that ping. Then the connection is closed."""
 
 
-class WorkerService(pb_grpc.WorkerServicer):
-    """The control calls. Every ClusterError becomes its gRPC status."""
+async def repeat_progress(
+    progress: asyncio.Queue[pb.LoadProgress],
+) -> AsyncIterator[pb.LoadProgress]:
+    """Yield the messages up to an empty one. Repeat the newest when no other comes for `REPEAT_SECONDS`."""
+    newest = pb.LoadProgress(progress=pb.LoadBytes())
+    while True:
+        with suppress(TimeoutError):
+            newest = await asyncio.wait_for(progress.get(), REPEAT_SECONDS)
+        if not newest.WhichOneof("body"):
+            return
+        yield newest
+
+
+class DataPlane:
+    """The two calls that open data connections."""
 
     def __init__(self, node: WorkerNode) -> None:
         self.node = node
-        self._checked_pins: set[str] = set()
-        """Fingerprints of the models that the pinned layers were checked against."""
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler to register with a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                FRAMES.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(self.frames),
+                RESULTS.rpartition("/")[2]: grpc.unary_stream_rpc_method_handler(self.results),
+            },
+        )
+
+    async def frames(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[bytes]:
+        """Receive frames from the previous stage or the coordinator, and tokens from the last stage."""
+        stream = _stream_of(context)
+        binding = self.node.binding_of(stream)
+        if self.node.identity.trust is not None:
+            binding.check_sender(peer_of(context), stream)
+        reader = FrameReader(await self._connection(context), binding.receiver_of(stream))
+        try:
+            if error := await reader.ended:
+                raise error
+        finally:
+            reader.close()
+        return
+        yield b""  # unreachable. It makes this function the generator that gRPC needs
+
+    async def results(self, _: bytes, context: Context) -> AsyncIterator[bytes]:
+        """Send to the coordinator the frames that the last stage has processed, until the plan ends."""
+        binding = self.node.binding_of(_stream_of(context))
+        if not binding.place.last:
+            raise AccessError(
+                f"stage {binding.place.stage} is not the last stage and has no results"
+            )
+        writer = binding.results = FrameWriter(
+            await self._connection(context),
+            "the coordinator",
+            binding.hop_timeout,
+            binding.ended.put_nowait,
+        )
+        try:
+            raise await binding.ended.get()
+        finally:
+            writer.close()
+        yield b""  # unreachable, as above
+
+    async def _connection(self, context: Context) -> socket.socket:
+        """Give the caller a ticket, and return the data connection that it opens."""
+        peer = peer_of(context) if self.node.identity.trust is not None else None
+        with self.node.tickets.issued(peer) as ticket:
+            await context.send_initial_metadata(ticket_metadata(ticket.value))
+            return await ticket.wait_for_connection()
+
+
+def _stream_of(context: Context) -> StreamBinding:
+    return StreamBinding.from_metadata(list(context.invocation_metadata() or ()))
+
+
+class WorkerService(pb_grpc.WorkerServicer):
+    """The control calls. See proto/cluster.proto for each."""
+
+    def __init__(self, node: WorkerNode) -> None:
+        self.node = node
         self._transfers = 0
         """Provide calls in progress."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
-        """See proto/cluster.proto, as for every call of this class."""
-        return await _answer(context, self._describe(request))
-
-    async def _describe(self, request: pb.DescribeRequest) -> pb.WorkerInfo:
-        check_size(request)
+        """Return the identity, the abilities and the state of the worker."""
         check_version(request.protocol_version)
         node, identity = self.node, self.node.identity
         node.release_lapsed()
@@ -78,7 +152,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             model=identity.models.own.name if identity.models.own else "",
             state=node.state,
             node_id=identity.trust.identity.node if identity.trust else "",
-            version=sensors.own_version(),
+            version=hardware.own_version(),
         )
         if identity.pinned is not None:
             info.pinned.CopyFrom(pb.Span(start=identity.pinned.start, end=identity.pinned.end))
@@ -86,27 +160,9 @@ class WorkerService(pb_grpc.WorkerServicer):
             info.fingerprint = await asyncio.to_thread(
                 identity.models.fingerprint_of, request.model
             )
-            if identity.pinned is not None and info.fingerprint not in self._checked_pins:
-                self._checked_pins.add(info.fingerprint)
-                self._check_pins(request.model, identity.pinned, info.fingerprint)
         if node.lease is not None:
             info.leased_to.CopyFrom(pb.Coordinator(id=node.lease.id, name=node.lease.name))
         return info
-
-    def _check_pins(self, wanted: pb.ModelRef, pinned: Span, fingerprint: str) -> None:
-        """Warn of pinned layers that the coordinator's model does not have, because it refuses this worker."""
-        if not fingerprint:
-            return
-        layers = self.node.identity.models.find_whole(wanted).config.num_layers
-        if pinned.end > layers:
-            log.warning(
-                "the pinned layers are outside the coordinator's model: restart this worker with other --layers",
-                extra={
-                    "layers": str(pinned),
-                    "model": wanted.name,
-                    "model_layers": f"0-{layers - 1}",
-                },
-            )
 
     async def Load(
         self, request: pb.LoadRequest, context: Context
@@ -124,8 +180,6 @@ class WorkerService(pb_grpc.WorkerServicer):
             async for message in repeat_progress(progress):
                 yield message
             yield pb.LoadProgress(result=await task)
-        except ClusterError as error:
-            await abort(context, error)
         finally:
             task.cancel()
 
@@ -140,88 +194,93 @@ class WorkerService(pb_grpc.WorkerServicer):
             async with contextlib.aclosing(provide(requests, self.node.renew_lease)) as replies:
                 async for reply in replies:
                     yield reply
-        except ClusterError as error:
-            await abort(context, error)
         finally:
             self._transfers -= 1
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectReply:
         """Bind the stage into a plan."""
-
-        async def connect() -> pb.ConnectReply:
-            """Bind the stage and return the reply."""
-            check_size(request)
-            return await self.node.connect(request)
-
-        return await _answer(context, connect())
+        return await self.node.connect(request)
 
     async def ConnectRing(self, request: pb.RingRequest, context: Context) -> pb.ConnectReply:
         """Open the link of the last stage to the first one."""
-
-        async def connect() -> pb.ConnectReply:
-            """Open the link and return the reply."""
-            check_size(request)
-            return await self.node.connect_ring(request)
-
-        return await _answer(context, connect())
+        return await self.node.connect_ring(request)
 
     async def Unload(self, request: pb.UnloadRequest, context: Context) -> pb.UnloadReply:
         """Drop the stage and the lease."""
-
-        async def unload() -> pb.UnloadReply:
-            """Unload and return the reply."""
-            self.node.unload(request)
-            return pb.UnloadReply()
-
-        return await _answer(context, unload())
+        self.node.unload(request)
+        return pb.UnloadReply()
 
     async def UpdateTrust(self, request: pb.TrustUpdate, context: Context) -> pb.TrustReply:
         """Install the cluster's authorities, removed nodes and, if given, a new certificate."""
-
-        async def update() -> pb.TrustReply:
-            """Install the update and return the reply."""
-            trust = self.node.identity.trust
-            if trust is None:
-                raise AccessError("this worker belongs to no cluster")
-            removed = frozenset(request.removed_nodes)
-            trust.install(request.authorities, removed, request.certificate)
-            return pb.TrustReply(signing_request=trust.due_request())
-
-        return await _answer(context, update())
+        trust = self.node.identity.trust
+        if trust is None:
+            raise AccessError("this worker belongs to no cluster")
+        removed = frozenset(request.removed_nodes)
+        trust.install(request.authorities, removed, request.certificate)
+        return pb.TrustReply(signing_request=trust.due_request())
 
     async def ReadBackup(
         self, request: pb.BackupRequest, context: Context
     ) -> AsyncIterator[pb.BackupPiece]:
-        """Yield the newest backup of a sequence."""
-        try:
-            async with contextlib.aclosing(read_backup(self.node, request)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except ClusterError as error:
-            await abort(context, error)
+        """Yield the newest backup of a sequence, its head first."""
+        engine = self._engine(request.coordinator, request.epoch)
+        backup = engine.backups.made.pop(request.seq_id, None)
+        if backup is None:
+            raise NotReadyError(f"sequence {request.seq_id} has no backup here")
+        thread = self.node.host.thread
+        states = await thread.call(partial(layer_states, backup, 0))
+        # The coordinator measures the transfer from the head on, so the head follows the first wait for the engine.
+        yield pb.BackupPiece(head=pb.BackupHead(seq_id=backup.seq_id, length=backup.length))
+        index = 0
+        while states:
+            for piece in split(states):
+                yield piece
+            index += len(states)
+            # Between two calls the engine thread may run frames.
+            states = await thread.call(partial(layer_states, backup, index))
 
     async def WriteBackup(
         self, requests: AsyncIterator[pb.BackupPiece], context: Context
     ) -> pb.BackupReply:
         """Keep the backup of a sequence until a frame restores it."""
+        first = await anext(requests, None)
+        if first is None or not first.HasField("head"):
+            raise ProtocolError("the first piece of a backup is not its head")
+        head = first.head
+        engine = self._engine(head.coordinator, head.epoch)
+        joiner = PieceJoiner(self.node.identity.memory_limit)
+        async for piece in requests:
+            joiner.add_piece(piece)
+        layers: dict[int, list[bytes]] = {}
+        for state in joiner.states:
+            layers.setdefault(state.layer, []).append(state.data)
+        if len(head.tokens) != head.length:
+            raise ProtocolError(f"a backup of {head.length} tokens has {len(head.tokens)} of them")
+        received = ReceivedBackup(tuple(head.tokens), layers)
+        await self.node.host.thread.call(partial(engine.receive_backup, head.seq_id, received))
+        return pb.BackupReply()
 
-        async def write() -> pb.BackupReply:
-            """Keep the backup and return the reply."""
-            await write_backup(self.node, requests)
-            return pb.BackupReply()
+    def _engine(self, coordinator: pb.Coordinator, epoch: int) -> StageEngine:
+        """Return the engine of plan `epoch`.
 
-        return await _answer(context, write())
+        Raises BusyError for another coordinator, StaleEpochError for another plan.
+        """
+        self.node.renew_lease(coordinator)
+        binding = self.node.binding
+        if binding is None or binding.place.epoch != epoch or binding.engine is None:
+            raise StaleEpochError(f"no plan of epoch {epoch} is bound here")
+        return binding.engine
 
     async def ReportState(self, request: pb.StateReportRequest, context: Context) -> pb.StateReport:
         """Return the sequences and prefix entries that the engine holds."""
-        return await _answer(context, self._report_state())
+        engine = self.node.binding.engine if self.node.binding is not None else None
+        if engine is None:
+            return pb.StateReport(epoch=self.node.epoch)
+        return await self.node.host.thread.call(engine.report_state)
 
     async def ReportTrace(self, request: pb.TraceRequest, context: Context) -> pb.TraceReport:
         """Return the clock of the process and the stamps of its newest frames."""
-        return await _answer(context, self._report_trace(request))
-
-    async def _report_trace(self, request: pb.TraceRequest) -> pb.TraceReport:
-        stamps = self.node.machinery.stamps.since(request.since_ns) if request.with_frames else []
+        stamps = self.node.host.stamps.since(request.since_ns) if request.with_frames else []
         return pb.TraceReport(
             now_ns=time.monotonic_ns(),
             frames=[
@@ -236,53 +295,24 @@ class WorkerService(pb_grpc.WorkerServicer):
             ],
         )
 
-    async def _report_state(self) -> pb.StateReport:
-        node = self.node
-        engine = node.binding.engine if node.binding is not None else None
-        reply = pb.StateReport(epoch=node.epoch)
-        if engine is not None:
-            held = await node.machinery.thread.call(engine.report_state)
-            reply.sequences.extend(
-                pb.SequenceReport(
-                    seq_id=s.seq_id,
-                    length=s.committed,
-                    capacity=s.capacity,
-                    open_windows=s.open_windows,
-                    bytes=s.nbytes,
-                )
-                for s in held.sequences
-            )
-            reply.prefixes.extend(
-                pb.PrefixReport(entry=p.entry, length=p.length, bytes=p.nbytes)
-                for p in held.prefixes
-            )
-        return reply
-
     async def Signals(
         self, requests: AsyncIterator[pb.Signal], context: Context
     ) -> AsyncIterator[pb.WorkerStatus]:
         """Apply the signals of one coordinator and yield the worker status while it keeps the lease."""
-        try:
-            first = from_message(await first_message(requests))
-            if not isinstance(first.body, Hello):
-                raise ProtocolError("the first signal is not a hello")
-            hello = first.body
-            holder = pb.Coordinator(id=hello.coordinator_id, name=hello.coordinator_name)
-            lease = self.node.renew_lease(holder)
-        except ClusterError as error:
-            await abort(context, error)
-            return
+        first = await first_message(requests)
+        check_signal(first)
+        if not first.HasField("hello"):
+            raise ProtocolError("the first signal is not a hello")
+        lease = self.node.renew_lease(first.hello.coordinator)
         lease.streams += 1
         reader = asyncio.create_task(self._read_signals(requests, lease))
         try:
             while not reader.done():
                 yield self._worker_status()
-                await self._wait_for_change(reader, hello.status_interval_ms / 1000)
+                await self._wait_for_change(reader, first.hello.status_interval_ms / 1000)
                 self._check_lease(lease)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await reader
-        except ClusterError as error:
-            await abort(context, error)
         finally:
             reader.cancel()
             lease.streams -= 1
@@ -308,70 +338,53 @@ class WorkerService(pb_grpc.WorkerServicer):
             raise NotReadyError(f"worker {self.node.identity.name} no longer serves {lease.name}")
 
     async def _read_signals(self, requests: AsyncIterator[pb.Signal], lease: Lease) -> None:
-        async for message in requests:
-            signal = from_message(message)
+        async for signal in requests:
+            check_signal(signal)
             self._check_lease(lease)
             lease.renew()
             self.node.apply_signal(signal)
 
     def _worker_status(self) -> pb.WorkerStatus:
-        node, thread, traffic = self.node, self.node.machinery.thread, self.node.machinery.traffic
+        node, thread, traffic = self.node, self.node.host.thread, self.node.traffic
         binding = node.binding
         engine = None if binding is None else binding.engine
         thread.wait_for_compiler()
-        worker_status = pb.WorkerStatus(
+        return pb.WorkerStatus(
             state=node.state,
             epoch=binding.place.epoch if binding and binding.bound else 0,
             frames_done=engine.frames_done if engine else 0,
             engine_stall_ms=int(thread.stall * 1000),
             link_stall_ms=int(binding.link_stall * 1000) if binding else 0,
             busy_us=thread.busy_us,
-            memory_used=hardware.memory_used(),
-            memory_cached=hardware.memory_cached(),
-            bytes_in=traffic.bytes_in,
-            bytes_out=traffic.bytes_out,
-            messages_in=traffic.messages_in,
-            messages_out=traffic.messages_out,
-            machine=node.sensors.latest,
+            memory_used=mx.get_active_memory(),
+            memory_cached=mx.get_cache_memory(),
+            bytes_in=traffic.received.nbytes,
+            bytes_out=traffic.sent.nbytes,
+            messages_in=traffic.received.messages,
+            messages_out=traffic.sent.messages,
+            fault=binding.fault if binding else None,
+            machine=hardware.machine_state(),
             awaits_tokens=binding is not None and binding.awaits_tokens,
         )
-        if binding is not None and binding.fault is not None:
-            worker_status.fault.CopyFrom(binding.fault)
-        return worker_status
 
 
 def make_server(node: WorkerNode) -> grpc.aio.Server:
-    """Return a server with both planes. A worker with trust checks every call. The caller adds a port."""
-    interceptors = []
-    if (trust := node.identity.trust) is not None:
-        interceptor = AccessInterceptor(trust)
-        trust.on_removed = interceptor.end_calls_of
-        interceptors.append(interceptor)
+    """Return a server with both planes, without a port."""
     server = grpc.aio.server(
-        options=(*CHANNEL_OPTIONS, *_keepalive_options(), ("grpc.so_reuseport", 0)),
+        options=(
+            *CHANNEL_OPTIONS,
+            # These close the connections of machines that have vanished, also those without a call.
+            ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
+            ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
+            # The keepalive timeout alone acts through TCP, and the server has Unix sockets behind the shared port.
+            ("grpc.http2.ping_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.so_reuseport", 0),
+        ),
         maximum_concurrent_rpcs=64,
-        interceptors=interceptors,
+        interceptors=[CallGuard(node.identity.trust)],
     )
     pb_grpc.add_WorkerServicer_to_server(WorkerService(node), server)
-    server.add_generic_rpc_handlers((DataPlane(node).handler(), LinkTestService(trust).handler()))
+    server.add_generic_rpc_handlers((DataPlane(node).handler(),))
     return server
-
-
-def _keepalive_options() -> tuple[tuple[str, int], ...]:
-    """Return the options that close the connections of machines that have vanished, also those without a call."""
-    return (
-        ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
-        ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
-        # The keepalive timeout alone acts through TCP, and the server has Unix sockets behind the shared port.
-        ("grpc.http2.ping_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-    )
-
-
-async def _answer(context: Context, work: Awaitable[T]) -> T:
-    try:
-        return await work
-    except ClusterError as error:
-        await abort(context, error)
-        raise  # unreachable, because abort raises. The type checker needs it

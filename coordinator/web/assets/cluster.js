@@ -228,9 +228,8 @@ function machineFacts(node) {
   const facts = [
     node.memory_free !== null && `${bytes(node.memory_free)} free in all`,
     node.swap_used > 0 && `${bytes(node.swap_used)} swapped`,
-    node.temperature !== null && `${Math.round(node.temperature)} °C`,
-    node.power !== null && `${node.power.toFixed(1)} W`,
     node.ready_at !== null && `since ${clockTime(node.ready_at)}`,
+    node.layers && `layers ${node.layers}`,
     node.version,
   ].filter(Boolean);
   return facts.length ? h("p", { class: "hint facts" }, facts.join(" · ")) : null;

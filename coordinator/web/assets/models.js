@@ -1,4 +1,4 @@
-// Models: what is on this machine, what the hub offers, what fits this cluster, jobs, and invitations for machines.
+// Models: what is on this machine, what the hub offers, what fits this cluster, downloads, and invitations for machines.
 
 import { callAdmin } from "./admin.js";
 import { copyText, h, s, setText } from "./dom.js";
@@ -6,7 +6,6 @@ import { bytes, clockTime, count, rate, share } from "./format.js";
 
 const HEADS = { complete: "MTP head", incomplete: "MTP head incomplete", missing: "no MTP head" };
 const POLL_MS = 400;
-const KINDS = { download: "Download", convert: "Convert", "add-mtp": "Add the MTP head", "try-head": "Try the MTP head" };
 
 export class ModelsView {
   constructor(root, live) {
@@ -19,7 +18,7 @@ export class ModelsView {
     this.foundNote = h("p", { class: "hint", role: "status" }, "Qwen3.5, Qwen3.6 and Qwen3.8 come first: their checkpoints have an MTP head.");
     this.query = h("input", { type: "search", name: "search", placeholder: "Name of a model, such as Qwen3.5-4B", "aria-label": "Search the hub" });
     this.jobs = h("ul", { class: "jobs" });
-    this.jobsCard = card("Jobs", "jobs-title", this.jobs);
+    this.jobsCard = card("Downloads", "jobs-title", this.jobs);
     this.invitation = h("div", { class: "invitation" });
     this.inviteNote = h("p", { class: "hint", role: "status" }, "The line admits one machine within an hour. It is a secret until it is used.");
     root.append(h("h2", { class: "hidden" }, "Models"), this.jobsCard,
@@ -44,7 +43,7 @@ export class ModelsView {
     this.jobsCard.hidden = !jobs.length;
     this.jobs.replaceChildren(...jobs.toReversed().map((job) => this.job(job)));
     const running = jobs.filter((job) => job.state === "running").length;
-    if (running < this.running) this.refresh(); // a job has ended: there may be a new model
+    if (running < this.running) this.refresh(); // a download has ended: there may be a new model
     this.running = running;
   }
 
@@ -66,17 +65,8 @@ export class ModelsView {
     else {
       if (!served) entry.action("Load", () => this.load(entry, model.name));
       entry.action("Fit", () => this.fit(entry, model.name));
-      if (!model.quantization && model.name !== "builtin") entry.action("Convert to 4 bit", () => this.start(entry, "convert", model.name, fourBit(model.name), 4));
-      if (model.head === "complete") entry.action("Try the head", () => this.start(entry, "try-head", model.name, ""));
-      if (model.head !== "complete" && model.converted) entry.action("Add the head", () => this.addHead(entry, model.name));
     }
     return entry.element;
-  }
-
-  addHead(entry, target) {
-    const source = h("input", { "aria-label": "Checkpoint with the head", placeholder: "Repo of the original, such as Qwen/Qwen3.5-4B", required: true });
-    entry.panel.replaceChildren(h("form", { class: "row search", onsubmit: (event) => { event.preventDefault(); this.start(entry, "add-mtp", source.value.trim(), target); } }, source, h("button", { type: "submit" }, "Add")));
-    source.focus();
   }
 
   async search() {
@@ -91,8 +81,7 @@ export class ModelsView {
   hubModel(model) {
     const entry = modelEntry(model.name, [`${count(model.downloads)} downloads a month`, model.mlx ? "for MLX" : "as published"]);
     entry.action("Fit", () => this.fit(entry, model.name));
-    entry.action("Download", () => this.start(entry, "download", model.name, ""));
-    if (!model.mlx) entry.action("Convert to 4 bit", () => this.start(entry, "convert", model.name, fourBit(model.name), 4));
+    entry.action("Download", () => this.download(entry, model.name));
     return entry.element;
   }
 
@@ -115,7 +104,7 @@ export class ModelsView {
         await new Promise((resolve) => { setTimeout(resolve, POLL_MS); });
         report = await callAdmin("GET", "/v1/models/load");
       }
-      if (report.phase === "failed") throw new Error([report.error, report.note].filter(Boolean).map(sentence).join(". "));
+      if (report.phase === "failed") throw new Error(sentence(report.error));
       entry.note("It serves.");
       this.refresh();
     } catch (error) {
@@ -123,11 +112,11 @@ export class ModelsView {
     }
   }
 
-  // ---- jobs
+  // ---- downloads
 
-  async start(entry, kind, model, target, bits) {
+  async download(entry, model) {
     try {
-      await callAdmin("POST", "/v1/cluster/jobs", { kind, model, target, bits: bits ?? null });
+      await callAdmin("POST", "/v1/cluster/jobs", { model });
       entry.note("Started. The progress is above.");
     } catch (error) {
       entry.note(error.message, true);
@@ -137,7 +126,7 @@ export class ModelsView {
   job(job) {
     const running = job.state === "running";
     const part = job.total ? job.done / job.total : null;
-    const title = `${KINDS[job.kind]}: ${job.model}${job.target ? ` → ${job.target}` : ""}`;
+    const title = `Download: ${job.model}`;
     const state = running ? (part === null ? "starting" : `${bytes(job.done)} of ${bytes(job.total)}, ${share(part)}`) : job.state;
     return h("li", { "data-state": job.state },
       h("div", { class: "line" }, h("b", {}, title), h("span", { class: "hint" }, state),
@@ -155,11 +144,10 @@ export class ModelsView {
   async invite() {
     this.inviteButton.disabled = true;
     await guarded(this.inviteNote, async () => {
-      const { command, expires_at: until, qr } = await callAdmin("POST", "/v1/cluster/invitations", {});
+      const { command, expires_at: until } = await callAdmin("POST", "/v1/cluster/invitations", {});
       setText(this.inviteNote, `Run this on the new machine. It admits one machine until ${clockTime(until)}.`);
       const copy = h("button", { "aria-label": "Copy: line for the new machine", onclick: () => copyText(command, copy) }, "Copy");
-      this.invitation.replaceChildren(h("pre", { tabindex: "0", "aria-label": "Line for the new machine" }, h("code", {}, command)), copy,
-        s("svg", { class: "qr", viewBox: `0 0 ${qr.size} ${qr.size}`, role: "img", "aria-label": "QR code of the line" }, s("rect", { width: qr.size, height: qr.size, class: "paper" }), s("path", { d: qr.path })));
+      this.invitation.replaceChildren(h("pre", { tabindex: "0", "aria-label": "Line for the new machine" }, h("code", {}, command)), copy);
     });
     this.inviteButton.disabled = false;
   }
@@ -203,10 +191,6 @@ function fitParts(model, fit) {
     h("p", { class: "hint" }, fit.contexts.map(([tokens, fits]) => `${count(tokens)} tokens: ${fits ? "fits" : "does not fit"}`).join(" · ")),
     h("p", { class: "hint" }, machines.join(" · ")),
   ];
-}
-
-function fourBit(name) {
-  return `${name.split("/").at(-1)}-4bit`;
 }
 
 // Runs `work`; an error becomes the text of `note`.

@@ -20,8 +20,7 @@ export function parseFrame(row) {
   const [number, kind, rows, wasted, sent, flight, ...times] = row;
   const stages = [];
   for (let i = 0; i < times.length; i += 2) stages.push({ start: sent + times[i] / 1000, length: times[i + 1] / 1000 });
-  const exact = !kind.endsWith("~");
-  return { number, kind: kind[0], exact, rows, wasted, sent, flight: flight / 1000, stages };
+  return { number, kind, rows, wasted, sent, flight: flight / 1000, stages };
 }
 
 export class TimelineView {
@@ -228,14 +227,12 @@ export class TimelineView {
     const inset = width > 4 ? 0.5 : 0;
     const part = frame.kind === "i" ? 1 : frame.wasted / Math.max(1, frame.rows);
     const bad = Math.round(LANE * part);
-    draw.globalAlpha = frame.exact ? 1 : 0.55;
     draw.fillStyle = colours[KINDS[frame.kind][0]];
     draw.fillRect(left, top + bad, width - inset, LANE - bad);
     if (bad) {
       draw.fillStyle = colours.wasted;
       draw.fillRect(left, top, width - inset, bad);
     }
-    draw.globalAlpha = 1;
   }
 
   drawShares() {
@@ -279,7 +276,7 @@ export class TimelineView {
       return;
     }
     const wasted = found.wasted ? `, ${count(found.wasted)} rejected` : "";
-    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline${found.exact ? "" : "; its places are estimates, because a machine did not report them"}`);
+    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline`);
   }
 }
 

@@ -20,9 +20,13 @@ from mlx_lm.utils import infer_quant_config
 from mtp.checkpoint.convert.converted_weights import (
     SAFETENSORS,
     Choice,
+    FloatType,
     Group,
+    HeadBits,
+    Quantization,
     group_parameters,
 )
+from mtp.checkpoint.convert.foreign import PackedSource
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
     check_free_space,
@@ -31,14 +35,13 @@ from mtp.checkpoint.convert.output import (
     shard_writer,
     write_shard,
 )
-from mtp.checkpoint.convert.settings import FloatType, HeadBits, Quantization
+from mtp.checkpoint.convert.unpack import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import Source, is_head
-from mtp.checkpoint.format.packed_source import weight_shape
+from mtp.checkpoint.format.parts import read_part
 from mtp.head.mtp_head import MTPHead
 from proto.errors import CheckpointError, UsageError
-from proto.progress import OnProgress
+from proto.terminal.progress import OnProgress
 
 _COMPARED = (
     "hidden_size",
@@ -88,18 +91,19 @@ class HeadAddition:
 
         Raises CheckpointError when a shape differs from config.json, or when the disk is full.
         """
-        groups = self._groups(read_part(source, "mtp", self.dtype, dequantize=True))
+        weights, _ = read_source_part(source, "mtp", self.dtype)
+        groups = self._groups(weights)
         writer = shard_writer(self.target.path / HEAD_FILE, groups)
         total, done = writer.nbytes, 0
         check_free_space(self.target.path, total)
 
-        def on_bytes(count: int) -> None:
-            """Report `count` further bytes."""
+        def on_group(group: Group) -> None:
+            """Report a group that was written."""
             nonlocal done
-            done += count
+            done += group.nbytes
             on_progress(done, total)
 
-        write_shard(writer, groups, on_bytes)
+        write_shard(writer, groups, on_group)
         save_config(self.target.path, self._config())
         names = [entry.name for entry in writer.entries]
         self._save_index(names, total)
@@ -197,7 +201,9 @@ def _check_shapes(source: Checkpoint, args: TextModelArgs) -> None:
     skeleton = dict(tree_flatten(MTPHead(args).parameters()))
     expected = {name: weight.shape for name, weight in skeleton.items()}
     for name, made in source.plans["mtp"].items():
-        shape = parameter_shape(made, weight_shape(made, source.tensors))
+        if isinstance(made, PackedSource):
+            continue  # its shape is known when it is unpacked
+        shape = parameter_shape(made, source.tensors[made.stored[0]].shape)
         if shape != expected.get(name):
             raise CheckpointError(
                 f"{source.path}: tensor {made.stored[0]} gives mtp.{name} the shape {shape}, but config.json "

@@ -8,14 +8,17 @@ complete file, and no program loads an unfinished one.
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from mtp.checkpoint.convert.converted_weights import ConvertedWeights, Group, convert_weights
+from mtp.checkpoint.convert.converted_weights import (
+    ConvertedWeights,
+    Group,
+    Settings,
+    convert_weights,
+)
 from mtp.checkpoint.convert.output import (
     HEAD_FILE,
     SHARD_BYTES,
@@ -28,45 +31,20 @@ from mtp.checkpoint.convert.output import (
     write_index,
     write_shard,
 )
-from mtp.checkpoint.convert.settings import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.shard import replace_text
 from proto.errors import CheckpointError, UsageError
-from proto.progress import OnProgress
+from proto.terminal.progress import OnProgress
 
 JOURNAL = "conversion.json"
 """The file that describes an unfinished conversion."""
-
-
-@dataclass
-class Way:
-    """One way in which weights that another program packed got their format: how many modules, and the added error.
-
-    The error is measured on some layers. It is the root of the mean square, relative to that of the source's values.
-    """
-
-    modules: int = 0
-    _error: float = 0.0
-    _values: float = 0.0
-
-    def count(self, squares: mx.array | None) -> None:
-        """Count a module, with the sums of squares of its error and of its values, or None if not measured."""
-        self.modules += 1
-        if squares is not None:
-            self._error += float(squares[0])
-            self._values += float(squares[1])
-
-    @property
-    def error(self) -> float | None:
-        """The relative error; None if no module was measured."""
-        return math.sqrt(self._error / self._values) if self._values else None
 
 
 @dataclass(frozen=True)
 class ConversionResult:
     """The result of a conversion. `resumed` counts the bytes that an earlier, interrupted run wrote.
 
-    `ways` has the ways of the weights that another program packed, without those of an earlier run.
+    `ways` counts the ways of the weights that another program packed, without those of an earlier run.
     """
 
     path: Path
@@ -74,8 +52,7 @@ class ConversionResult:
     resumed: int
     has_head: bool
     dtypes: tuple[str, ...]
-    ways: dict[str, Way]
-    for_mlx_lm: bool
+    ways: Counter[str]
 
 
 def convert(
@@ -96,15 +73,12 @@ def convert(
         )
     weights = convert_weights(source, settings)
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
-    ways: dict[str, Way] = {}
-    has_extras = weights.has_extras
+    ways: Counter[str] = Counter()
     resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes, ways)
     copy_beside(source.path, path)
     save_config(path, _config(source, weights))
     (path / JOURNAL).unlink()
-    return ConversionResult(
-        path, nbytes, resumed, source.mtp.complete, dtypes, ways, not has_extras
-    )
+    return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, ways)
 
 
 def _open(path: Path, journal: dict[str, Any]) -> None:
@@ -132,7 +106,7 @@ def _write(
     weights: ConvertedWeights,
     on_progress: OnProgress,
     shard_bytes: int,
-    ways: dict[str, Way],
+    ways: Counter[str],
 ) -> tuple[int, int, tuple[str, ...]]:
     """Write the missing files and the index, and count `ways`.
 
@@ -149,22 +123,18 @@ def _write(
     resumed = done = sum(writers[name].nbytes for name in finished)
     check_free_space(path, total - done)
 
-    def on_bytes(count: int) -> None:
-        """Report `count` further bytes."""
-        nonlocal done
-        done += count
-        on_progress(done, total)
-
     def on_group(group: Group) -> None:
-        """Count the way of a group that was written."""
-        if group.way is not None:
-            ways.setdefault(group.way, Way()).count(group.squares)
+        """Count a group that was written."""
+        nonlocal done
+        done += group.nbytes
+        ways.update([group.way] if group.way else [])
+        on_progress(done, total)
 
     on_progress(done, total)
     weights.backbone, weights.head = [], []  # release each group after it is written
     for name, groups in files.items():
         if name not in finished:
-            write_shard(writers[name], groups, on_bytes, on_group)
+            write_shard(writers[name], groups, on_group)
     write_index(path, writers)
     return resumed, total, tuple(sorted(dtypes))
 

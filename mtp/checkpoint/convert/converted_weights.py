@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as an MLX checkpoint stores them: named, cast and quantized, but lazy.
+"""The settings of a conversion, and the weights as an MLX checkpoint stores them: named, cast, quantized, and lazy.
 
 The modules are mlx-lm's own, so mlx-lm decides their names and which of them can be quantized. Shapes and types of the
 lazy weights are known at once. Evaluating a weight reads its tensor and packs it.
@@ -9,29 +9,112 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.convert import mixed_quant_predicate_builder
 
-from mtp.checkpoint.convert.packed_modules import (
-    Format,
-    PackedModule,
-    format_of,
-    packed_modules,
-)
-from mtp.checkpoint.convert.settings import Settings
+from mtp.checkpoint.convert.unpack import Repacked, read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.format.shard import Entry
 from mtp.head.mtp_head import MTPHead
-from mtp.packing.repacked_linear import EXTRAS
-from proto.dtype import STORED_NAMES
-from proto.errors import CheckpointError
+from proto.errors import CheckpointError, UsageError
+from proto.wire import STORED_NAMES
+
+Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
+Recipe = Literal["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]
+FloatType = Literal["float16", "bfloat16", "float32"]
+HeadBits = Literal["none", "2", "3", "4", "5", "6", "8"]
+
+_USUAL: dict[Mode, tuple[int, int]] = {
+    "affine": (64, 4),
+    "mxfp4": (32, 4),
+    "nvfp4": (16, 4),
+    "mxfp8": (32, 8),
+}
+"""Default group size and bits of each mode. Only affine allows other values."""
+
+_AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+_AFFINE_GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantization of a module: `bits` per weight, one scale per group of `group_size` weights.
+
+    The constructor raises UsageError for values that MLX has no kernels for.
+    """
+
+    bits: int
+    group_size: int
+    mode: Mode = "affine"
+
+    def __post_init__(self) -> None:
+        if self.mode == "affine":
+            if self.bits not in _AFFINE_BITS:
+                raise UsageError(
+                    f"{self.bits} bits are not supported. Choose one of {_listed(_AFFINE_BITS)}."
+                )
+            if self.group_size not in _AFFINE_GROUPS:
+                raise UsageError(
+                    f"groups of {self.group_size} are not supported. Choose one of {_listed(_AFFINE_GROUPS)}."
+                )
+        elif (self.group_size, self.bits) != _USUAL[self.mode]:
+            group_size, bits = _USUAL[self.mode]
+            raise UsageError(
+                f"{self.mode} has {bits} bits in groups of {group_size}. Leave out --q-bits and --q-group-size."
+            )
+
+    @classmethod
+    def of(cls, bits: int | None, group_size: int | None, mode: Mode = "affine") -> Quantization:
+        """Return a quantization with the default values of `mode` in place of None."""
+        usual_group, usual_bits = _USUAL[mode]
+        return cls(bits or usual_bits, group_size or usual_group, mode)
+
+    def to_json(self) -> dict[str, int | str]:
+        """Return the object that config.json holds."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a conversion.
+
+    With `quantization` None the backbone is not quantized. With `dtype` None each tensor keeps its own type. With
+    `head_bits` and `head_dtype` None the head has the settings of the backbone.
+    """
+
+    quantization: Quantization | None = None
+    recipe: Recipe | None = None
+    dtype: FloatType | None = None
+    head_bits: HeadBits | None = None
+    head_dtype: FloatType | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe and (self.quantization is None or self.quantization.mode != "affine"):
+            raise UsageError(
+                f"--quant-predicate {self.recipe} needs --quantize and --q-mode affine"
+            )
+
+    @property
+    def head_quantization(self) -> Quantization | None:
+        """The quantization of the head's layer, unless a recipe overrides it; None leaves the layer unquantized."""
+        if self.head_bits is None:
+            return self.quantization
+        if self.head_bits == "none":
+            return None
+        group = self.quantization.group_size if self.quantization else None
+        affine = self.quantization is None or self.quantization.mode == "affine"
+        return Quantization.of(int(self.head_bits), group if affine else None)
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
 
 SAFETENSORS: dict[mx.Dtype, str] = {
     **{getattr(mx, name): stored for name, stored in STORED_NAMES.items()},
@@ -48,14 +131,12 @@ Predicate = Callable[[str, nn.Module], Choice]
 class Group:
     """The tensors of one module. A quantized weight and its scales are computed together.
 
-    `way` is how the module got its format, if another program had packed it; None otherwise. `squares` are its lazy
-    sums of squares, of the error and of the source's values; None where the error is not measured.
+    `way` is how the module got its format, if another program had packed it; empty otherwise.
     """
 
     entries: list[Entry]
     arrays: list[mx.array]
-    way: str | None = None
-    squares: mx.array | None = None
+    way: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -71,17 +152,11 @@ class ConvertedWeights:
     head: list[Group]
     quantization: dict[str, Any] | None
 
-    @property
-    def has_extras(self) -> bool:
-        """True if a module has parameters that stock mlx-lm does not know."""
-        names = [e.name for group in self.backbone + self.head for e in group.entries]
-        return any(name.endswith(EXTRAS) for name in names)
-
 
 def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeights:
     """Return the weights of the MLX checkpoint, without the head if the head is not complete.
 
-    Weights that another program packed keep their bits where MLX has their format and `settings` ask for no other one.
+    Weights that another program packed keep their bits where MLX has their format, unless `settings` ask for fewer.
     Raises CheckpointError when tensors are missing or have a wrong shape, and when mlx-lm quantized the source.
     """
     config = checkpoint.config
@@ -102,27 +177,31 @@ def convert_weights(checkpoint: Checkpoint, settings: Settings) -> ConvertedWeig
         model.mtp = MTPHead(config.text_args())
     prefix = config.family.prefix
     packed = _load(checkpoint, model, settings, with_head)
-    kept = {path: module.format for path, module in packed.items() if module.kept}
-    found = _quantize(model, prefix, settings, kept)
-    parameters = _with_kept(dict(tree_flatten(model.parameters())), packed)
+    kept = {path: module for path, module in packed.items() if module is not None}
+    forms = {path: module.form for path, module in kept.items()}
+    found = _quantize(model, prefix, settings, forms)
+    parameters = _with_kept(dict(tree_flatten(model.parameters())), kept)
     parameters = {prefix + name: weight for name, weight in parameters.items()}
     backbone = {n: w for n, w in parameters.items() if not n.startswith(f"{prefix}mtp.")}
     head = {n: w for n, w in parameters.items() if n not in backbone}
     groups = ConvertedWeights(group_parameters(backbone), group_parameters(head), found)
     for group in groups.backbone + groups.head:
-        _measure(group, prefix, packed)
+        path = group.entries[0].name.rpartition(".")[0].removeprefix(prefix)
+        if path in packed:
+            group.way = _way(group, packed[path])
     return groups
 
 
 def _load(
     checkpoint: Checkpoint, model: nn.Module, settings: Settings, with_head: bool
-) -> dict[str, PackedModule]:
+) -> dict[str, Repacked | None]:
     """Replace the weights of the modules, which are never computed, by the lazy weights of the checkpoint.
 
-    Returns the modules that another program packed, by path. The model has their dequantized weights.
+    Returns the modules that another program packed, by path, with the parameters that keep their bits or None. The
+    model has their dequantized weights.
     """
     weights: list[tuple[str, mx.array]] = []
-    packed: dict[str, PackedModule] = {}
+    packed: dict[str, Repacked | None] = {}
     for part in checkpoint.plans:
         tied = part == "lm_head" and checkpoint.config.tie_word_embeddings
         if tied or (part == "mtp" and not with_head):
@@ -130,12 +209,13 @@ def _load(
         name = settings.head_dtype or settings.dtype if part == "mtp" else settings.dtype
         dtype: mx.Dtype | None = getattr(mx, name) if name else None
         inside = "" if part in ("lm_head", "mtp") else "model."
-        plain = read_part(checkpoint, part, dtype, dequantize=True)
+        plain, repacked = read_source_part(checkpoint, part, dtype)
         weights += [
             (f"{inside}{module_path(part, within)}", weight) for within, weight in plain.items()
         ]
-        for within, module in packed_modules(checkpoint, part, plain, dtype, settings):
-            packed[f"{inside}{module_path(part, within)}"] = module
+        for within, module in repacked.items():
+            path = f"{inside}{module_path(part, within)}".removesuffix(".weight")
+            packed[path] = module if _keeps(module, settings, in_head=part == "mtp") else None
     try:
         model.load_weights(weights)
     except ValueError as error:
@@ -143,34 +223,29 @@ def _load(
     return packed
 
 
-def _with_kept(
-    parameters: dict[str, mx.array], packed: dict[str, PackedModule]
-) -> dict[str, mx.array]:
+def _keeps(module: Repacked | None, settings: Settings, *, in_head: bool) -> bool:
+    """Return whether a repacked module keeps its bits. More bits would add an error and no precision."""
+    if module is None or settings.recipe or (in_head and settings.head_bits == "none"):
+        return False
+    wanted = settings.head_quantization if in_head else settings.quantization
+    return wanted is None or module.form["bits"] <= wanted.bits
+
+
+def _with_kept(parameters: dict[str, mx.array], kept: dict[str, Repacked]) -> dict[str, mx.array]:
     """Return the parameters with those of the modules that keep their bits, in the same order."""
     found: dict[str, mx.array] = {}
     for name, array in parameters.items():
         path = name.removesuffix(".weight")
-        kept = packed[path].kept if path in packed else {}
-        found |= {f"{path}.{leaf}": weight for leaf, weight in kept.items()} or {name: array}
+        leaves = kept[path].parameters if path in kept else {}
+        found |= {f"{path}.{leaf}": weight for leaf, weight in leaves.items()} or {name: array}
     return found
 
 
-def _measure(group: Group, prefix: str, packed: dict[str, PackedModule]) -> None:
-    """Set the way and the squares of a group, if another program packed its weight."""
-    path = group.entries[0].name.rpartition(".")[0]
-    module = packed.get(path.removeprefix(prefix))
-    if module is None:
-        return
-    names = [entry.name.removeprefix(f"{path}.") for entry in group.entries]
-    written = dict(zip(names, group.arrays, strict=True))
-    found = format_of(written, module.inputs)
-    if not found:
-        dtype = str(written["weight"].dtype).removeprefix("mlx.core.")
-        group.way = f"dequantized to {dtype}"
-    else:
-        verb = "repacked" if module.kept else "quantized anew"
-        group.way = f"{verb} in {found['bits']} bit {found['mode']}"
-    group.squares = module.squares(written, found)
+def _way(group: Group, module: Repacked | None) -> str:
+    """Return how a module that another program had packed got its format."""
+    if module is not None:
+        return f"repacked in {module.form['bits']} bit {module.form['mode']}, with the same codes"
+    return "dequantized" if len(group.entries) == 1 else "dequantized and quantized anew"
 
 
 def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
@@ -187,7 +262,7 @@ def group_parameters(parameters: dict[str, mx.array]) -> list[Group]:
 
 
 def _quantize(
-    model: nn.Module, prefix: str, settings: Settings, kept: dict[str, Format]
+    model: nn.Module, prefix: str, settings: Settings, kept: dict[str, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Quantize `model` in place, lazily. Returns the object for config.json: the default, and the overrides by path.
 
@@ -226,14 +301,16 @@ def _quantize(
     return _with_overrides(found, prefix, kept)
 
 
-def _with_overrides(found: dict[str, Any], prefix: str, kept: dict[str, Format]) -> dict[str, Any]:
+def _with_overrides(
+    found: dict[str, Any], prefix: str, kept: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Return the object `found` with the formats of `kept` that differ from its default."""
     default = {name: found[name] for name in ("group_size", "bits", "mode")}
     return found | {prefix + path: form for path, form in kept.items() if form != default}
 
 
-def _most_common(kept: dict[str, Format]) -> Format:
-    formats: list[Format] = list(kept.values())
+def _most_common(kept: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    formats = list(kept.values())
     _, most = max((formats.count(form), number) for number, form in enumerate(formats))
     return dict(formats[most])
 

@@ -16,7 +16,7 @@ from mtp.checkpoint.format.checkpoint import INDEX
 from mtp.checkpoint.format.config import QUANTIZATION_FILE
 from mtp.checkpoint.format.shard import ShardWriter, replace_bytes, replace_text
 from proto.errors import CheckpointError
-from proto.terminal.size import format_size
+from proto.terminal.progress import format_size
 
 SHARD_BYTES = 2 * 1024**3
 """Bytes. Approximate size of a shard, and the most that an interrupted conversion does again."""
@@ -66,31 +66,30 @@ def shard_writer(path: Path, groups: Sequence[Group]) -> ShardWriter:
 
 
 def write_shard(
-    writer: ShardWriter,
-    groups: list[Group],
-    on_bytes: Callable[[int], None],
-    on_group: Callable[[Group], None] = lambda group: None,
+    writer: ShardWriter, groups: list[Group], on_group: Callable[[Group], None]
 ) -> None:
     """Compute, write and release group after group; `groups` is empty afterwards.
 
-    `on_group` receives each group after it was computed.
+    `on_group` receives each group after it was written.
     """
-    with writer:
+
+    def write_all() -> None:
+        """Write all groups. The bytes of an earlier run have no hash, so they are written again."""
         writer.rewind(0)
         groups.reverse()
         while groups:
             group = groups.pop()
             _write_group(writer, group)
             on_group(group)
-            on_bytes(group.nbytes)
             del group
             mx.clear_cache()
-        writer.finish()
+
+    writer.complete(write_all)
 
 
 def _write_group(writer: ShardWriter, group: Group) -> None:
     """Compute and write one group."""
-    mx.eval(group.arrays, [] if group.squares is None else group.squares)
+    mx.eval(group.arrays)
     for array in group.arrays:
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
         writer.write(np.array(flat, copy=False).data)

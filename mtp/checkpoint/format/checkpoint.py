@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.head_names import with_head_prefix
-from mtp.checkpoint.format.header import Header, TensorInfo, read_header
 from mtp.checkpoint.format.names import (
     ADAPTER_FILES,
     Layout,
@@ -30,10 +28,9 @@ from mtp.checkpoint.format.names import (
     part_names,
     plan_part,
     split_part,
+    with_head_prefix,
 )
-from mtp.checkpoint.format.packed_plan import plan_packed
-from mtp.checkpoint.format.packed_source import repacked_bytes
-from proto.dtype import STORED_NAMES
+from mtp.checkpoint.format.shard import Header, TensorInfo, read_header
 from proto.errors import CheckpointError
 from proto.span import Span
 
@@ -85,11 +82,13 @@ class Checkpoint:
     ) -> Checkpoint:
         """Read config.json and the headers of the safetensors files, but no tensor.
 
-        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. Packed weights
-        that no format of MLX holds are refused with the command that converts them, unless `to_convert` is set. A repo
+        Raises CheckpointError, naming the file, when something is missing, truncated or contradictory. A checkpoint
+        that another program packed is refused with the command that converts it, unless `to_convert` is set. A repo
         that holds only an MTP head is refused with the command that adds it, unless `allow_head_only` is set.
         """
         config = ModelConfig.load(path)
+        if not to_convert:
+            check_not_packed(path, config)
         if not allow_head_only:
             check_not_head_only(path, config)
         headers = _read_headers(path)
@@ -97,8 +96,6 @@ class Checkpoint:
         checkpoint = cls.assemble(path, config, layout, merge_headers(headers))
         if checkpoint.ignored:
             _warn_of_ignored(path, checkpoint.ignored)
-        if not to_convert:
-            checkpoint.check_servable()
         return checkpoint
 
     @classmethod
@@ -127,15 +124,10 @@ class Checkpoint:
                 unknown.append(name)
             else:
                 pairs[where[0]].append((where[1], name))
-        plans = {}
-        for part, stored in pairs.items():
-            packed: dict[str, Source] = {}
-            if config.foreign is not None:
-                packed, stored, unused = plan_packed(
-                    part, stored, config.foreign, tensors, layout, config.num_experts
-                )
-                ignored += unused
-            plans[part] = packed | plan_part(part, stored, layout, config.num_experts)
+        plans = {
+            part: plan_part(part, stored, layout, config.num_experts)
+            for part, stored in pairs.items()
+        }
         return cls(path, config, layout, tensors, plans, tuple(unknown), tuple(ignored))
 
     @cached_property
@@ -174,66 +166,14 @@ class Checkpoint:
             f"{place}: {what} missing. Download the checkpoint again, or convert it again."
         )
 
-    @cached_property
-    def activation_dtype(self) -> str:
-        """The type of the checkpoint's own activations: that of its norms, or else the one in config.json."""
-        for part in reversed(self.plans):
-            for name, source in self.plans[part].items():
-                info = self.tensors.get(source.stored[0])
-                if name.endswith("layernorm.weight") or part == "norm":
-                    for dtype, stored in STORED_NAMES.items():
-                        if info is not None and info.dtype == stored:
-                            return dtype
-        text = self.config.text_config
-        found = str(text.get("dtype", text.get("torch_dtype"))).removeprefix("torch.")
-        return found if found in STORED_NAMES else "bfloat16"
-
-    def repacked_bytes(self, source: Source) -> int | None:
-        """Return the bytes of a packed weight in a format of MLX, None when no format holds it."""
-        foreign = self.config.foreign
-        return repacked_bytes(
-            source,
-            self.tensors,
-            STORED_NAMES[self.activation_dtype],
-            reorders=foreign is not None and foreign.reorders,
-        )
-
-    def unservable(self) -> tuple[str, ...]:
-        """Return the stored names of the packed weights that no format of MLX holds."""
-        packed = [s for plan in self.plans.values() for s in plan.values() if s.packing is not None]
-        return tuple(s.stored[0] for s in packed if self.repacked_bytes(s) is None)
-
-    def check_servable(self) -> None:
-        """Raise CheckpointError with the command that converts this checkpoint, if it cannot be served as it is."""
-        if names := self.unservable():
-            name = model_name(self.path)
-            assert self.config.foreign is not None
-            raise CheckpointError(
-                f"{name}: MLX has no format for {join_names(names)} ({self.config.foreign.method}). Convert it: "
-                f"mtp-coord convert --hf-path {name} --mlx-path {name.rpartition('/')[2]}-8bit -q --q-bits 8"
-            )
-
     def part_bytes(self) -> dict[str, int]:
-        """Return the bytes of each part when it is loaded as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`.
+        """Return the bytes of each part, as stored: `embed`, `layers.0` …, `norm`, `lm_head`, `mtp`."""
+        return {part: self._part_bytes(plan) for part, plan in self.plans.items()}
 
-        Weights in a format of MLX or without quantization have the same size on the disk.
-        """
-        return {part: self._part_bytes(part) for part in self.plans}
-
-    def _part_bytes(self, part: str) -> int:
-        stored: set[str] = set()
-        total = 0
-        for source in self.plans[part].values():
-            loaded = None if source.packing is None else self.repacked_bytes(source)
-            if loaded is None:
-                stored |= set(source.tensors)
-            else:
-                total += loaded
-        return total + sum(self.tensors[n].nbytes for n in stored if n in self.tensors)
-
-    def stored_tensors(self, part: str) -> set[str]:
-        """Return the stored names that a part is made of; a set, since both halves of a fused tensor share its name."""
-        return {name for source in self.plans[part].values() for name in source.tensors}
+    def _part_bytes(self, plan: dict[str, Source]) -> int:
+        # A set, because both halves of a fused tensor have the same name.
+        stored = {name for source in plan.values() for name in source.tensors}
+        return sum(self.tensors[name].nbytes for name in stored if name in self.tensors)
 
     def stage_parts(
         self, span: Span, *, first: bool, last: bool, with_head: bool = True
@@ -379,6 +319,16 @@ def merge_headers(headers: dict[Path, Header]) -> dict[str, TensorInfo]:
                     f"{other.file}: tensor {name} is in {info.file.name} as well. Remove the stale file."
                 )
     return tensors
+
+
+def check_not_packed(path: Path, config: ModelConfig) -> None:
+    """Raise CheckpointError with the command that converts the checkpoint at `path`, if another program packed it."""
+    if config.foreign is not None:
+        name = model_name(path)
+        raise CheckpointError(
+            f"{name}: is packed as {config.foreign.name}, which is not served directly. Convert it once: "
+            f"mtp-coord convert --hf-path {name} --mlx-path {name.rpartition('/')[2]}-mlx -q --q-bits 8"
+        )
 
 
 def check_not_head_only(path: Path, config: ModelConfig) -> None:

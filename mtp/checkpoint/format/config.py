@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +13,60 @@ from mlx_lm.models.qwen3_5 import TextModelArgs
 
 from mtp.checkpoint.families.family import Family
 from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED, find_family
-from mtp.checkpoint.format.foreign import (
-    ForeignQuantization,
-    UnsupportedQuantizationError,
-    with_quantization,
-)
-from mtp.checkpoint.format.json_file import read_json_object
-from mtp.checkpoint.format.rope import with_rope_parameters
 from proto.errors import CheckpointError
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in `file`.
+
+    Raises CheckpointError for a missing or unreadable file, invalid JSON, or a value that is not an object.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: no such file. Give the directory of a checkpoint."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    return parse_json_object(content, str(file))
+
+
+def parse_json_object(content: bytes, source: str) -> dict[str, Any]:
+    """Return the object in `content`, which errors name as `source`.
+
+    Raises CheckpointError for invalid JSON and for a value that is not an object.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: holds {type(value).__name__}, not an object")
+    return value
+
+
+PARTIAL_ROTARY_FACTOR = 0.25
+"""Share of the rotated dimensions in Qwen3.5, where the config does not have it."""
+
+
+def with_rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
+    """Return `text` with `rope_parameters`, as transformers builds them from the older fields.
+
+    Older exporters wrote `rope_theta`, `rope_scaling` and `partial_rotary_factor` as three fields. `text` is returned
+    unchanged when it has `rope_parameters`, or has no valid older fields.
+    """
+    scaling = text.get("rope_scaling") or {}
+    if "rope_parameters" in text or "rope_theta" not in text or not isinstance(scaling, dict):
+        return text
+    rope = {
+        **scaling,
+        "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
+        "rope_theta": text["rope_theta"],
+        "partial_rotary_factor": text.get("partial_rotary_factor", PARTIAL_ROTARY_FACTOR),
+    }
+    return {**text, "rope_parameters": rope}
+
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """The file in which ModelOpt describes its quantization."""
@@ -28,6 +75,29 @@ LayerKind = Literal["gdn", "attention"]
 
 _LAYER_TYPES: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "attention"}
 
+PACKINGS = {
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt",
+    "modelopt_mixed": "ModelOpt",
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "auto-round": "AutoRound",
+    "autoround": "AutoRound",
+    "intel/auto-round": "AutoRound",
+}
+"""The packings of other programs that `mtp-coord convert` reads, by `quant_method`."""
+
+
+@dataclass(frozen=True)
+class ForeignPacking:
+    """A quantization by another program than mlx-lm: its `name`, a value of PACKINGS, and the fields of its config."""
+
+    name: str
+    fields: dict[str, Any] = field(hash=False)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -35,8 +105,8 @@ class ModelConfig:
 
     `text_config` is the raw dict that the fields were read from: `text_config` of config.json, or its top level. It
     always has `rope_parameters`. `head_only` is true for a repo that holds an MTP head and no model.
-    `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the quantization by another program. At
-    least one of them is None.
+    `quantization` is the raw dict of mlx-lm's own quantization, `foreign` the packing of another program, which only
+    the conversion reads. At least one of them is None.
     """
 
     model_type: str
@@ -58,7 +128,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = field(repr=False, hash=False)
     text_config: dict[str, Any] = field(repr=False, hash=False)
-    foreign: ForeignQuantization | None = field(default=None, hash=False)
+    foreign: ForeignPacking | None = None
     head_only: bool = False
 
     @classmethod
@@ -83,6 +153,7 @@ class ModelConfig:
 
         Raises CheckpointError for another architecture, or a missing or unsupported field.
         """
+        config = with_quantization(config, None)
         text = with_rope_parameters(_text(file, config))
         return _Reader(file, config, text).read(eos_token_ids)
 
@@ -253,25 +324,28 @@ class _Reader:
             )
         return layers
 
-    def _foreign(self) -> ForeignQuantization | None:
-        if self.config.get("quantization") is not None:
+    def _foreign(self) -> ForeignPacking | None:
+        found = self.config.get("quantization_config")
+        if self.config.get("quantization") is not None or found is None:
             return None
-        try:
-            return ForeignQuantization.parse(self._quantization_config())
-        except UnsupportedQuantizationError as error:
+        fields = found if isinstance(found, dict) else {"quant_method": found}
+        usual = "compressed-tensors" if "config_groups" in fields else None
+        method = fields.get("quant_method", usual)
+        if method is None:
+            return None
+        if str(method).lower() not in PACKINGS:
             raise self._error(
-                f"{error}. Use the unquantized checkpoint, or one quantized with mtp-coord convert."
-            ) from error
-
-    def _quantization_config(self) -> Any:
-        return with_quantization(self.config, None).get("quantization_config")
+                f"quantized by {method!r:.60}, which is not supported. Use the unquantized checkpoint, or one "
+                "quantized with mtp-coord convert."
+            )
+        return ForeignPacking(PACKINGS[str(method).lower()], fields)
 
     def _quantization(self) -> dict[str, Any] | None:
         if self.config.get("quantize_activations"):
             raise self._error("quantize_activations is not supported. Convert without it.")
         found = self.config.get("quantization")
         if found is None:
-            found = self._quantization_config()
+            found = self.config.get("quantization_config")
             if found is None or self._foreign() is not None:
                 return None
         if not isinstance(found, dict) or not {"bits", "group_size"} <= found.keys():
@@ -289,6 +363,24 @@ def read_config(path: Path) -> dict[str, Any]:
         read_json_object(path / "config.json"),
         read_json_object(beside) if beside.is_file() else None,
     )
+
+
+def with_quantization(config: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
+    """Return `config` with its quantization at the usual place.
+
+    ModelOpt has the fields under `quantization`, in the file `beside` or in config.json. Older exporters wrote
+    `compression_config`. The text part of a model may have the fields too.
+    """
+    text = config.get("text_config")
+    places = [config, text if isinstance(text, dict) else {}]
+    names = ("quantization_config", "compression_config")
+    stored = (place[name] for name in names for place in places if place.get(name) is not None)
+    found = next(stored, beside)
+    if found is None or config.get("quantization") is not None:
+        return config
+    if isinstance(found, dict) and isinstance(inner := found.get("quantization"), dict):
+        found = {"quant_method": "modelopt", **inner}
+    return {**config, "quantization_config": found}
 
 
 def _type_of(kind: LayerKind) -> str:

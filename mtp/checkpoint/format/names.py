@@ -9,12 +9,46 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from mtp.checkpoint.format.head_names import with_head_name
-from mtp.packing.packing import Member, Packing
 from proto.errors import CheckpointError
+
+_TOP = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers")
+"""The modules of a head. All others belong to its decoder layer."""
+
+_PREFIX = re.compile(r"(?:mtp_layers|nextn_layers|nextn|mtp)\.(?:0\.)?")
+"""The beginnings that name a head. With a number the exporter keeps the whole head in one layer."""
+
+_ALIASES = (
+    (re.compile(r"eh_proj\b"), "fc"),
+    (re.compile(r"enorm\b"), "pre_fc_norm_embedding"),
+    (re.compile(r"hnorm\b"), "pre_fc_norm_hidden"),
+    (re.compile(r"shared_head[._]norm\b"), "norm"),
+)
+"""From the names of DeepSeek's head, which engines use for all heads, to those of Qwen's."""
+
+_OF_THE_MODEL = ("mtp", "embed_tokens", "lm_head")
+"""Modules that have their full name in a repo of a head alone: the head, and copies of modules of the model."""
+
+
+def with_head_name(local: str) -> str:
+    """Return a local name with Qwen's names of the head, if it names a tensor of a head; or else unchanged."""
+    found = _PREFIX.match(local)
+    return local if found is None else _in_head(local[found.end() :])
+
+
+def with_head_prefix(local: str) -> str:
+    """Return a local name of a repo that holds a head alone, where names may lack the prefix."""
+    return local if local.partition(".")[0] in _OF_THE_MODEL else _in_head(local)
+
+
+def _in_head(within: str) -> str:
+    for alias, name in _ALIASES:
+        within = alias.sub(name, within, count=1) if alias.match(within) else within
+    module = within.partition(".")[0]
+    return f"mtp.{within}" if module in _TOP else f"mtp.layers.0.{within}"
+
 
 Layout = Literal["raw", "mlx"]
 Transform = Literal["as stored", "conv1d", "norm + 1", "norm - 1", "stack", "gate half", "up half"]
@@ -61,21 +95,15 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Source:
-    """The stored tensors that one parameter is made of, and their transform.
-
-    With a `packing` each stored tensor is the `weight` member of a packed weight. `members` has the names of the other
-    members, in the same order.
-    """
+    """The stored tensors that one parameter is made of, and their transform."""
 
     stored: tuple[str, ...]
     transform: Transform = "as stored"
-    packing: Packing | None = None
-    members: dict[Member, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All stored names: those of the weights and of their other members."""
-        return self.stored + tuple(name for names in self.members.values() for name in names)
+        """The names of all tensors to read. The conversion reads further ones for a packed weight."""
+        return self.stored
 
 
 def local_name(stored: str) -> str | None:

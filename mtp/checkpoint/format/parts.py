@@ -1,8 +1,11 @@
-"""The modules of each part of a model, and the tensors that a checkpoint lacks for them."""
+"""The parts of a checkpoint: their names in mlx-lm, their weights read one tensor at a time, and a check of norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,11 +13,11 @@ from mlx.utils import tree_flatten
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.names import module_path
+from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
 from mtp.head.mtp_head import MTPHead
-from proto.dtype import STORED_NAMES
 from proto.errors import CheckpointError
 from proto.span import Span
+from proto.wire import STORED_NAMES
 
 _FLOATS = tuple(STORED_NAMES.values())
 _PACKED = ("U32",)
@@ -90,13 +93,9 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
     plan = checkpoint.plans[part]
     quantized = checkpoint.config.quantization is not None
     for name, source in plan.items():
-        if source.packing is not None:
-            continue  # the types have decided the packing
         wanted = _FLOATS
         if name.endswith("scales"):
             wanted = _SCALES
-        elif name.endswith("input_order"):
-            wanted = _PACKED
         elif name.endswith("weight") and f"{name.removesuffix('weight')}scales" in plan:
             # Scales without quantization in config.json are refused elsewhere, with an error of their own.
             wanted = _PACKED if quantized else (*_FLOATS, *_PACKED)
@@ -108,3 +107,135 @@ def check_types(checkpoint: Checkpoint, part: str) -> None:
                     f"{' or '.join(wanted)} is needed. Use the checkpoint that Qwen publishes in BF16, or one "
                     "that mtp-coord convert made."
                 )
+
+
+_NEVER_CAST = ("A_log", "global_scale")
+"""Endings of the parameters that stay in fp32, whatever the model's dtype."""
+
+_UNREAD = ("F64", "F8_E5M2")
+"""Types that MLX does not support. MLX reads no tensor of a file that contains one of them."""
+
+Files = dict[Path, dict[str, mx.array]]
+"""The lazy tensors of opened files."""
+
+
+def read_part(checkpoint: Checkpoint, part: str, dtype: mx.Dtype | None) -> dict[str, mx.array]:
+    """Return the lazy parameters of `part` by their name within it.
+
+    Floating parameters are cast to `dtype` (None: as stored), as mlx-lm's converter casts them. Quantization scales
+    and biases are cast too; A_log is not. Only the files that hold tensors of the part are opened.
+
+    Raises CheckpointError when the checkpoint lacks a tensor of the part, or stores it in an invalid type.
+    """
+    if missing := checkpoint.missing_sources(part):
+        raise checkpoint.missing_tensors_error(missing)
+    check_types(checkpoint, part)
+    files: Files = {}
+    weights: dict[str, mx.array] = {}
+    for name, source in checkpoint.plans[part].items():
+        stored = [load_tensor(checkpoint, tensor, files) for tensor in source.stored]
+        made = (
+            mx.stack(stored)
+            if source.transform == "stack"
+            else _make(checkpoint, source, stored[0])
+        )
+        weights[name] = made.astype(_dtype(name, stored[0].dtype, dtype))
+    return weights
+
+
+def _make(checkpoint: Checkpoint, source: Source, stored: mx.array) -> mx.array:
+    try:
+        return _TRANSFORMS[source.transform](stored)
+    except (ValueError, IndexError) as error:
+        name = source.stored[0]
+        raise CheckpointError(
+            f"{checkpoint.tensors[name].file}: tensor {name} has shape {stored.shape}: {error}"
+        ) from error
+
+
+def load_tensor(checkpoint: Checkpoint, name: str, files: Files) -> mx.array:
+    """Return the stored tensor `name`. `files` has the tensors of the files that were opened before."""
+    file = checkpoint.tensors[name].file
+    if file not in files:
+        try:
+            loaded = mx.load(str(file))
+        except (RuntimeError, ValueError) as error:
+            others = [
+                n for n, i in checkpoint.tensors.items() if i.file == file and i.dtype in _UNREAD
+            ]
+            raise CheckpointError(
+                f"{file}: MLX cannot read {join_names(others) or 'it'}: {error}. Use the checkpoint that Qwen "
+                "publishes, or convert it again."
+            ) from error
+        assert isinstance(loaded, dict)
+        files[file] = loaded
+    return files[file][name]
+
+
+def _shift(by: float) -> Callable[[mx.array], mx.array]:
+    """Return the transform that adds `by` in fp32, so that the later cast rounds only once."""
+    return lambda weight: weight.astype(mx.float32) + by
+
+
+def _half(which: int) -> Callable[[mx.array], mx.array]:
+    """Return the transform that takes one half of axis -2: 0 is the gate, 1 is up.
+
+    The half is made contiguous, since kernels would copy a view at each call.
+    """
+    return lambda fused: mx.contiguous(mx.split(fused, 2, axis=-2)[which])
+
+
+_TRANSFORMS: dict[Transform, Callable[[mx.array], mx.array]] = {
+    "as stored": lambda weight: weight,
+    "conv1d": lambda weight: mx.contiguous(weight.moveaxis(2, 1)),
+    "norm + 1": _shift(1.0),
+    "norm - 1": _shift(-1.0),
+    "gate half": _half(0),
+    "up half": _half(1),
+}
+
+
+def _dtype(name: str, stored: mx.Dtype, asked: mx.Dtype | None) -> mx.Dtype:
+    """Return the dtype of a loaded parameter; packed integers and the names of _NEVER_CAST keep `stored`."""
+    if asked is None or name.endswith(_NEVER_CAST) or not mx.issubdtype(stored, mx.floating):
+        return stored
+    return asked
+
+
+Norms = Literal["as they should be", "not shifted", "shifted twice"]
+
+_OFF = 0.6
+"""Difference of the means above which a shift is missing or doubled. A fault gives 1, a correct head up to .3."""
+
+
+def head_norms(checkpoint: Checkpoint) -> Norms:
+    """Return the verdict on the norms of a complete head. Reads a few vectors."""
+    head = _norm_means(checkpoint, "mtp", "layers.0.")
+    kinds = checkpoint.config.layer_kinds
+    attention = [layer for layer, kind in enumerate(kinds) if kind == "attention"]
+    if not attention:
+        return "as they should be"
+    twin = _norm_means(checkpoint, f"layers.{attention[-1]}", "")
+    difference = median(head[name] - twin[name] for name in head)
+    if difference < -_OFF or _all_negative(checkpoint):
+        return "not shifted"
+    return "shifted twice" if difference > _OFF else "as they should be"
+
+
+def _norm_means(checkpoint: Checkpoint, part: str, prefix: str) -> dict[str, float]:
+    """Return the mean of each norm of a layer, as the layer uses it, by its name within the layer."""
+    weights = read_part(checkpoint, part, mx.float32)
+    return {
+        name.removeprefix(prefix): float(mx.mean(weight))
+        for name, weight in weights.items()
+        if name.startswith(prefix) and is_shifted_norm(part, name)
+    }
+
+
+def _all_negative(checkpoint: Checkpoint) -> bool:
+    """Return whether every weight of the embedding norm is negative, which would invert the sign of its input.
+
+    The raw offsets of the 27B's embedding norm are all negative.
+    """
+    weight = read_part(checkpoint, "mtp", mx.float32)["pre_fc_norm_embedding.weight"]
+    return float(mx.max(weight)) < 0

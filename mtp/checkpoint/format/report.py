@@ -1,9 +1,8 @@
-"""The report on a checkpoint and on the parts of each of N nodes, as plain data for people and for JSON."""
+"""The report on a checkpoint, as plain data for people and for JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from mlx.utils import tree_flatten
@@ -12,11 +11,10 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import local_name, module_path
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.head.mtp_head import MTPHead
-from proto.span import Span
 
 
-def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the object that `mtp-coord inspect --json` prints, with one entry in `nodes` per span.
+def report(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the object that `mtp-coord inspect --json` prints.
 
     Sizes are bytes on disk. `norms` is "raw" when RMSNorm weights are stored as offsets from 1, and "shifted" when they
     are stored as the model uses them. `missing_tensors` are the tensors without which the model cannot be loaded; the
@@ -32,7 +30,6 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
         "dtypes": _dtypes(checkpoint),
         "quantization": _quantization(checkpoint),
         "packed": _packed(checkpoint),
-        "packed_by": None if config.foreign is None else config.foreign.method,
         "norms": "raw" if checkpoint.layout == "raw" else "shifted",
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_positions": config.max_positions,
@@ -45,7 +42,6 @@ def report(checkpoint: Checkpoint, spans: Sequence[Span]) -> dict[str, Any]:
         "unknown_tensors": list(checkpoint.unknown),
         "ignored_tensors": list(checkpoint.ignored),
         "missing_tensors": list(missing_from_backbone(checkpoint)),
-        "nodes": _nodes(checkpoint, spans),
     }
 
 
@@ -97,7 +93,7 @@ def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     """By part, all layers as one: how many of its matrices are packed in how many bits. Empty when none is."""
     quantization = _quantization(checkpoint)
-    if quantization is None and checkpoint.config.foreign is None:
+    if quantization is None:
         return {}
     counts: dict[str, Counter[str]] = {}
     for part, plan in checkpoint.plans.items():
@@ -109,33 +105,9 @@ def _packed(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
                 or len(info.shape) + (source.transform == "stack") != 2 + ("switch" in name)
             ):
                 continue
-            if quantization is None:
-                bits = f"{source.packing.bits} bit" if source.packing else "unquantized"
-            else:
-                path = module_path(part, name).removesuffix(".weight")
-                found = quantization["overrides"].get(path)
-                packed = f"{name.removesuffix('weight')}scales" in plan
-                bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
+            path = module_path(part, name).removesuffix(".weight")
+            found = quantization["overrides"].get(path)
+            packed = f"{name.removesuffix('weight')}scales" in plan
+            bits = f"{(found or quantization)['bits']} bit" if packed else "unquantized"
             counts.setdefault(part.partition(".")[0], Counter())[bits] += 1
     return {part: dict(count.most_common()) for part, count in counts.items()}
-
-
-def _nodes(checkpoint: Checkpoint, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the layers, ends and bytes of each stage."""
-    config, sizes = checkpoint.config, checkpoint.part_bytes()
-    nodes = []
-    for number, span in enumerate(spans):
-        first, last = number == 0, number == len(spans) - 1
-        parts = checkpoint.stage_parts(span, first=first, last=last)
-        kinds = Counter(config.layer_kinds[layer] for layer in span)
-        nodes.append(
-            {
-                "stage": number,
-                "layers": str(span),
-                "gdn": kinds["gdn"],
-                "attention": kinds["attention"],
-                "ends": [part for part in parts if not part.startswith("layers.")],
-                "bytes": sum(sizes[part] for part in parts),
-            }
-        )
-    return nodes

@@ -1,30 +1,141 @@
-"""A safetensors file that is written tensor by tensor, so that only one tensor is in memory.
+"""Files that are written piece by piece and resumed after any interruption, such as safetensors files.
 
-The file grows under `NAME.part` and gets its name when it is complete and on the disk. So a file with the final name
-is complete, and no program reads a part file as a checkpoint. Names, dtypes and shapes are known before the first
-byte, so the header comes first. The length of an interrupted file tells how much of it was written.
+A file grows under `NAME.part` and gets its name when it is complete and on the disk. So a file with the final name is
+complete, and no program reads a part file. The length of a part file tells how much of it was written: downloads,
+transfers between machines and conversions continue there. A hash of the whole content, if there is one, finds bytes
+that a power failure lost. Where there is none, a journal records the bytes that are on the disk.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
-from mtp.checkpoint.format.header import TensorInfo, read_header
-from proto.dtype import STORED_BYTES
 from proto.errors import CheckpointError
-from proto.terminal.size import format_size
+from proto.terminal.progress import format_size
+from proto.wire import STORED_BYTES
+
+MAX_HEADER_BYTES = 100_000_000
+"""Bytes. Largest header accepted; the safetensors library has the same limit."""
+
+_LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The place of a tensor: `nbytes` bytes from byte `start` of `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file by name, and its free-form metadata."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """Read the header of `file`.
+
+    Raises CheckpointError, naming the file, when it is missing, is not safetensors or is truncated.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(_LENGTH.size)
+            length = header_bytes(file, prefix, size)
+            return parse_header(file, stream.read(length), size)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def header_bytes(file: Path, prefix: bytes, size: int) -> int:
+    """Return the length of the JSON header in bytes.
+
+    `prefix` are the first 8 bytes of the file, `size` is its size. Raises CheckpointError when the file is too short,
+    is not safetensors or is truncated.
+    """
+    if len(prefix) < _LENGTH.size:
+        raise CheckpointError(
+            f"{file}: {size} bytes are too short for a safetensors file. Download it again."
+        )
+    (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: not a safetensors file (a header of {length} bytes); it may be a Git LFS pointer. "
+            "Fetch it with git lfs pull or hf download."
+        )
+    if _LENGTH.size + length > size:
+        raise _truncated(file, _LENGTH.size + length, size)
+    return int(length)
+
+
+def parse_header(file: Path, text: bytes, size: int) -> Header:
+    """Parse and check the JSON header `text` of a file of `size` bytes.
+
+    Raises CheckpointError, naming the file, for an invalid header or a truncated file.
+    """
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: the header is not JSON: {error}. Download the file again."
+        ) from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file}: the header is not a JSON object. Download the file again.")
+    metadata = entries.pop("__metadata__", None)
+    first = _LENGTH.size + len(text)
+    tensors = {name: _tensor(file, name, entry, first) for name, entry in entries.items()}
+    needed = max((info.start + info.nbytes for info in tensors.values()), default=first)
+    if needed > size:
+        raise _truncated(file, needed, size)
+    return Header(tensors, metadata if isinstance(metadata, dict) else {})
+
+
+def _tensor(file: Path, name: str, entry: Any, first: int) -> TensorInfo:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        itemsize = STORED_BYTES[dtype]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        if whole and end - start == itemsize * math.prod(shape):
+            return TensorInfo(file, dtype, shape, first + start, end - start)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise CheckpointError(f"{file}: the header entry for {name!r:.120} is invalid: {entry!r:.120}")
+
+
+def _truncated(file: Path, needed: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: truncated: {size} bytes of at least {needed}. Download or copy it again."
+    )
+
 
 Buffer = bytes | bytearray | memoryview
+
+RECORD_BYTES = 64 * 1024 * 1024
+"""Bytes between two records of a journal. A killed download fetches at most this much again."""
+
+PIECE_BYTES = 1024 * 1024
+"""Bytes read from a file at once."""
 
 _ALIGNMENT = 8
 """Bytes. The safetensors format starts the first tensor at a multiple of this."""
@@ -65,28 +176,50 @@ class BusyFileError(CheckpointError):
     """The file is being written by another process."""
 
 
-class ShardWriter:
-    """A context manager that writes the file `path`. It leaves the part file on the disk unless `finish` was called.
+class PartFile:
+    """A context manager that writes `nbytes` bytes after `header` into the file `path`, from one process at a time.
 
-    `written` counts the bytes of tensors, without the header. Every error of the file system is raised as a
-    CheckpointError that says what to do.
+    `written` counts the bytes without the header. Entering it continues a part file with the same header. Leaving it
+    keeps the part file, unless the file is complete. Every error of the file system is raised as a CheckpointError that
+    says what to do.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
+    def __init__(self, path: Path, nbytes: int, header: bytes = b"") -> None:
         self.path = path
-        self.entries = tuple(entries)
-        self.nbytes = sum(entry.nbytes for entry in entries)
+        self.nbytes = nbytes
         self.written = 0
-        self._header = encode_header(entries, form)
+        self._header = header
         self._part = path.with_name(f"{path.name}.part")
         self._file = -1
+        self._journal: Path | None = None
+        self._digest = hashlib.sha256()
+        self._recorded = 0
+
+    def complete(
+        self, write_rest: Callable[[], object], wait: Callable[[], object] | None = None
+    ) -> None:
+        """Complete the file by one call of `write_rest`, which writes all bytes after the first `written`.
+
+        While another process writes the file, call `wait` repeatedly, or raise BusyFileError without it.
+        """
+        while not self.is_finished():
+            try:
+                with self:
+                    if (
+                        self.is_finished()
+                    ):  # another process finished it before this one got the lock
+                        self.discard()
+                    else:
+                        write_rest()
+                        self._finish()
+            except BusyFileError:
+                if wait is None:
+                    raise
+                wait()
 
     def is_finished(self) -> bool:
-        """Return whether `path` exists with exactly these tensors and the right size."""
-        try:
-            return self.path.is_file() and read_header(self.path).tensors == self.tensors()
-        except CheckpointError:
-            return False
+        """Return whether the file is complete."""
+        return self.path.exists()
 
     def missing_bytes(self) -> int:
         """Return an estimate of the bytes still to write, from the size of the part file."""
@@ -96,40 +229,22 @@ class ShardWriter:
             there = 0
         return self.nbytes - max(0, min(there, self.nbytes))
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Return the place of each tensor in the finished file."""
-        found: dict[str, TensorInfo] = {}
-        start = len(self._header)
-        for entry in self.entries:
-            found[entry.name] = TensorInfo(self.path, entry.dtype, entry.shape, start, entry.nbytes)
-            start += entry.nbytes
-        return found
-
-    def __enter__(self) -> ShardWriter:
-        """Open the part file. A part file with the same header is continued after its `written` bytes.
-
-        Raises BusyFileError while another process writes the file.
-        """
-        try:
+    def __enter__(self) -> Self:
+        """Open and lock the part file. Raises BusyFileError while another process writes the file."""
+        with self._errors():
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                self._begin()
+                self._lock()
+                if os.pread(self._file, len(self._header), 0) == self._header:
+                    size = os.fstat(self._file).st_size
+                    self.rewind(min(size - len(self._header), self.nbytes))
+                else:
+                    os.ftruncate(self._file, 0)
+                    self._write(self._header)
             except BaseException:
                 os.close(self._file)  # this releases the lock too
                 raise
-        except OSError as error:
-            raise self._error(error) from error
         return self
-
-    def _begin(self) -> None:
-        self._lock()
-        if os.pread(self._file, len(self._header), 0) == self._header:
-            size = os.fstat(self._file).st_size
-            self.written = min(size - len(self._header), self.nbytes)
-        else:
-            os.ftruncate(self._file, 0)
-            self._write(self._header)
-        self.rewind(self.written)
 
     def _lock(self) -> None:
         """Lock the part file: processes of one machine share a cache, and two writers would corrupt the file."""
@@ -149,28 +264,60 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with suppress(CheckpointError):  # a full disk; the first error is the one to report
+            if self._journal is not None and self._part.exists():
+                self._record()
         os.close(self._file)
 
-    def write(self, data: Buffer) -> None:
-        """Append tensor bytes."""
+    def keep_journal(self) -> None:
+        """Record the bytes that are on the disk and their hash, for a file without a known hash.
+
+        After a power failure a file may have its length but not its bytes. So discard what differs from the record.
+        """
+        self._journal = self.path.with_suffix(".journal")
         try:
+            found: dict[str, Any] = json.loads(self._journal.read_text(encoding="utf-8"))
+            recorded, sha256 = int(found["bytes"]), str(found["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            recorded, sha256 = 0, ""
+        for piece in self.read_back(0, recorded):
+            self._digest.update(piece)
+        if recorded > self.written or self._digest.hexdigest() != sha256:
+            recorded, self._digest = 0, hashlib.sha256()
+        self.rewind(recorded)
+        self._recorded = recorded
+
+    def _record(self) -> None:
+        """Flush the file and record its bytes and their hash."""
+        assert self._journal is not None
+        self.sync()
+        record = {"bytes": self.written, "sha256": self._digest.hexdigest()}
+        replace_text(self._journal, json.dumps(record))
+        self._recorded = self.written
+
+    def write(self, data: Buffer) -> None:
+        """Append bytes."""
+        with self._errors():
             self._write(data)
-        except OSError as error:
-            raise self._error(error) from error
         self.written += len(data)
+        if self._journal is not None:
+            self._digest.update(data)
+            if self.written - self._recorded >= RECORD_BYTES:
+                self._record()
 
     def _write(self, data: Buffer) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
-    def read(self, start: int, length: int) -> bytes:
-        """Return up to `length` of the tensor bytes written so far, from `start`."""
-        end = min(start + length, self.written)
-        return os.pread(self._file, max(0, end - start), len(self._header) + start)
+    def read_back(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes `[start, end)`, as far as they are written."""
+        end = min(end, self.written)
+        for at in range(start, end, PIECE_BYTES):
+            yield os.pread(self._file, min(PIECE_BYTES, end - at), len(self._header) + at)
 
     def rewind(self, written: int) -> None:
-        """Discard all tensor bytes after the first `written`."""
+        """Discard all bytes after the first `written`."""
         os.ftruncate(self._file, len(self._header) + written)
         os.lseek(self._file, 0, os.SEEK_END)
         self.written = written
@@ -181,29 +328,75 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Flush the file, and return when all written bytes are on the disk."""
-        try:
+        with self._errors():
             os.fsync(self._file)
-        except OSError as error:
-            raise self._error(error) from error
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Flush the file and rename it to `path`."""
         assert self.written == self.nbytes, f"{self.path}: {self.written} of {self.nbytes} bytes"
         self.sync()
-        try:
+        with self._errors():
             self._part.replace(self.path)
-        except OSError as error:
-            raise self._error(error) from error
 
-    def _error(self, error: OSError) -> CheckpointError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise errors of the file system as CheckpointErrors that say what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise CheckpointError(
+                    f"{self._part}: cannot be written: {error.strerror or error}"
+                ) from error
             rest = format_size(self.nbytes - self.written)
-            return CheckpointError(
+            raise CheckpointError(
                 f"{self.path.parent}: the disk is full, and {self.path.name} needs {rest} more. Free some space and "
                 "repeat the command: it resumes here.",
                 public="a disk is full",
-            )
-        return CheckpointError(f"{self._part}: cannot be written: {error.strerror or error}")
+            ) from error
+
+
+class ShardWriter(PartFile):
+    """The writer of a safetensors file with the tensors `entries`; `form` is `pt` or `mlx`.
+
+    Names, types and shapes are known before the first byte, so the header comes first.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], form: str = "mlx") -> None:
+        nbytes = sum(entry.nbytes for entry in entries)
+        super().__init__(path, nbytes, encode_header(entries, form))
+        self.entries = tuple(entries)
+
+    def is_finished(self) -> bool:
+        """Return whether `path` exists with exactly these tensors and the right size."""
+        try:
+            return self.path.is_file() and read_header(self.path).tensors == self.tensors()
+        except CheckpointError:
+            return False
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Return the place of each tensor in the finished file."""
+        found: dict[str, TensorInfo] = {}
+        start = len(self._header)
+        for entry in self.entries:
+            found[entry.name] = TensorInfo(self.path, entry.dtype, entry.shape, start, entry.nbytes)
+            start += entry.nbytes
+        return found
+
+
+def read_file(file: Path, start: int, end: int, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    """Yield the bytes `[start, end)` of a file. Raises CheckpointError when it cannot be read or is too short."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            while start < end:
+                piece = stream.read(min(piece_bytes, end - start))
+                if not piece:
+                    raise CheckpointError(f"{file}: truncated. Remove it, and download it again.")
+                start += len(piece)
+                yield piece
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def replace_text(path: Path, text: str) -> None:

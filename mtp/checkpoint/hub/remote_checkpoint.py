@@ -1,26 +1,34 @@
-"""A checkpoint on a hub, opened from its config.json and its headers: a few hundred kilobytes."""
+"""A checkpoint on a hub, opened from its config.json and its headers (a few hundred kilobytes), and its MTP head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp.checkpoint.convert.foreign import plan_packed
+from mtp.checkpoint.convert.output import check_free_space
 from mtp.checkpoint.format.checkpoint import (
     INDEX,
     Checkpoint,
     check_not_head_only,
+    check_not_packed,
     detect_layout,
     drop_replaced,
     merge_headers,
 )
-from mtp.checkpoint.format.config import QUANTIZATION_FILE, ModelConfig
-from mtp.checkpoint.format.foreign import with_quantization
-from mtp.checkpoint.format.header import Header
-from mtp.checkpoint.format.json_file import parse_json_object
+from mtp.checkpoint.format.config import (
+    QUANTIZATION_FILE,
+    ModelConfig,
+    parse_json_object,
+    with_quantization,
+)
+from mtp.checkpoint.format.names import is_head
+from mtp.checkpoint.format.shard import Entry, Header, ShardWriter
 from mtp.checkpoint.hub.repo import HubRepo
 from mtp.checkpoint.hub.resolve import find_model
 from proto.errors import CheckpointError
+from proto.terminal.progress import OnProgress
 
 _CONVOLUTION = "linear_attn.conv1d.weight"
 _ONLY_FILE = "model.safetensors"
@@ -35,14 +43,52 @@ def open_model(name: str) -> Checkpoint:
     local = find_model(name)
     if local is not None:
         return Checkpoint.open(local)
-    hub = HubRepo(name)
-    try:
+    with HubRepo(name) as hub:
         found = open_remote(hub, _accept_all)
+        check_not_packed(found.path, found.config)
         check_not_head_only(found.path, found.config)
-        found.check_servable()
         return found
-    finally:
-        hub.close()
+
+
+def open_remote_head(hub: HubRepo) -> Checkpoint:
+    """Open the MTP head of the checkpoint in `hub`, with the places of its tensors."""
+    return plan_packed(open_remote(hub, is_head))
+
+
+def fetch_head(
+    hub: HubRepo,
+    head: Checkpoint,
+    names: Sequence[str],
+    directory: Path,
+    on_progress: OnProgress,
+    beside: int = 0,
+) -> Checkpoint:
+    """Fetch the tensors `names` of `head` into a file in `directory`, and return it with its tensors there.
+
+    An interrupted call is resumed. Raises CheckpointError when the tensors cannot be read, or when the disk has not
+    enough space for them and `beside` further bytes.
+    """
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be created: {error.strerror}") from error
+    infos = {name: head.tensors[name] for name in names}
+    infos = dict(sorted(infos.items(), key=lambda item: (item[1].file, item[1].start)))
+    entries = [Entry(name, info.dtype, info.shape) for name, info in infos.items()]
+    # The name contains the commit, so that a part file of another commit is not continued.
+    writer = ShardWriter(directory / f"{hub.revision}.safetensors", entries, "pt")
+
+    def write_rest() -> None:
+        """Append the missing bytes. The hub has no hash of them, so they need a journal."""
+        writer.keep_journal()
+        for piece in hub.read_tensors(list(infos.values()), writer.written):
+            writer.write(piece)
+            on_progress(writer.written, writer.nbytes)
+
+    if not writer.is_finished():
+        check_free_space(directory, writer.missing_bytes() + beside)
+        writer.complete(write_rest)
+    return plan_packed(Checkpoint.assemble(directory, head.config, head.layout, writer.tensors()))
 
 
 def open_remote(hub: HubRepo, wanted: Callable[[str], bool]) -> Checkpoint:

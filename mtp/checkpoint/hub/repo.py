@@ -7,22 +7,38 @@ The hub's own library downloads whole files. A stage needs a range of bytes, whi
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Self
 
 import httpx
 from huggingface_hub import (
+    HfApi,
     constants,
     get_token,
     hf_hub_url,
     is_offline_mode,
     try_to_load_from_cache,
 )
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.hf_api import RepoFile
 
-from mtp.checkpoint.format.header import LENGTH_BYTES, Header, header_bytes, parse_header
-from proto.errors import CheckpointError
+from mtp.checkpoint.format.shard import (
+    LENGTH_BYTES,
+    Header,
+    PartFile,
+    TensorInfo,
+    header_bytes,
+    parse_header,
+    read_file,
+)
+from proto.errors import CheckpointError, ClusterError, NotReadyError
+from proto.terminal.progress import OnProgress
 
 CONNECT_SECONDS = 10.0
 """Seconds. Deadline of a connection to the hub."""
@@ -40,9 +56,6 @@ ATTEMPTS = 5
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt. The pause doubles before each further attempt."""
 
-PIECE_BYTES = 1024 * 1024
-"""Bytes per piece that is read from a file of the local cache."""
-
 MAX_SMALL_BYTES = 64 * 2**20
 """Bytes. Bounds a file that is read into memory as a whole. The index of the largest checkpoints takes 10 MB."""
 
@@ -54,7 +67,7 @@ class TransientError(Exception):
 
 
 class HubRepo:
-    """A reader of the files of `repo` at `revision`, a branch or a commit. Close it after use.
+    """A reader of the files of `repo` at `revision`, a branch or a commit. A context manager.
 
     The first answer pins a branch to its commit. Files in the local cache are read there. `received` counts the bytes
     of files received over the network. Every failure is raised as a CheckpointError that says what to do. The reader
@@ -68,8 +81,10 @@ class HubRepo:
         timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         self._client = httpx.Client(follow_redirects=True, timeout=timeout)
 
-    def close(self) -> None:
-        """Close the connections."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._client.close()
 
     def size(self, file: str) -> int | None:
@@ -110,7 +125,7 @@ class HubRepo:
     def read_range(self, file: str, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes `[start, end)` of a file in pieces; after a broken connection, request only the rest."""
         if (cached := self._cached(file)) is not None:
-            yield from _read_local(cached, start, end)
+            yield from read_file(cached, start, end)
             return
         pauses = _RetryPauses(f"{self.repo}/{file}")
         while start < end:
@@ -128,6 +143,22 @@ class HubRepo:
                 raise self._missing(file) from None
             except (TransientError, httpx.TransportError) as error:
                 pauses.wait_after(error)
+
+    def read_tensors(self, infos: Sequence[TensorInfo], skip: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of `infos` after the first `skip`, in pieces that may span tensors.
+
+        Adjacent tensors share a request.
+        """
+        ranges: list[tuple[str, int, int]] = []
+        for info in infos:
+            file, start, end = info.file.name, info.start, info.start + info.nbytes
+            if ranges and ranges[-1][0] == file and ranges[-1][2] == start:
+                start = ranges.pop()[1]
+            ranges.append((file, start, end))
+        for file, start, end in ranges:
+            if skip < end - start:
+                yield from self.read_range(file, start + skip, end)
+            skip = max(0, skip - (end - start))
 
     def _cached(self, file: str) -> Path | None:
         found = try_to_load_from_cache(self.repo, file, revision=self.revision)
@@ -224,14 +255,115 @@ def _content_range(response: httpx.Response) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _read_local(file: Path, start: int, end: int) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        stream.seek(start)
-        while start < end:
-            piece = stream.read(min(PIECE_BYTES, end - start))
-            if not piece:
-                raise CheckpointError(
-                    f"{file}: truncated. Remove it from the cache, and try again."
-                )
-            start += len(piece)
-            yield piece
+THREADS = 4
+"""Files downloaded at once. One connection seldom fills a fast line."""
+
+REPORT_SECONDS = 0.25
+"""Seconds between two progress reports, and the longest delay of an interruption."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A large file of a repo. `path` is its place in the cache, named by its SHA-256."""
+
+    file: str
+    size: int
+    path: Path
+
+    @property
+    def done(self) -> int:
+        """Bytes on this disk."""
+        missing = PartFile(self.path, self.size).missing_bytes()
+        return self.size if self.path.exists() else self.size - missing
+
+
+def find_blobs(repo: str, commit: str) -> list[Blob]:
+    """Return the safetensors files of a repo that the hub stores by their SHA-256. Raises the hub library's errors."""
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    tree = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(repo, revision=commit, recursive=True)
+    return [
+        Blob(file.path, file.size, folder / "blobs" / file.lfs.sha256)
+        for file in tree
+        if isinstance(file, RepoFile) and file.lfs and file.path.endswith(".safetensors")
+    ]
+
+
+def download_blobs(
+    repo: str,
+    commit: str,
+    blobs: Sequence[Blob],
+    on_progress: OnProgress | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Download the blobs that are not in the cache, and continue those of an earlier, interrupted call.
+
+    `on_progress(done, total)` receives bytes of all blobs, on this thread. `stop` ends the call from another thread
+    with NotReadyError; KeyboardInterrupt ends it on this one. Raises CheckpointError when the hub fails.
+    """
+    stop = stop or threading.Event()
+    total = sum(blob.size for blob in blobs)
+    waiting: SimpleQueue[Blob] = SimpleQueue()
+    for blob in blobs:
+        if not blob.path.exists():
+            waiting.put(blob)
+    errors: list[ClusterError | OSError] = []
+    # Daemon threads: the process must be able to end while one of them waits for the network.
+    threads = [
+        threading.Thread(target=_download, args=(repo, commit, waiting, stop, errors), daemon=True)
+        for _ in range(min(THREADS, waiting.qsize()))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not stop.is_set():
+            stop.wait(REPORT_SECONDS)
+            if on_progress is not None:
+                on_progress(sum(blob.done for blob in blobs), total)
+        if stop.is_set():
+            raise errors[0] if errors else _interrupted(repo)
+    finally:
+        stop.set()
+
+
+def _download(
+    repo: str,
+    commit: str,
+    waiting: SimpleQueue[Blob],
+    stop: threading.Event,
+    errors: list[ClusterError | OSError],
+) -> None:
+    """Download blobs of `waiting` one after another. The first error goes to `errors` and stops the other threads."""
+    try:
+        with HubRepo(repo, commit) as source:
+            while not stop.is_set():
+                _download_one(source, waiting.get_nowait(), stop)
+    except Empty:
+        pass
+    except (ClusterError, OSError) as error:
+        errors.append(error)
+        stop.set()
+
+
+def _download_one(source: HubRepo, blob: Blob, stop: threading.Event) -> None:
+    """Download the missing bytes of a blob, or wait until another process has done it."""
+    blob.path.parent.mkdir(parents=True, exist_ok=True)
+    file = PartFile(blob.path, blob.size)
+
+    def write_rest() -> None:
+        """Append the missing bytes."""
+        for piece in source.read_range(blob.file, file.written, blob.size):
+            file.write(piece)
+            check_stop()
+
+    def check_stop(seconds: float = 0.0) -> None:
+        """Raise NotReadyError if `stop` is set, or is set within `seconds`."""
+        if stop.wait(seconds):
+            raise _interrupted(source.repo)
+
+    file.complete(write_rest, lambda: check_stop(REPORT_SECONDS))
+
+
+def _interrupted(repo: str) -> NotReadyError:
+    return NotReadyError(
+        f"model {repo}: the download was interrupted. The next start continues it."
+    )

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import (
+    CacheNotFound,
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
@@ -22,9 +23,9 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import INDEX, read_weight_map
-from mtp.checkpoint.hub.blobs import download_blobs, find_blobs
+from mtp.checkpoint.hub.repo import download_blobs, find_blobs
 from proto.errors import CheckpointError, ClusterError
-from proto.progress import OnProgress
+from proto.terminal.progress import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,15 @@ def find_model(name: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     return found if _is_whole(found) else None
+
+
+def cached_repos() -> list[str]:
+    """Return the names of the model repos that the cache holds, whole or in part. Blocks for the disk."""
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return []
+    return sorted(repo.repo_id for repo in cache.repos if repo.repo_type == "model")
 
 
 def snapshot_of(path: Path) -> tuple[str, str] | None:

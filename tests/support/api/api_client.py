@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 
 from coordinator.api.app import create_app
-from coordinator.api.request.context import ApiOptions
-from coordinator.journal.journal import Journal
-from coordinator.text.model_info import ModelInfo
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.api.context import Api, ApiOptions
+from coordinator.api.journal import Journal
+from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from proto.params import SamplingParams
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
@@ -98,20 +97,8 @@ class ApiClient:
             quantization="4-bit",
         )
         tokenizer = self.generator.tokenizer
-        self.app = create_app(
-            self.generator,
-            tokenizer,
-            model,
-            self.status,
-            self.options,
-            self.replan,
-            journal=self.journal,
-        )
-
-    def reported_hints(self) -> set[str]:
-        """Return the hints that requests have sent so far."""
-        hints: set[str] = self.app.state.api.hints.reported
-        return hints
+        parts = Api(self.generator, tokenizer, model, self.status, self.options, self.replan)
+        self.app = create_app(parts, journal=self.journal)
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from coordinator.generation.request import (
+from coordinator.schedule.request import (
     Finished,
     FinishReason,
     GenerationEvent,
@@ -17,6 +18,7 @@ from coordinator.generation.request import (
 )
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
 from coordinator.text.tokenizer import Tokenizer
+from proto.errors import ClusterError
 from proto.frame import TokenLogprob
 
 
@@ -24,9 +26,9 @@ from proto.frame import TokenLogprob
 class FakeGenerator:
     """A generator that answers every request with the tokens of `text`, `window` tokens at a time.
 
-    It raises `refuse` before the first event, and `failure` after `fail_after` windows. It sleeps `pause` seconds
-    before each window. After `hang_after` windows it releases `hanging` and waits without end. `answer` returns the
-    text for a request. The emitted tokens of a request are not repeated.
+    It raises `refuse` at once, and ends a request with the error `failure` after `fail_after` windows. It sleeps
+    `pause` seconds before each window. After `hang_after` windows it releases `hanging` and waits without end. `answer`
+    returns the text for a request. The emitted tokens of a request are not repeated.
     """
 
     tokenizer: Tokenizer
@@ -36,7 +38,7 @@ class FakeGenerator:
     """Accepted drafts of each window."""
     cached: int = 0
     refuse: Exception | None = None
-    failure: Exception | None = None
+    failure: ClusterError | None = None
     fail_after: int | None = None
     hang_after: int | None = None
     end: FinishReason = "stop"
@@ -44,13 +46,38 @@ class FakeGenerator:
     answer: Callable[[GenerationRequest], str] | None = None
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
     hanging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
-        """Yield the scripted events."""
+    def submit(
+        self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
+    ) -> Callable[[], None]:
+        """Deliver the scripted events. See Generator."""
         self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
+        task = asyncio.create_task(self._deliver_all(request, deliver))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+        def cancel() -> None:
+            """Stop the events."""
+            task.cancel()
+
+        return cancel
+
+    async def _deliver_all(
+        self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]
+    ) -> None:
+        try:
+            async with contextlib.aclosing(self.events_of(request)) as events:
+                async for event in events:
+                    deliver(event)
+        except ClusterError as error:
+            deliver(Finished("error", self._stats(request, 0), error.public))
+
+    async def events_of(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield the scripted events of a request."""
         finished = False
         try:
             yield PrefillProgress(len(request.prompt) // 2, len(request.prompt), self.cached)

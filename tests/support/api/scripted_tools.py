@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from tests.support.api.api_client import tiny_tokenizer
 
 OBJECT = {"city": "Rome", "degrees": 18}

@@ -41,10 +41,14 @@ def running_browser() -> Iterator[Browser]:
 
 @dataclass
 class WatchedPage:
-    """A page, and the errors that its console has shown."""
+    """A page, and the errors that its console has shown, without those that contain one of `expected`.
+
+    Errors reach this process later than the page shows their effect. So name them before their cause.
+    """
 
     page: Page
     errors: list[str] = field(default_factory=list)
+    expected: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, browser: Browser, url: str, **context: object) -> WatchedPage:
@@ -63,7 +67,9 @@ class WatchedPage:
         return watched
 
     def _record_message(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
+        if message.type not in ("error", "warning"):
+            return
+        if not any(part in message.text for part in self.expected):
             self.errors.append(message.text)
 
     def show(self, view: str) -> None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 import psutil
 
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.terminal import console
 

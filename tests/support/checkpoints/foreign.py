@@ -16,9 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_values
-from mtp.packing.integers import pack_words
+from mtp.checkpoint.convert.foreign import PackedSource, open_source
+from mtp.checkpoint.convert.unpack import pack_words, read_source_part
 from tests.support.checkpoints.checkpoints import read_tensors, write_checkpoint
 
 Members = dict[str, tuple[str, mx.array]]
@@ -256,21 +255,19 @@ def write_foreign(path: Path, form: str, **options: Any) -> Path:
 def write_dequantized(source: Path, path: Path) -> Path:
     """Write the checkpoint of `source` into `path` with all weights in float32, and without a quantization."""
     path.mkdir()
-    checkpoint = Checkpoint.open(source, to_convert=True)
-    packed = {
-        name for plan in checkpoint.plans.values() for s in plan.values() if s.packing
-        for name in s.tensors
-    }  # fmt: skip
+    checkpoint = open_source(source)
     tensors = read_tensors(source)
-    plain = {n: t for n, t in tensors.items() if n not in {*packed, *checkpoint.ignored}}
-    for plan in checkpoint.plans.values():
-        for made in plan.values():
-            if made.packing is not None:
-                values = read_values(checkpoint, made)
+    plain: dict[str, mx.array] = {}
+    for part, plan in checkpoint.plans.items():
+        weights, _ = read_source_part(checkpoint, part, mx.float32)
+        for within, made in plan.items():
+            if isinstance(made, PackedSource):
+                values = weights[within]
                 each = list(values) if made.transform == "stack" else [values]
                 for name, weight in zip(made.stored, each, strict=True):
                     plain[f"{name.rpartition('.')[0]}.weight"] = weight
-    plain = {n: t for n, t in plain.items() if not n.endswith("weight_shape")}
+            else:
+                plain |= {name: tensors[name] for name in made.stored}
     mx.save_safetensors(str(path / "model.safetensors"), plain, {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]

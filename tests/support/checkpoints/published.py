@@ -17,9 +17,9 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.convert.converted_weights import SAFETENSORS
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.header import TensorInfo
+from mtp.checkpoint.format.shard import TensorInfo
 from mtp.head.mtp_head import MTPHead
-from proto.dtype import STORED_BYTES
+from proto.wire import STORED_BYTES
 
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
 

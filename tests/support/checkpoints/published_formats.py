@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp.checkpoint.convert.foreign import plan_packed
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.header import TensorInfo
+from mtp.checkpoint.format.shard import TensorInfo
 from proto.errors import CheckpointError
 from tests.support.checkpoints.published import MODELS
 
@@ -49,9 +50,12 @@ class PublishedFormat:
         except CheckpointError:
             return "refused"
         infos = {f"{_MODULE}.{leaf}": _info(*kind) for leaf, kind in self.tensors.items()}
-        checkpoint = Checkpoint.assemble(Path("model"), parsed, "raw", infos)
+        checkpoint = plan_packed(Checkpoint.assemble(Path("model"), parsed, "raw", infos))
         assert not checkpoint.unknown
-        return "converted" if checkpoint.unservable() else "served"
+        if parsed.foreign is None:
+            return "served"
+        assert list(checkpoint.plans["layers.0"]) == ["mlp.up_proj.weight"]
+        return "converted"
 
 
 def _info(dtype: str, shape: tuple[int, ...]) -> TensorInfo:

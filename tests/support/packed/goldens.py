@@ -9,12 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mtp.checkpoint.format.foreign import ForeignQuantization
-from mtp.checkpoint.format.header import read_header
-from mtp.checkpoint.format.names import Source
-from mtp.checkpoint.format.packed_source import read_members
-from mtp.packing.packing import MEMBERS, Packing
-from mtp.packing.repack import Members
+from mtp.checkpoint.convert.foreign import MEMBERS, Member, PackedSource, Packing, find_packing
+from mtp.checkpoint.convert.unpack import Members, read_members
+from mtp.checkpoint.format.config import PACKINGS, ForeignPacking
+from mtp.checkpoint.format.shard import read_header
 
 FILE = Path(__file__).with_name("goldens.safetensors")
 
@@ -33,9 +31,8 @@ class Golden:
     @property
     def packing(self) -> Packing:
         """The packing as it follows from config and types."""
-        foreign = ForeignQuantization.parse(self.config)
-        assert foreign is not None
-        found = foreign.packing("layer", self.types)
+        foreign = ForeignPacking(PACKINGS[self.config["quant_method"]], self.config)
+        found = find_packing(foreign, self.types)
         assert found is not None
         return found
 
@@ -44,7 +41,8 @@ class Golden:
         """The members as a checkpoint gives them."""
         names = {MEMBERS[name]: name for name in self.stored if name in MEMBERS}
         weight = names.pop("weight")
-        source = Source((weight,), members={member: (name,) for member, name in names.items()})
+        members: dict[Member, tuple[str, ...]] = {member: (name,) for member, name in names.items()}
+        source = PackedSource((weight,), packing=self.packing, members=members)
         return read_members(source, self.stored.__getitem__)
 
 

@@ -6,11 +6,11 @@ from functools import partial
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.api.request.context import ApiOptions
+from coordinator.api.context import ApiOptions
 
 
 def main() -> None:
     """Run `mtp-coord` with a keep-alive interval of 0.1 seconds."""
     talkative = partial(ApiOptions, keep_alive_seconds=0.1)
-    with patch("coordinator.server.serve.ApiOptions", talkative):
+    with patch("coordinator.api.server.ApiOptions", talkative):
         cli.main()

@@ -20,7 +20,7 @@ from tests.support.processes.moved_clock import follow_moved_clock
 from tests.support.processes.task_count import answer_for_tasks
 from worker import cli
 from worker.engine.stage_engine import BegunFrame, StageEngine
-from worker.model.loader import load_steps
+from worker.model.loader import load_stage
 
 FAULT = "MTP_TEST_FAULT"
 
@@ -62,11 +62,11 @@ def main() -> None:
     def faulty_load(*args: Any, **options: Any) -> Any:
         """Load a stage with the current fault."""
         wait_while("hang")
-        return load_steps(*args, **options)
+        return load_stage(*args, **options)
 
     with (
         patch.object(StageEngine, "begin", faulty_begin),
-        patch("worker.node.loading.load_steps", faulty_load),
-        patch("worker.node.loading.PART_SECONDS", PART_SECONDS),
+        patch("worker.engine.stage_host.load_stage", faulty_load),
+        patch("worker.engine.stage_host.PART_SECONDS", PART_SECONDS),
     ):
         cli.main()

@@ -12,17 +12,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.api.live_status import LiveStatus
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.member import MemberState
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.served import ServedModel
-from coordinator.cluster.view import Phase, Settings, View
-from coordinator.generation.limits import Limits
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import Finished, GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Scheduler
-from coordinator.pipeline.base import Pipeline
-from coordinator.server.live_status import LiveStatus
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.served_model import ServedModel
+from coordinator.cluster.view import MemberState, Phase, Settings, View
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
+from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import Controller, MtpMode
@@ -51,12 +50,6 @@ class ReceivedAnswer:
         assert self.end is not None, "the answer has not ended"
         return self.end.reason
 
-    @property
-    def longest_pause(self) -> float:
-        """Return the longest pause between two chunks, in seconds."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
-
 
 class InProcessCoordinator:
     """A coordinator. `answer` and `answers` act as its clients."""
@@ -77,7 +70,7 @@ class InProcessCoordinator:
         """Run `request` to its end. Return `told`, or a new record, with everything the client received."""
         told = ReceivedAnswer() if told is None else told
         async with asyncio.timeout(DEADLINE):
-            async for event in self.loop.generate(request):
+            async for event in generate(self.loop, request):
                 self.loop.scheduler.check()
                 if isinstance(event, TokenChunk):
                     told.tokens += event.tokens

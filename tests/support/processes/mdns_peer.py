@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 
-from coordinator.workers.discovery import Discovery
+from coordinator.cluster.discovery import Discovery
 from proto.announcement import Announcement
 from proto.span import Span
 from worker.node.announce import announced

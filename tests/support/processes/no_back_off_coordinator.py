@@ -8,7 +8,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from coordinator import cli
-from coordinator.cluster.member import FIRST_BACKOFF
+from coordinator.cluster.view import FIRST_BACKOFF
 from tests.support.processes.moved_clock import follow_moved_clock
 from tests.support.processes.task_count import answer_for_tasks
 
@@ -17,5 +17,5 @@ def main() -> None:
     """Run `mtp-coord` with the shortest back-off."""
     answer_for_tasks()
     follow_moved_clock()
-    with patch("coordinator.cluster.member.LONGEST_BACKOFF", FIRST_BACKOFF / 2):
+    with patch("coordinator.cluster.view.LONGEST_BACKOFF", FIRST_BACKOFF / 2):
         cli.main()

@@ -26,9 +26,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 """Prefix of every program. transformers imports torch if it is installed, which takes seconds; users have no torch."""
 
 
-KEEP_OPEN_FILES = (
-    "from proto.terminal.open_files import keep_open_file_limit; keep_open_file_limit()"
-)
+KEEP_OPEN_FILES = "from proto.terminal.console import keep_open_file_limit; keep_open_file_limit()"
 """Further prefix of every program, because modules for tests import mlx-lm before their programs start."""
 
 

@@ -18,13 +18,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from proto.rpc.background_tasks import BackgroundTasks
-from proto.rpc.bind import bind_listener
-from proto.rpc.data_plane import CHANNEL_OPTIONS, FRAMES, RESULTS, ticket_in
-from proto.rpc.data_socket import PREAMBLE
-from proto.rpc.frame_writer import LENGTH
-from proto.rpc.hop_probe import ROUND_TRIPS
-from proto.rpc.shared_port import SharedPort
+from proto.rpc.channels import CHANNEL_OPTIONS
+from proto.rpc.data_connection import FRAMES, PREAMBLE, RESULTS, ROUND_TRIPS, ticket_in
+from proto.rpc.link import LENGTH
+from proto.rpc.listener import BackgroundTasks, SharedPort, bind_listener
 
 START_SECONDS = 60.0
 

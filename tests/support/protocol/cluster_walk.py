@@ -27,7 +27,6 @@ from coordinator.cluster.events import (
     Event,
     GatheringFailed,
     GatheringRestarted,
-    NextModelLoading,
     PlanFailed,
     PlanKept,
     PlanPostponed,
@@ -44,9 +43,8 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.member import Member
-from coordinator.cluster.view import Phase, View
-from coordinator.planning.plan import Plan
+from coordinator.cluster.plan import Plan
+from coordinator.cluster.view import Member, Phase, View
 from proto.errors import ClusterError, MemoryLimitError
 
 
@@ -133,9 +131,6 @@ def possible(view: View, addresses: str) -> Iterator[tuple[Event, float]]:
         yield PlanPrepared(view.preparing), 0.0
         yield PreparationFailed(view.preparing, "it cannot load", "b"), 0.0
         yield PreparationFailed(view.preparing, "of no worker"), 0.0
-        yield NextModelLoading(True), 0.0
-    if view.next_model:
-        yield NextModelLoading(False), 0.0
     yield PlanPrepared(frozenset({"a1", "of an older preparation"})), 0.0
     yield PlanServing(view.epoch), 0.0
     yield PlanServing(view.epoch - 1), 0.0
@@ -193,6 +188,6 @@ def _key(view: View) -> object:
     )
     times = (ago(view.since), round(view.gathered, 3), ago(view.retry_at), ago(view.failed_at))
     alone, busy = bool(view.alone_problem), bool(view.open_requests)
-    flags = (view.recovering, view.replan, alone, busy, view.next_model)
+    flags = (view.recovering, view.replan, alone, busy)
     sets = (view.considered, view.postponed, view.preparing, view.prepared)
     return view.phase, view.serving, times, flags, sets, members

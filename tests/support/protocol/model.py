@@ -14,8 +14,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Protocol, Self
+from typing import Any
 
+from coordinator.cluster.capacity import Capacity
+from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
+from coordinator.schedule.scheduler import FrameOutcome, Scheduler
+from coordinator.schedule.sequence import Sequence as ScheduledSequence
+from coordinator.schedule.sequence import Window
+from mtp.depth.search import DraftCounts
 from proto.errors import StaleEpochError
 from proto.frame import Admit, Frame, Op
 from proto.frame_stamps import FrameStamps, StageStep
@@ -30,8 +36,7 @@ from tests.support.stages.token_stages import (
     tokens_of,
     truth,
 )
-from worker.engine.relay import relayed_tokens
-from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 
 @dataclass(frozen=True)
@@ -46,61 +51,145 @@ class News:
 Step = Callable[["World", Chooser], None]
 
 
-class ModelCoordinator(Protocol):
-    """The interface of a coordinator at the head of a world: the real scheduler, or a script."""
+ROOM = Capacity(sequences=2, kv_tokens=64, prefix_bytes=0)
+PROMPT = 2
+"""Tokens of every prompt."""
+
+
+@dataclass
+class Scheduled:
+    """The real scheduler at the head of a world. `received` holds the tokens that each client got."""
+
+    scheduler: Scheduler
+    to_come: tuple[GenerationRequest, ...]
+    leaves: int = 0
+    room: Capacity = ROOM
+    requests: tuple[GenerationRequest, ...] = ()
+    """Submitted requests, by sequence."""
+    received: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Sequences that have ended or whose client has left."""
+    stopped: set[int] = field(default_factory=set)
+    """Sequences that a stop token has ended."""
 
     @property
     def epoch(self) -> int:
         """Epoch of the present plan."""
-        ...
+        return self.scheduler.epoch
 
-    def clone(self) -> Self:
+    def clone(self) -> Scheduled:
         """Return a copy that shares no mutable state."""
-        ...
+        plan = (self.scheduler.limits, self.scheduler.controller, self.room)
+        memo = {id(item): item for item in (*plan, *self.to_come, *self.requests)}
+        received = {seq_id: list(tokens) for seq_id, tokens in self.received.items()}
+        return Scheduled(
+            copy.deepcopy(self.scheduler, memo),
+            self.to_come,
+            self.leaves,
+            self.room,
+            self.requests,
+            received,
+            set(self.ended),
+            set(self.stopped),
+        )
+
+    def _live(self) -> list[ScheduledSequence]:
+        return [*self.scheduler.running.values(), *self.scheduler.waiting]
 
     def key(self) -> Hashable:
         """Return a value that tells two states apart."""
-        ...
+        s = self.scheduler
+        live = tuple(
+            tuple(_hashable(v) for k, v in vars(one).items() if k != "request")
+            for one in self._live()
+        )
+        received = tuple((seq_id, tuple(tokens)) for seq_id, tokens in self.received.items())
+        flight = tuple((f.alone, f.decode_rows, f.valid_windows) for f in s.in_flight)
+        prefixes = tuple((e.number, e.tokens) for e in s.prefixes.entries.values())
+        return (
+            (s.epoch, s.stages, s.next_number, tuple(map(op_key, s.ops)), flight, prefixes),
+            s.prompts.other_frames,
+            (live, len(s.running), received, frozenset(self.ended), len(self.to_come), self.leaves),
+        )
 
     def actions(self) -> list[str]:
         """Return the actions that clients may take now."""
-        ...
+        open_ones = [seq_id for seq_id in self.received if seq_id not in self.ended]
+        leave = [f"leave {seq_id}" for seq_id in open_ones] if self.leaves else []
+        return [*(["submit"] if self.to_come else []), *leave]
 
     def act(self, action: str) -> list[News]:
         """Carry out an action of a client. Return the signals for the stages."""
-        ...
+        word, _, number = action.partition(" ")
+        if word == "submit":
+            request, self.to_come = self.to_come[0], self.to_come[1:]
+            self.received[self.scheduler.submit(request, 0.0).seq_id] = []
+            self.requests = (*self.requests, request)
+            return []
+        seq_id = int(number)
+        self.leaves -= 1
+        self.ended.add(seq_id)
+        news = [News(seq_id)] if self.scheduler.can_skip(seq_id) else []
+        self.scheduler.cancel_sequence(seq_id)
+        return news
 
     def next_frame(self) -> Frame | None:
         """Return the frame that is sent at once, or None."""
-        ...
-
-    def can_send(self) -> bool:
-        """Return whether it may send a frame now, later or never."""
-        ...
-
-    def send(self, chooser: Chooser) -> Frame:
-        """Send a frame."""
-        ...
+        return self.scheduler.next_frame(0.0)
 
     def apply_outcomes(self, frame: Frame) -> list[News]:
-        """Apply a returned frame. Raises StaleEpochError, without effect, for a frame of another plan."""
-        ...
+        """Apply the outcomes of a returned frame. Return the signals for the stages."""
+        outcome = self.scheduler.apply_outcomes(frame, 0.0)
+        self._record_events(outcome)
+        return [News(r.seq_id, r.window, r.accepted_length) for r in outcome.rollbacks]
+
+    def _record_events(self, outcome: FrameOutcome) -> None:
+        for seq_id, event in outcome.events:
+            assert seq_id not in self.ended, "an event after the end"
+            if isinstance(event, TokenChunk):
+                self.received[seq_id] += event.tokens
+            if isinstance(event, Finished):
+                request, count = self.requests[seq_id], len(self.received[seq_id])
+                if event.reason == "stop":
+                    start = len(request.prompt)
+                    assert truth(seq_id, start + count + 1)[-1] in request.stop_tokens
+                    self.stopped.add(seq_id)
+                else:
+                    assert event.reason == "length" and count == request.max_tokens
+                self.ended.add(seq_id)
 
     def reset(self, stages: int, epoch: int) -> None:
         """Start a new plan."""
-        ...
+        self._record_events(self.scheduler.reset(stages, epoch, self.room, 0.0))
 
     def known(self, seq_id: int) -> int:
         """Return how many tokens of a sequence are known, including the prompt."""
-        ...
+        tokens = len(self.requests[seq_id].prompt) + len(self.received[seq_id])
+        return tokens + (seq_id in self.stopped)  # no client receives a stop token
 
     def done(self) -> bool:
-        """Return whether every request has ended and its Evict was sent."""
-        ...
+        """Return whether every request has ended and nothing is in flight."""
+        s = self.scheduler
+        idle = not (self.to_come or s.running or s.waiting or s.ops or s.in_flight)
+        return idle and self.received.keys() == self.ended
 
     def check(self, stages: Sequence[StageEngine], *, at_rest: bool) -> None:
-        """Assert the invariants. `at_rest` says that no frame is in flight."""
-        ...
+        """Assert that clients got the right text, and that at rest no sequence waits for a frame."""
+        self.scheduler.check()
+        assert not (at_rest and self.scheduler.running), (
+            "a sequence waits, and no frame is in flight"
+        )
+        for seq_id, tokens in self.received.items():
+            prompt = len(self.requests[seq_id].prompt)
+            assert tokens == truth(seq_id, prompt + len(tokens))[prompt:]
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, DraftCounts):
+        return tuple(value.drafted), tuple(value.accepted)
+    if isinstance(value, deque) and value and isinstance(value[0], Window):
+        return tuple((window, window.frame.number) for window in value)
+    return tuple(value) if isinstance(value, (list, deque)) else value
 
 
 @dataclass
@@ -110,7 +199,7 @@ class World:
     Worlds share their parts: a step copies the part it changes.
     """
 
-    coordinator: ModelCoordinator
+    coordinator: Scheduled
     stages: list[StageEngine]
     channels: list[deque[Frame]]
     ring: deque[Frame] = field(default_factory=deque)
@@ -126,7 +215,7 @@ class World:
     """Maximum number of crashes still to come."""
 
     @classmethod
-    def start(cls, coordinator: ModelCoordinator, stages: int, crashes: int = 0) -> World:
+    def start(cls, coordinator: Scheduled, stages: int, crashes: int = 0) -> World:
         """Return a world at its beginning."""
         world = cls(coordinator, [], [], crashes=crashes)
         world._plan(stages, 1)
@@ -171,8 +260,6 @@ class World:
         """Yield every possible step. A signal that would change nothing is no step."""
         for action in self.coordinator.actions():
             yield action, partial(World.act, action=action)
-        if self.coordinator.can_send():
-            yield "send", World.send
         for at, channel in enumerate(self.channels):
             if channel and not (at == 0 and self.stages[0].lacks_tokens(channel[0])):
                 yield f"pass {at}", partial(World.pass_on, at=at)
@@ -209,11 +296,6 @@ class World:
                 self.ledger = self.ledger.rejected(
                     one.seq_id, one.window, one.accepted_length, self.coordinator.known
                 )
-
-    def send(self, chooser: Chooser) -> None:
-        """Let the coordinator send a frame."""
-        self.coordinator = self.coordinator.clone()
-        self._put(self.coordinator.send(chooser))
 
     def act(self, _: Chooser, *, action: str) -> None:
         """Let a client act."""

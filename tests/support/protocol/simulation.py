@@ -14,13 +14,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from coordinator.frame_trace.process_trace import ProcessTrace
-from coordinator.generation.limits import Limits
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import GenerationRequest, TokenChunk
-from coordinator.generation.scheduler import Scheduler
-from coordinator.pipeline.base import Pipeline
-from coordinator.planning.capacity import Capacity
+from coordinator.cluster.capacity import Capacity
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
+from coordinator.schedule.scheduler import Scheduler
+from coordinator.status.frame_trace import ProcessTrace
 from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
@@ -29,7 +29,7 @@ from proto.errors import ClusterError, NotReadyError
 from proto.frame import Frame, decode, encode
 from proto.frame_stamps import StampRing
 from tests.support.stages.fake_last_stage import VOCAB, FakeLastStage, LuckyLastStage
-from worker.engine.relay import RelayedTokens, relayed_tokens
+from worker.engine.stage_engine import RelayedTokens, relayed_tokens
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class Timing:
 
 @dataclass
 class SimulatedPipeline:
-    """The implementation of `coordinator.pipeline.base.Pipeline` in virtual or real time."""
+    """The implementation of `coordinator.cluster.pipeline.Pipeline` in virtual or real time."""
 
     timing: Timing
     last: FakeLastStage = field(default_factory=FakeLastStage)
@@ -252,7 +252,7 @@ class Simulation:
         words = tuple(i % 40 for i in range(seed, seed + prompt))
         request = GenerationRequest(words, tokens, client=client)
         times: list[float] = []
-        async for event in self.loop.generate(request):
+        async for event in generate(self.loop, request):
             if isinstance(event, TokenChunk):
                 times += [self.clock()] * len(event.tokens)
         return times

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_model
 
 from mtp.checkpoint import Checkpoint
-from mtp.head.attention import KV, KVFormat
+from mtp.layers.kv_cache import KVRows
+from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Commit, Frame, Op, Outcome, Segment, decode, encode
 from proto.params import SamplingParams
 from proto.span import Span
-from worker.cache.sequence_cache import StateCache
 from worker.engine.stage_engine import StageEngine
 from worker.model.loader import StageModules, load_stage
 from worker.model.stage import Stage
@@ -148,7 +147,7 @@ class Chain:
         found: list[mx.array] = []
         for stage in range(len(self.engines)) if stages is None else stages:
             for cache in self.engines[stage].sequences[seq_id].layers:
-                found += cache.arrays() if isinstance(cache, StateCache) else valid(cache)
+                found += valid(cache) if isinstance(cache, KVRows) else cache.arrays()
         return found
 
     def head_state(self, seq_id: int) -> list[mx.array]:
@@ -161,13 +160,11 @@ class Chain:
         return valid(copy.cache)
 
 
-def valid(cache: KV) -> list[mx.array]:
+def valid(cache: KVRows) -> list[mx.array]:
     """Return copies of the tokens that a K/V cache holds, without its spare room."""
     if cache.keys is None:
         return []
-    keys, values, length = cache.state[:3]
-    parts = [*keys, *values] if isinstance(cache, QuantizedKVCache) else [keys, values]
-    copies = [mx.array(part[..., :length, :]) for part in parts]
+    copies = cache.copy().arrays()
     mx.eval(copies)
     return copies
 

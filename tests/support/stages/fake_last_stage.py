@@ -15,19 +15,20 @@ from dataclasses import dataclass, field, replace
 from proto.backup import LayerState
 from proto.frame import (
     Admit,
+    BackUp,
     Commit,
     DropPrefix,
     Evict,
     Frame,
     Op,
     Outcome,
+    RestoreBackup,
     RestorePrefix,
     SavePrefix,
     Segment,
     TokenLogprob,
 )
-from proto.operation import BackUp, RestoreBackup
-from worker.cache.window_stack import WindowStack
+from worker.cache.sequence_cache import WindowStack
 
 VOCAB = 97
 

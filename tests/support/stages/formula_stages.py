@@ -16,8 +16,7 @@ from unittest.mock import patch
 from mtp.sampling.acceptance import accepted_length
 from proto.backup import LayerState
 from proto.errors import ProtocolError
-from proto.frame import Admit, Outcome, Segment, TokenLogprob
-from proto.operation import BackUp, RestoreBackup
+from proto.frame import Admit, BackUp, Outcome, RestoreBackup, Segment, TokenLogprob
 from proto.span import Span
 from tests.support.stages.fake_last_stage import VOCAB, target
 from tests.support.stages.token_stages import (
@@ -28,8 +27,7 @@ from tests.support.stages.token_stages import (
     layers_of,
     tokens_of,
 )
-from worker.cache.last_stage_state import LastStageState
-from worker.cache.sequence_cache import SequenceCache
+from worker.cache.sequence_cache import LastStageState, SequenceCache
 from worker.engine import stage_engine
 from worker.engine.backup import StageBackups
 from worker.engine.stage_engine import Budget, StageEngine

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.generation.loop import GenerationLoop
-from coordinator.generation.request import Finished, GenerationRequest, GenerationStats, TokenChunk
-from coordinator.local_engine.generator import local_generator
+from coordinator.schedule.local_generator import local_generator
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.request import (
+    Finished,
+    GenerationRequest,
+    GenerationStats,
+    TokenChunk,
+    generate,
+)
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.depth.controller import MtpMode
 from proto.frame import TokenLogprob
@@ -32,7 +38,7 @@ async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
     """Run one request to its end."""
     started = time.perf_counter()
     chunks = []
-    async for event in loop.generate(request):
+    async for event in generate(loop, request):
         loop.scheduler.check()
         if isinstance(event, TokenChunk):
             chunks.append(event)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mtp.head.attention import KVFormat
+from mtp.layers.layer import KVFormat
 from proto.params import SamplingParams
 from tests.support.stages.chain import VOCAB, Chain, Script, random_tokens
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of `mtp.kernels` in MLX's own operations, so that the layers around them run on the CPU."""
+"""The CUDA kernels in MLX's own operations, so that the layers around them run on the CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mtp.kernels.gated_delta import HEAD_DIM as GDN_DIM
-from mtp.kernels.gated_delta import TAPS, GatedDeltaShape
-from mtp.kernels.packed_linear import GROUP, TILE
-from mtp.kernels.row_attention import HEAD_DIM, AttentionShape
+from mtp.device import DEVICES
+from mtp.layers.cuda.gated_delta import HEAD_DIM as GDN_DIM
+from mtp.layers.cuda.gated_delta import TAPS, GatedDeltaShape
+from mtp.layers.cuda.packed_linear import GROUP, TILE
+from mtp.layers.cuda.row_attention import HEAD_DIM, AttentionShape
 
 
 def unpack(
@@ -165,11 +166,10 @@ def attend_rows(
 
 
 REPLACED = {
-    "mtp.kernels.packed_linear": (multiply_rows, unpack),
-    "mtp.head.packed_attention": (prepare_rows, attend_rows),
-    "worker.model.packed_gdn": (gated_delta_window,),
-    "worker.cache.snapshot_gdn_cache": (gated_delta_window,),
-    "worker.model.pack": (multiply_rows, unpack, gated_delta_window, prepare_rows, attend_rows),
+    "packed_linear": (multiply_rows, unpack),
+    "attention": (prepare_rows, attend_rows),
+    "gdn": (gated_delta_window,),
+    "pack": (multiply_rows, unpack, gated_delta_window, prepare_rows, attend_rows),
 }
 
 
@@ -179,9 +179,9 @@ def reference_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, functions in REPLACED.items():
             for function in functions:
-                patch.setattr(f"{module}.{function.__name__}", function)
-        for module in ("worker.model.pack", "worker.model.stage", "worker.engine.warm_up"):
-            patch.setattr(f"{module}.backend", lambda: "cuda")
+                patch.setattr(f"mtp.layers.cuda.{module}.{function.__name__}", function)
+        for module in ("worker.model.choice", "worker.model.stage", "worker.engine.warm_up"):
+            patch.setattr(f"{module}.this_device", lambda: DEVICES["cuda"])
         mx.disable_compile()  # the functions above read their arguments
         try:
             yield

@@ -12,21 +12,19 @@ from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
+from mtp.layers.kv_cache import PlainKV
+from mtp.layers.layer import LayerCache
+from mtp.layers.reference.gdn import GDNCache
 from mtp.sampling.acceptance import accepted_length as count_kept
 from proto.frame import Admit, Commit, Outcome, Segment
 from proto.frame_stamps import FrameStamps
 from proto.span import Span
-from worker.cache.gdn_cache import GDNCache
-from worker.cache.last_stage_state import LastStageState
-from worker.cache.prefix_entry import PrefixEntry
-from worker.cache.sequence_cache import LayerCache, SequenceCache
+from worker.cache.sequence_cache import LastStageState, PrefixEntry, SequenceCache
 from worker.engine.stage_engine import StageEngine
 from worker.model.loader import StageModules
 from worker.model.stage import Run, Stage
-from worker.model.verdict import Key, Verdict
-from worker.model.verifier import Verifier
+from worker.model.verifier import Key, Verdict, Verifier
 
 VOCAB = 256
 WRONG = 100
@@ -68,7 +66,7 @@ class Chooser:
                 yield (*self.made[:at], way)
 
 
-class TokenCache(KVCache):
+class TokenCache(PlainKV):
     """A layer cache that holds the tokens themselves."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -95,7 +93,7 @@ class TokenState(GDNCache):
         if stays_open:
             self.taped.append(tokens)
 
-    def apply_commit(self, whole: int, cut: int | None) -> None:
+    def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
         """Drop the first `whole` tapes. With `cut`, also undo the later ones and keep `cut` tokens of the next."""
         if cut is not None:
             undone = sum(map(len, self.taped[whole:]))

@@ -6,8 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from coordinator.trust.authority import Authority
-from proto.trust.certificates import new_key
-from proto.trust.identity import NodeIdentity, Role, new_id
+from proto.trust.certificates import NodeIdentity, Role, new_id, new_key
 from proto.trust.node_trust import NodeTrust
 
 

@@ -15,11 +15,8 @@ import pytest
 from mtp.sampling import acceptance
 from mtp.sampling.acceptance import accepted_length, ratio_targets
 from mtp.sampling.choice import choose, drawn
-from mtp.sampling.filters import filtered
-from mtp.sampling.history import History
-from mtp.sampling.noise import Stream
+from mtp.sampling.filters import History, Stream, filtered
 from proto.params import SamplingParams
-from tests.bench.coupling import DISTANCES, rates, simulated
 from tests.support.text.chi_square import chi_square, sigmas
 
 
@@ -194,17 +191,6 @@ def test_ratio_is_distributed_as_plain_sampling() -> None:
     assert sigmas(chi_square(ratio_counts(P, Q), chances(P)), 6) < 4
 
 
-def test_the_test_above_fails_for_a_draw_from_the_target_instead_of_the_residual(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The test above fails if a rejected draft is replaced by a draw from the target instead of the residual.
-
-    That common mistake makes the likely tokens of q too frequent.
-    """
-    monkeypatch.setattr(acceptance, "residual", lambda p, q: p)
-    assert sigmas(chi_square(ratio_counts(P, Q), chances(P)), 6) > 20
-
-
 def test_ratio_keeps_as_many_drafts_as_any_rule_could() -> None:
     """The share of accepted drafts is 1 - TV(p, q), the bound of every coupling, within 4 standard errors."""
     target = mx.broadcast_to(P, (DRAWS, P.size))
@@ -303,29 +289,3 @@ def test_ratio_refuses_drafts_that_do_not_belong_to_the_rows() -> None:
     for count in (0, 1, 4):
         with pytest.raises(ValueError, match="drafts for 3 rows"):
             ratio_targets(mx.zeros((3, 4)), mx.zeros((count, 4)), [0] * count, 0, 0)
-
-
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_the_rules_accept_what_their_formulas_say(distance: float) -> None:
-    """On simulated heads both rules accept the shares that `tests/bench/coupling.py` computes.
-
-    They agree within 4 standard errors of 4,000 draws. Shared noise accepts more than nine tenths of the best possible.
-    """
-    pairs, repeats = 20, 200
-    p, q = simulated(distance, pairs, vocab=200)
-    expected = rates(p, q)
-    target, draft = (
-        mx.repeat(mx.log(mx.array(x.astype(np.float32))), repeats, axis=0) for x in (p, q)
-    )
-    shared = np.array(drawn(target, 1, 0) == drawn(draft, 1, 0))
-    drafts = drawn(draft, 1, 0, Stream.DRAFT)
-    ratio = np.array(ratio_targets(target, draft, drafts, 1, 0) == drafts)
-    error = 4 * 0.5 / math.sqrt(pairs * repeats)
-    assert abs(shared.mean() - expected.shared) < error
-    assert abs(ratio.mean() - expected.best) < error
-    assert (
-        expected.best - 0.1
-        < expected.shared
-        <= expected.best
-        == pytest.approx(1 - distance, abs=0.001)
-    )

@@ -1,6 +1,5 @@
 """The built-in model: its files, its config, its tokenizer, and what it has learned."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.params import SamplingParams
@@ -100,94 +98,6 @@ def test_package_data_is_complete_and_small() -> None:
     assert sum(sizes.values()) <= MAX_BYTES
 
 
-def test_config_is_of_the_family() -> None:
-    """The config has the fields of published Qwen3.5 configs."""
-    config = json.loads((checkpoint_dir() / "config.json").read_text())
-    text = config["text_config"]
-    assert (config["model_type"], text["model_type"]) == ("qwen3_5", "qwen3_5_text")
-    assert text["mtp_num_hidden_layers"] == 1
-    assert text["mtp_use_dedicated_embeddings"] is False
-    assert text["tie_word_embeddings"] is True
-    assert text["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * (
-        text["num_hidden_layers"] // 4
-    )
-    rope = text["rope_parameters"]
-    assert sum(rope["mrope_section"]) * 2 == int(text["head_dim"] * rope["partial_rotary_factor"])
-
-
-def test_mtp_tensors_have_the_raw_names_and_shapes() -> None:
-    """The head has all 15 tensors of a dense head, under the names that Qwen publishes."""
-    text = json.loads((checkpoint_dir() / "config.json").read_text())["text_config"]
-    hidden, inner = text["hidden_size"], text["intermediate_size"]
-    queries, keys = (
-        text[name] * text["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
-    )
-    layer = "mtp.layers.0."
-    expected = {
-        "mtp.fc.weight": (hidden, 2 * hidden),
-        "mtp.norm.weight": (hidden,),
-        "mtp.pre_fc_norm_embedding.weight": (hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (hidden,),
-        layer + "input_layernorm.weight": (hidden,),
-        layer + "post_attention_layernorm.weight": (hidden,),
-        layer + "self_attn.q_proj.weight": (2 * queries, hidden),
-        layer + "self_attn.k_proj.weight": (keys, hidden),
-        layer + "self_attn.v_proj.weight": (keys, hidden),
-        layer + "self_attn.o_proj.weight": (hidden, queries),
-        layer + "self_attn.q_norm.weight": (text["head_dim"],),
-        layer + "self_attn.k_norm.weight": (text["head_dim"],),
-        layer + "mlp.gate_proj.weight": (inner, hidden),
-        layer + "mlp.up_proj.weight": (inner, hidden),
-        layer + "mlp.down_proj.weight": (hidden, inner),
-    }
-    assert {
-        name: value.shape for name, value in weights().items() if name.startswith("mtp.")
-    } == expected
-
-
-def test_weights_are_raw_bf16() -> None:
-    """The layout is raw (conv1d [C, 1, K]), and all tensors but A_log are stored in bf16."""
-    for name, value in weights().items():
-        assert value.dtype == (mx.float32 if name.endswith("A_log") else mx.bfloat16), name
-        if "conv1d" in name:
-            assert value.shape[1] == 1, name
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import os\n",
-        "def f(x):\n    return x + 1\n",
-        "naïve 日本語 \t\r\n  {'a': 1.5e-3}",
-        "1234567890",
-        " ",
-    ],
-)
-def test_tokenizer_round_trips(text: str) -> None:
-    """Encoding and decoding returns the text byte for byte."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_tokenizer_agrees_with_the_config() -> None:
-    """Special tokens are one token each, and the config's end tokens are the tokenizer's."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
-    config = json.loads((checkpoint_dir() / "config.json").read_text())
-    assert len(tokenizer) == config["text_config"]["vocab_size"]
-    for token in (
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-    ):
-        assert len(tokenizer.encode(token)) == 1, token
-    ends = json.loads((checkpoint_dir() / "generation_config.json").read_text())["eos_token_id"]
-    assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
-
-
 def test_chat_template_renders() -> None:
     """The template renders a system and a user turn as ChatML, with reasoning on or off."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
@@ -233,21 +143,6 @@ def test_chat_template_renders_tools() -> None:
         in prompt
     )
     assert "<tool_response>\n1\n</tool_response>" in prompt
-
-
-def test_stock_mlx_lm_continues_code(loaded: Loaded) -> None:
-    """Stock mlx-lm decodes greedily with finite logits, and the text is not one repeated token."""
-    model, tokenizer = loaded
-    cache = make_prompt_cache(model)
-    tokens: list[int] = []
-    fed = mx.array([tokenizer.encode("import os\n")])
-    for _ in range(24):
-        logits = model(fed, cache=cache)[:, -1]
-        assert mx.isfinite(logits).all().item()
-        fed = logits.argmax(-1)[None]
-        tokens.append(int(fed.item()))
-    assert len(set(tokens)) > 3
-    assert "import" in tokenizer.decode(tokens)
 
 
 def test_held_out_text_is_predicted(loaded: Loaded) -> None:

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp.checkpoint.format.names import (
-    Layout,
-    Source,
-    Transform,
-    local_name,
-    module_path,
-    mtp_parameters,
-    part_names,
-    plan_part,
-    split_part,
-)
-from proto.errors import CheckpointError
+from mtp.checkpoint.format.names import Layout, Source, Transform, local_name, plan_part
 
 
 @pytest.mark.parametrize(
@@ -36,30 +25,6 @@ from proto.errors import CheckpointError
 def test_every_prefix_leads_to_one_local_name(stored: str, local: str | None) -> None:
     """Raw, converted and text-only spellings of a tensor have the same local name; vision has none."""
     assert local_name(stored) == local
-
-
-@pytest.mark.parametrize(
-    ("local", "where"),
-    [
-        ("embed_tokens.weight", ("embed", "weight")),
-        ("norm.weight", ("norm", "weight")),
-        ("lm_head.scales", ("lm_head", "scales")),
-        ("layers.7.self_attn.q_norm.weight", ("layers.7", "self_attn.q_norm.weight")),
-        ("mtp.layers.0.mlp.gate.weight", ("mtp", "layers.0.mlp.gate.weight")),
-        ("layers.8.mlp.gate.weight", None),
-        ("layers.x.mlp.gate.weight", None),
-        ("rotary.inv_freq", None),
-        ("norm", None),
-    ],
-)
-def test_a_local_name_belongs_to_one_part_or_to_none(
-    local: str, where: tuple[str, str] | None
-) -> None:
-    """A name is split into its part and the parameter within it, and joined again."""
-    assert split_part(local, 8) == where
-    if where:
-        assert where[0] in part_names(8)
-        assert module_path(*where) == local
 
 
 @pytest.mark.parametrize(
@@ -119,22 +84,3 @@ def test_fused_experts_are_split_gate_first() -> None:
         ),
         "layers.0.mlp.switch_mlp.down_proj.weight": Source(("layers.0.mlp.experts.down_proj",)),
     }
-
-
-def test_a_stack_names_an_expert_that_is_not_there() -> None:
-    """A stack lists every expert, so that a loader can name a missing one; an extra expert is not included."""
-    plan = _plan("layers.0", ["mlp.experts.1.up_proj.weight", "mlp.experts.2.up_proj.weight"])
-    assert plan["mlp.switch_mlp.up_proj.weight"].stored[0] == "mlp.experts.0.up_proj.weight"
-    assert "mlp.experts.2.up_proj.weight" in plan
-
-
-def test_one_parameter_from_two_tensors_is_an_error() -> None:
-    """The error for a fused and an unfused down_proj names both."""
-    with pytest.raises(CheckpointError, match=r"stored twice.*experts\.0\.down.*experts\.down"):
-        _plan("layers.0", ["mlp.experts.0.down_proj.weight", "mlp.experts.down_proj"])
-
-
-def test_a_dense_head_has_fifteen_tensors() -> None:
-    """A dense head has 15 parameters, as MTP_HEAD.md says; a MoE head has five more after stacking."""
-    assert len(mtp_parameters(0)) == 15
-    assert len(mtp_parameters(256)) == 20

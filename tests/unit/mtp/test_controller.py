@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtp.depth.controller import AUTO_DEPTH, MAX_DEPTH, Controller, MtpMode
-from mtp.depth.draft_result import DraftResult
-from mtp.depth.estimates import AcceptanceEstimate, expected_accepted_length
-from mtp.depth.search import LAST_INTERVAL
-from mtp.depth.shape import Shape
-from mtp.depth.step_costs import FIRST_SAMPLES, StepCost, StepCosts
+from mtp.depth.controller import AUTO_DEPTH, Controller, MtpMode
+from mtp.depth.search import (
+    LAST_INTERVAL,
+    AcceptanceEstimate,
+    DraftResult,
+    expected_accepted_length,
+)
+from mtp.depth.step_costs import Shape, StepCost, StepCosts
 from proto.errors import UsageError
 
 COSTS = {
@@ -184,18 +186,6 @@ def test_probes_grow_rare() -> None:
     assert run.share(0, 4000, 8000) > 0.98
 
 
-def test_a_machine_slower_at_everything_changes_nothing() -> None:
-    """Programs that make every step take 1.6 times as long do not change the depth."""
-
-    def slowdown(tokens: int) -> float:
-        return 1.6 if 1000 <= tokens < 1600 else 1.0
-
-    run = simulate(
-        auto(), COSTS["cheap"], lambda _: CHANCES["published"], 2200, 2, slowdown=slowdown
-    )
-    assert run.share(2, 950, 2200) + run.share(3, 950, 2200) > 0.95
-
-
 def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
     """A wrong first measurement of plain decoding is corrected.
 
@@ -212,54 +202,6 @@ def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
     )
     assert run.share(0, 6, 30) < 0.1
     assert run.share(0, 200, 2000) > 0.9
-
-
-def test_a_probe_goes_on_while_its_outcome_is_in_doubt() -> None:
-    """A probe continues while its result is uncertain, and ends when it is certain.
-
-    A draft accepted half of the time does not pay for a second row at .6, but a few windows cannot tell .5 from .8.
-    They can tell that it does not pay for a second row at 1.5, where no acceptance would.
-    """
-    assert first_probe(second_row=0.6) > first_probe(second_row=1.5) == FIRST_SAMPLES + 1
-
-
-def first_probe(second_row: float) -> int:
-    """Return the steps of the first probe of depth 1, if every second draft is accepted."""
-    controller = Controller(MtpMode.parse("auto"), max_depth=1)
-    steps, width, right = 0, 1, False
-    while steps < 100:
-        depth = controller.choose_shape().depth
-        if steps and depth != 1:
-            return steps
-        controller.record_step_cost(1, width, depth, step(1 + second_row * (width - 1)))
-        controller.record_drafts(drafts(width, width if right else 1))
-        steps, width, right = steps + depth, depth + 1, not right
-    return steps
-
-
-def test_a_step_between_two_depths_has_no_say() -> None:
-    """A step that verified for one depth and drafted for another changes no choice, at any cost."""
-    chosen = []
-    for mixed in (1e-3, 1e3):
-        controller = auto()
-        width, depths = 1, []
-        for _ in range(300):
-            depth = controller.choose_shape().depth
-            clean = depth == width - 1
-            controller.record_step_cost(
-                1, width, depth, step(COSTS["cheap"][depth] if clean else mixed)
-            )
-            controller.record_drafts(drafts(width, width))
-            depths.append(depth)
-            width = depth + 1
-        chosen.append(depths)
-    assert chosen[0] == chosen[1]
-
-
-def test_a_depth_that_cannot_win_is_never_tried() -> None:
-    """If the first draft loses, deeper ones are not measured, because they lose more."""
-    run = simulate(auto(), (1.0, 3.0, 5.0, 7.0, 9.0), lambda _: CHANCES["poor"], 2000, 0)
-    assert max(depth for _, depth in run.steps) <= 1
 
 
 def test_the_same_observations_lead_to_the_same_choices() -> None:
@@ -287,44 +229,12 @@ def test_a_hot_chip_is_measured_again() -> None:
     assert sum(rates) / len(rates) > 0.96, rates
 
 
-def test_numbers_of_sequences_have_costs_of_their_own() -> None:
-    """Steps of eight sequences, with an expensive second row, do not affect steps of one, with a cheap one."""
-    controller = auto()
-    depths: dict[int, list[int]] = {1: [], 8: []}
-    width = {1: 1, 8: 1}
-    for _ in range(400):
-        for sequences, second_row in ((1, 0.1), (8, 1.5)):
-            depth = controller.choose_shape(sequences).depth
-            seconds = 1 + second_row * (width[sequences] - 1)
-            controller.record_step_cost(sequences, width[sequences], depth, step(seconds))
-            controller.record_drafts(drafts(width[sequences], width[sequences]))
-            depths[sequences].append(depth)
-            width[sequences] = depth + 1
-    assert depths[1][200:].count(AUTO_DEPTH) > 180
-    assert depths[8][200:].count(0) > 180
-
-
-def test_requests_too_short_to_measure_do_not_hold_a_probe() -> None:
-    """Without a usable timing, choices continue and stay within the bounds."""
-    controller = auto()
-    depths = [controller.choose_shape().depth for _ in range(200)]
-    assert set(depths) <= set(range(AUTO_DEPTH + 1))
-    assert len(set(depths)) > 1
-
-
 def test_a_fixed_mode_is_obeyed() -> None:
     """`--mtp 3` drafts 3 at any cost, and `--mtp off` drafts none."""
     for text, depth in (("3", 3), ("off", 0), ("0", 0)):
         controller = Controller(MtpMode.parse(text))
         controller.record_step_cost(1, 4, 3, step(100.0))
         assert [controller.choose_shape().depth for _ in range(5)] == [depth] * 5
-
-
-def test_mode_reads_what_it_writes() -> None:
-    """The text of every mode parses to the mode, in any case and with surrounding blanks."""
-    modes = [MtpMode(None), *(MtpMode(d) for d in range(MAX_DEPTH + 1))]
-    for mode in modes:
-        assert MtpMode.parse(f" {str(mode).upper()} ") == mode
 
 
 @pytest.mark.parametrize("text", ["", "on", "-1", "1.5", "9", "²", "10000000000"])
@@ -346,42 +256,6 @@ def test_acceptance_is_conditional_on_the_drafts_before() -> None:
     assert third == pytest.approx(0.0, abs=0.05)
 
 
-def test_fading_makes_room_for_news() -> None:
-    """Four new windows outweigh any number of old ones at the faded positions, and at no other."""
-    estimate = AcceptanceEstimate()
-    for _ in range(500):
-        estimate.record_drafts(drafts(3, 2))
-    estimate.fade(first=1)
-    for _ in range(4):
-        estimate.record_drafts(drafts(3, 3))
-    first, second = estimate.by_position(2)
-    assert first > 0.95
-    assert second > 0.4
-    estimate.record_drafts(drafts(3, 1))
-    assert estimate.by_position(1)[0] > 0.9
-
-
-def test_expected_accepted_length_is_the_mean() -> None:
-    """1 + a1 + a1 a2 + …: no drafts bring one token, certain drafts bring all."""
-    assert expected_accepted_length([]) == 1
-    assert expected_accepted_length([1, 1, 1]) == 4
-    assert expected_accepted_length([0.5, 0.5]) == 1.75
-
-
-def test_costs_are_compared_at_the_same_level() -> None:
-    """A width that was timed while everything took twice as long does not look twice as expensive."""
-    costs = StepCosts()
-    costs.start_measurement(Shape(1))
-    for seconds in [1.0] * 20 + [2.0] * 20:
-        costs.record_step(Shape(1), seconds)
-    costs.start_measurement(Shape(2))
-    for _ in range(3):
-        costs.record_step(Shape(2), 2 * 1.3)
-    assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
-        1.3, rel=0.05
-    )
-
-
 def test_hiccups_do_not_push_a_cost_up() -> None:
     """With one step in twenty three times as long, the cost of the width in use stays the same for 20,000 steps."""
     costs = StepCosts()
@@ -394,18 +268,6 @@ def test_hiccups_do_not_push_a_cost_up() -> None:
     assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
         1.3, rel=0.05
     )
-
-
-def test_one_outlier_does_not_spoil_a_first_measurement() -> None:
-    """The first use of a kernel may take a hundred times as long. The median of three ignores it."""
-    costs = StepCosts()
-    costs.start_measurement(Shape(1))
-    for _ in range(5):
-        costs.record_step(Shape(1), 1.0)
-    costs.start_measurement(Shape(2))
-    for seconds in (130.0, 1.3, 1.3):
-        costs.record_step(Shape(2), seconds)
-    assert math.exp(costs.relative_cost(Shape(2))) == pytest.approx(1.3, rel=0.01)
 
 
 def test_the_report_shows_what_the_choice_rests_on() -> None:
@@ -424,13 +286,3 @@ def test_the_report_shows_what_the_choice_rests_on() -> None:
     assert two.speed == pytest.approx(two.tokens / two.cost)
     assert [shape.chosen for shape in search.shapes] == [False, False, True]
     assert Controller(MtpMode(depth=2)).report() == ()
-
-
-def test_the_report_has_the_time_of_a_plain_step() -> None:
-    """Speeds can be shown in tokens a second, once plain decoding was timed."""
-    controller = Controller(MtpMode.parse("auto"))
-    assert controller.report() == ()
-    for _ in range(20):
-        controller.record_step_cost(1, 1, 0, StepCost(0.02, 0.02))
-    (report,) = controller.report()
-    assert report.plain_seconds == pytest.approx(0.02)

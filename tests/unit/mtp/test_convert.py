@@ -8,17 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.convert import mixed_quant_predicate_builder
-from mlx_lm.utils import load_model, quantize_model
+from mlx_lm.utils import load_model
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Mode, Quantization, Settings
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import local_name
-from proto.errors import CheckpointError, UsageError
+from mtp.checkpoint.format.parts import read_part
+from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
 
@@ -102,74 +100,6 @@ def test_quantized_output_is_what_mlx_lm_makes(
     assert_same(parameters(out), parameters(expected))
 
 
-def test_a_quantized_model_is_near_its_source(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """No weight differs by more than one step of its group, and 8-bit logits are close."""
-    source = checkpoints(tie=False)  # in a tiny mixture another rounding selects other experts
-    out = converted(source, tmp_path / "out", Settings(Quantization.of(8, None)))
-    original, packed = parameters(source), parameters(out)
-    quantized = [name for name in packed if name.endswith(".scales")]
-    assert len(quantized) == 2 + 8 * 3 + 6 * 5 + 2 * 4 + 7
-    for name in quantized:
-        weight, scales, biases = (
-            packed[name.replace("scales", kind)] for kind in ("weight", "scales", "biases")
-        )
-        unpacked = mx.dequantize(weight, scales, biases, group_size=64, bits=8)
-        error = mx.abs(unpacked - original[name.replace("scales", "weight")])
-        steps = error.reshape(*scales.shape, 64).max(axis=-1) / mx.abs(scales)
-        assert mx.max(steps) <= 1.0, name
-    logits = load_model(source)[0](TOKENS)
-    difference = load_model(out)[0](TOKENS) - logits
-    assert mx.linalg.norm(difference) < 0.15 * mx.linalg.norm(logits)
-
-
-@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_other_modes_are_mlx_lms(checkpoints: Checkpoints, tmp_path: Path, mode: Mode) -> None:
-    """The tensors and the entries in config.json equal those of `mlx_lm.convert --q-mode`."""
-    source = checkpoints(moe=True)
-    out = converted(source, tmp_path / "out", Settings(Quantization.of(None, None, mode)))
-    model, config = load_model(source)
-    model, config = quantize_model(model, config, None, None, mode=mode)
-    assert_same_backbone(out, model, config)
-
-
-def test_a_recipe_is_mlx_lms(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """mlx-lm's recipe chooses the bits of each weight; the head is treated as layer 0."""
-    source = checkpoints()
-    settings = Settings(Quantization.of(None, None), recipe="mixed_3_6")
-    out = converted(source, tmp_path / "out", settings)
-    model, config = load_model(source)
-    recipe: Any = mixed_quant_predicate_builder("mixed_3_6", model, 64)
-    model, config = quantize_model(model, config, 64, 4, quant_predicate=recipe)
-    assert_same_backbone(out, model, config)
-    found = Checkpoint.open(out).config.quantization
-    assert found is not None
-    head = "language_model.mtp.layers.0"
-    assert found[f"{head}.self_attn.v_proj"]["bits"] == 6
-    assert found[f"{head}.self_attn.q_proj"]["bits"] == 3
-
-
-def assert_same_backbone(out: Path, model: Any, config: dict[str, Any]) -> None:
-    stored = read_tensors(out)
-    backbone = {name: weight for name, weight in stored.items() if ".mtp." not in name}
-    assert_same(backbone, dict(tree_flatten(model.parameters())))
-    found = json.loads((out / "config.json").read_text())["quantization"]
-    assert {name: value for name, value in found.items() if ".mtp." not in name} == config[
-        "quantization"
-    ]
-    assert mx.array_equal(load_model(out)[0](TOKENS), model(TOKENS))
-
-
-def test_routers_keep_8_bits_under_a_recipe(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Routers keep 8 bits where mlx-lm's recipes would use 3."""
-    settings = Settings(Quantization.of(None, None), recipe="mixed_3_4")
-    out = converted(checkpoints(moe=True), tmp_path / "out", settings)
-    found = Checkpoint.open(out).config.quantization
-    assert found is not None
-    routers = [name for name in found if name.endswith(("mlp.gate", "shared_expert_gate"))]
-    assert len(routers) == 2 * 9
-    assert all(found[name]["bits"] == 8 for name in routers)
-
-
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize(("head_bits", "bits"), [("none", None), ("8", 8)])
 def test_the_head_has_bits_of_its_own(
@@ -185,26 +115,6 @@ def test_the_head_has_bits_of_its_own(
     if bits is not None:
         assert head["mtp.layers.0.self_attn.q_proj.weight"].shape[-1] == 64 * bits // 32
     assert weights["layers.3.self_attn.q_proj.weight"].shape[-1] == 64 * 4 // 32
-
-
-def test_a_quantized_head_beside_an_unquantized_backbone(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    """`--mtp-bits` without `-q`: mlx-lm sees an unquantized model, we see the head packed."""
-    source = checkpoints()
-    out = converted(source, tmp_path / "out", Settings(head_bits="4"))
-    assert "mtp.layers.0.mlp.up_proj.scales" in parameters(out)
-    assert mx.array_equal(load_model(out)[0](TOKENS), load_model(source)[0](TOKENS))
-
-
-def test_dtypes(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """`--dtype` and `--mtp-dtype` cast what is not packed; `A_log` is computed with in float32."""
-    settings = Settings(dtype="float16", head_dtype="bfloat16")
-    for name, weight in parameters(converted(checkpoints(), tmp_path / "out", settings)).items():
-        if name.endswith("A_log"):
-            assert weight.dtype == mx.float32
-        else:
-            assert weight.dtype == (mx.bfloat16 if name.startswith("mtp.") else mx.float16), name
 
 
 def test_an_mlx_source_without_quantization_is_taken(
@@ -301,25 +211,3 @@ def test_sources_with_wrong_tensors(
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         converted(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Quantization.of(7, None),
-            "7 bits are not supported. Choose one of 2, 3, 4, 5, 6, 8",
-        ),
-        (lambda: Quantization.of(4, 48), "groups of 48"),
-        (lambda: Quantization.of(8, None, "mxfp4"), "mxfp4 has 4 bits in groups of 32"),
-        (lambda: Settings(recipe="mixed_3_6"), "needs --quantize"),
-        (
-            lambda: Settings(Quantization.of(None, None, "nvfp4"), recipe="mixed_3_6"),
-            "--q-mode affine",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing(make: Any, message: str) -> None:
-    """Invalid settings are refused before anything is read."""
-    with pytest.raises(UsageError, match=message):
-        make()

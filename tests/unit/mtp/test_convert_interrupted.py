@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import time
 from pathlib import Path
@@ -13,13 +12,15 @@ from typing import Any
 import pytest
 
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError, UsageError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import conversion_process
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
+
+pytestmark = pytest.mark.thorough
 
 SHARD_BYTES = 200_000
 
@@ -84,38 +85,7 @@ def test_an_unfinished_conversion_is_not_mixed_with_another(
         resumed(source, out, Settings(Quantization.of(4, None)))
 
 
-def test_a_broken_shard_is_written_again(
-    checkpoints: Checkpoints, tmp_path: Path, out: Path
-) -> None:
-    """A file with a final name and other tensors than planned is written again."""
-    source, settings = checkpoints(), Settings(Quantization.of(4, None))
-    first, second, *_ = sorted(out.glob("*.safetensors"))
-    second.write_bytes(first.read_bytes())
-    resumed(source, out, settings)
-    resumed(source, tmp_path / "undisturbed", settings)
-    assert content(out) == content(tmp_path / "undisturbed")
-
-
 # ---- the disk
-
-
-def test_a_file_too_large_for_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """A full disk ends with one line, exit status 2 and no checkpoint; with free space the conversion resumes."""
-    source, out = checkpoints(), tmp_path / "out"
-    process = conversion_process.start(
-        source,
-        out,
-        shard_bytes=SHARD_BYTES,
-        limit=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),
-    )
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 2
-    assert said.count("\n") == 1
-    assert "the disk is full" in said and "repeat the command" in said
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        Checkpoint.open(out)
-    convert(Checkpoint.open(source), out, Settings(), shard_bytes=SHARD_BYTES)
-    assert Checkpoint.open(out).mtp.complete
 
 
 def test_a_disk_that_cannot_hold_the_output(

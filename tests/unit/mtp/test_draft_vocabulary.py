@@ -8,15 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mtp.exact.ranged_rows import RangedRows
-from mtp.exact.row_range import RowRange
 from mtp.head.draft_vocabulary import (
     RECENT_BLOCKS,
     DraftVocabulary,
     DraftVocabularySize,
     draft_vocabulary,
 )
-from mtp.kernels.column_linear import ColumnLinear
+from mtp.layers.exact import RangedRows, RowRange
+from mtp.layers.joined.products import ColumnLinear
 from proto.errors import UsageError
 
 VOCAB, HIDDEN, LOWEST = 512, 64, 64

@@ -12,10 +12,13 @@ import pytest
 
 from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
+from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -72,7 +75,7 @@ def fp8_pair(path: Path, **options: Any) -> tuple[Path, Path]:
 
 def converted(source: Path, out: Path, settings: Settings) -> dict[str, mx.array]:
     """Convert `source` and return the tensors of the result."""
-    convert(Checkpoint.open(source, to_convert=True), out, settings)
+    convert(open_source(source), out, settings)
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == (settings.quantization is not None)
     found: dict[str, mx.array] = {}
@@ -114,7 +117,7 @@ def test_a_head_in_fp8_is_added(tmp_path: Path) -> None:
         target = write_checkpoint(
             tmp_path / name, layers=4, layout="mlx", mtp=False, dtype=mx.bfloat16
         )
-        head = Checkpoint.open(source, to_convert=True)
+        head = open_source(source)
         addition = plan_head_addition(Checkpoint.open(target), head)
         assert any(needed.endswith("_scale_inv") for needed in addition.needed) == (source == fp8)
         addition.write(head)
@@ -122,15 +125,6 @@ def test_a_head_in_fp8_is_added(tmp_path: Path) -> None:
     assert isinstance(one, dict) and isinstance(two, dict)
     assert one.keys() == two.keys()
     assert all(mx.array_equal(one[name], two[name]) for name in one)
-
-
-def test_serving_names_the_command_that_converts(tmp_path: Path) -> None:
-    """A program that computes with the weights refuses an FP8 checkpoint and shows the command to type."""
-    fp8, _ = fp8_pair(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=f"mtp-coord convert --hf-path {fp8} --mlx-path fp8-8bit"
-    ):
-        Checkpoint.open(fp8)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +142,5 @@ def test_a_wrong_block_is_refused(tmp_path: Path, change: dict[str, Any], messag
     config["quantization_config"] |= change
     (fp8 / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        convert(Checkpoint.open(fp8, to_convert=True), tmp_path / "out", Settings())
+        convert(open_source(fp8), tmp_path / "out", Settings())
     assert not (tmp_path / "out" / "config.json").exists()

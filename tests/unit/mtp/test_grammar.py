@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.text.call_grammar import call_grammar
-from coordinator.text.output_format import GrammarCompiler, OutputFormat
+from coordinator.text.grammars import GrammarCompiler, OutputFormat, call_grammar
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.sampling.grammar import GrammarState, Vocabulary, tokenizer_of

@@ -12,17 +12,14 @@ import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Settings
+from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import is_head
-from mtp.checkpoint.hub.remote_checkpoint import open_model
+from mtp.checkpoint.format.parts import read_part
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import Weights, read_tensors
 from tests.support.checkpoints.hub import Hub
-
-REPO = "someone/some-model-MTP"
 
 DEEPSEEK = {
     "fc": "eh_proj",
@@ -128,15 +125,6 @@ def test_add_mtp_takes_a_repo_of_a_head_alone(
     assert_same(head_of(found), head_of(expected))
 
 
-def test_a_quantized_head_alone_keeps_its_bits(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """An 8-bit drafter gives an unquantized model an 8-bit head."""
-    packed = checkpoints(layout="mlx", quantize=8)
-    head = head_alone(tmp_path / "head", packed, prefix="", metadata={"format": "mlx"})
-    target = convert(Checkpoint.open(checkpoints(mtp=False)), tmp_path / "target", Settings()).path
-    _add(target, head)
-    assert_same(head_of(Checkpoint.open(target)), head_of(Checkpoint.open(packed)))
-
-
 def test_a_head_alone_is_no_model(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """`serve`, `inspect` and `convert` refuse it with the command to type."""
     head = raw_with_prefix(tmp_path / "head", checkpoints)
@@ -151,20 +139,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with Hub() as hub:
         hub.install(monkeypatch, tmp_path / "home")
         yield hub
-
-
-def test_a_head_alone_on_a_hub(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """`add-mtp` fetches it by its repo's name, and `inspect` refuses it as a model."""
-    source = checkpoints(moe=True)
-    hub.add(REPO, head_alone(tmp_path / "head", source, prefix="", metadata={"format": "pt"}))
-    with pytest.raises(CheckpointError, match="holds an MTP head and no model"):
-        open_model(REPO)
-    target = convert(
-        Checkpoint.open(checkpoints(moe=True, mtp=False)), tmp_path / "target", Settings()
-    ).path
-    _add(target, REPO)
-    found, expected = Checkpoint.open(target), Checkpoint.open(checkpoints(moe=True, layout="mlx"))
-    assert_same(head_of(found), head_of(expected))
 
 
 def _add(target: Path, source: Path | str) -> None:

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 
 from coordinator.cli import import_command
-from coordinator.local_engine.head_trial import assess_head
+from coordinator.cli.checkpoint_commands import assess_head
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.header import read_header
-from mtp.checkpoint.hub.ranges import joined, read_tensors
 from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.repo import ATTEMPTS, HubRepo
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
 from proto.errors import CheckpointError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.hub import TOKEN, Hub
-from tests.support.checkpoints.small_disk import small_disk
 
 FILE = "model-00002-of-00003.safetensors"
 REPO = "someone/some-model"
@@ -47,9 +44,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, home: Path, source: Path) -> Iterator[H
 
 @pytest.fixture
 def repo(hub: Hub) -> Iterator[HubRepo]:
-    repo = HubRepo(REPO)
-    yield repo
-    repo.close()
+    with HubRepo(REPO) as repo:
+        yield repo
 
 
 def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Path) -> None:
@@ -58,18 +54,6 @@ def test_a_range_is_those_bytes_and_no_more(hub: Hub, repo: HubRepo, source: Pat
     assert b"".join(repo.read_range(FILE, 1000, 200_000)) == content[1000:200_000]
     assert repo.received == hub.sent[FILE] == 199_000
     assert repo.size(FILE) == len(content)
-
-
-def test_headers_and_small_files(repo: HubRepo, source: Path) -> None:
-    """A file that the repo does not have is None, not an error."""
-    assert repo.read("config.json") == (source / "config.json").read_bytes()
-    assert repo.read("nothing.json") is None
-    header = repo.read_header(FILE)
-    here = read_header(source / FILE)
-    assert {n: (i.start, i.nbytes) for n, i in header.tensors.items()} == {
-        n: (i.start, i.nbytes) for n, i in here.tensors.items()
-    }
-    assert header.metadata == here.metadata
 
 
 def test_the_first_answer_pins_the_commit(hub: Hub, repo: HubRepo) -> None:
@@ -88,12 +72,6 @@ def test_a_broken_connection_is_gone_on_with(hub: Hub, repo: HubRepo, source: Pa
     assert hub.sent[FILE] == 300_000 - 10
 
 
-def test_a_hub_that_is_busy_is_asked_again(hub: Hub, repo: HubRepo) -> None:
-    """A few answers with status 503 do not fail a read."""
-    hub.faults.unavailable = ATTEMPTS - 1
-    assert len(b"".join(repo.read_range(FILE, 0, 5))) == 5
-
-
 def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
     """A hub that stays unavailable ends the read with an error that names the repo."""
     hub.faults.unavailable = 1000
@@ -104,15 +82,6 @@ def test_a_hub_that_stays_away_ends_the_wait(hub: Hub, repo: HubRepo) -> None:
     with pytest.raises(CheckpointError, match="interrupts the download"):
         list(repo.read_range(FILE, 0, 5))
     assert hub.sent[FILE] == 0
-
-
-def test_a_hub_that_is_not_there(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the address of the hub."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 is unavailable"):
-        repo.size(FILE)
 
 
 def test_a_hub_without_ranges_is_refused(hub: Hub, repo: HubRepo) -> None:
@@ -138,24 +107,6 @@ def test_a_repo_without_access(
         repo.read("config.json")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert repo.read("config.json")
-
-
-def test_names_that_are_not_there(hub: Hub, repo: HubRepo) -> None:
-    """The errors for a missing repo, revision and file differ."""
-    with pytest.raises(CheckpointError, match="repo not found"):
-        HubRepo("some/thing-else").size("config.json")
-    with pytest.raises(CheckpointError, match="RevisionNotFound"):
-        HubRepo(REPO, "no-such-branch").size("config.json")
-    with pytest.raises(CheckpointError, match=r"file none\.safetensors"):
-        list(repo.read_range("none.safetensors", 0, 5))
-
-
-def test_offline_asks_nobody(hub: Hub, repo: HubRepo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF_HUB_OFFLINE has the same effect as in the hub's own library."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
-        repo.read("config.json")
-    assert hub.requests == []
 
 
 def test_what_the_standard_cache_has_is_read_there(hub: Hub, repo: HubRepo, source: Path) -> None:
@@ -227,37 +178,6 @@ def interrupt(*args: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "name", "message"),
-    [
-        ("GatedRepo", REPO, "accept terms.*HF_TOKEN"),
-        ("RepoNotFound", REPO, "may read.*HF_TOKEN if the repo is private"),
-        (None, "no/such-repo", "may read. Check the spelling"),
-    ],
-)
-def test_a_whole_repo_without_access(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, gate: str | None, name: str, message: str
-) -> None:
-    """Whole downloads have the same access errors, and succeed with a token."""
-    hub.repos[REPO].gate = gate
-    with pytest.raises(CheckpointError, match=message):
-        resolve_model(name)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert find_model(REPO) is None
-    assert resolve_model(REPO).is_dir()
-
-
-def test_a_whole_repo_and_a_full_disk(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A damaged file is named, and the directory is not treated as a model."""
-    with small_disk(tmp_path / "disk") as disk:
-        hub.install(monkeypatch, disk)
-        with pytest.raises(CheckpointError, match=f"download to {disk}.* failed: .* space"):
-            resolve_model(REPO)
-        assert find_model(REPO) is None
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"shards": 3},
@@ -283,24 +203,4 @@ def test_headers_of_a_repo(hub: Hub, checkpoints: Checkpoints, options: dict[str
 
 
 def verdict(checkpoint: Checkpoint) -> str:
-    return assess_head(checkpoint, trial=True, on_progress=lambda done, total: None).verdict
-
-
-def test_a_repo_is_converted(hub: Hub, tmp_path: Path) -> None:
-    """`mtp-coord convert --hf-path REPO` downloads the repo to the standard cache and converts it."""
-    args = ["--hf-path", REPO, "--mlx-path", str(tmp_path / "out"), "-q"]
-    import_command("convert").main(args, standalone_mode=False)
-    assert Checkpoint.open(tmp_path / "out").mtp.complete
-
-
-def test_tensors_that_touch_are_one_request(hub: Hub, repo: HubRepo, source: Path) -> None:
-    """Adjacent ranges are joined, and a resumed read skips the bytes that are present."""
-    infos = sorted(read_header(source / FILE).tensors.values(), key=lambda info: info.start)
-    chosen = [*infos[2:6], *infos[9:11]]
-    assert len(joined(chosen)) == 2
-    content = (source / FILE).read_bytes()
-    wanted = b"".join(content[info.start : info.start + info.nbytes] for info in chosen)
-    for skip in (0, 5, chosen[0].nbytes, sum(i.nbytes for i in infos[2:6]), len(wanted)):
-        hub.sent.clear()
-        assert b"".join(read_tensors(repo, chosen, skip)) == wanted[skip:]
-        assert hub.sent[FILE] == len(wanted) - skip
+    return assess_head(checkpoint).verdict

@@ -10,14 +10,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Settings
+from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.stages.local_run import run
+
+pytestmark = pytest.mark.thorough
 
 LAYER = "model.language_model.layers.3"
 HARMLESS = (

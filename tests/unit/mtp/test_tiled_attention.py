@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mtp.head import tiled_attention as module
-from mtp.head.tiled_attention import tiled_attention
+from mtp.layers import kv_cache as module
+from mtp.layers.kv_cache import tiled_attention
 
 HEADS, DIM, WIDTH = 4, 32, 37
 OFFSETS = (0, 11)

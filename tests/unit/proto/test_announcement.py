@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from ipaddress import IPv4Network
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.workers.discovery import order_hosts
-from proto.address import join_address, parse_address
-from proto.announcement import SERVICE_TYPE, Announcement
+from proto.announcement import SERVICE_TYPE, Announcement, join_address, parse_address
 from proto.errors import ProtocolError, UsageError
 from proto.span import Span
 from worker.node.announce import reachable_addresses
@@ -70,21 +67,6 @@ def test_a_listener_is_announced_where_it_can_be_reached() -> None:
     everywhere = reachable_addresses("0.0.0.0")
     assert everywhere
     assert everywhere == ["127.0.0.1"] or not any(a.startswith("127.") for a in everywhere)
-
-
-def test_without_a_network_a_worker_is_found_on_its_own_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A machine without a network announces loopback."""
-    monkeypatch.setattr("psutil.net_if_stats", dict)
-    assert reachable_addresses("0.0.0.0") == ["127.0.0.1"]
-
-
-def test_own_networks_come_first_and_loopback_last() -> None:
-    """The likeliest address comes first, and one that only the worker's machine can use comes last."""
-    hosts = ["127.0.0.1", "172.16.0.9", "10.0.0.7", "10.0.0.7", "169.254.3.4"]
-    networks = [IPv4Network("10.0.0.0/24"), IPv4Network("169.254.0.0/16")]
-    assert order_hosts(hosts, networks) == ["10.0.0.7", "169.254.3.4", "172.16.0.9", "127.0.0.1"]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,17 @@ import pytest
 
 from proto.errors import ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.frame import MAX_MESSAGE_BYTES
-from proto.rpc.frame_reader import (
+from proto.rpc.data_connection import DataTickets
+from proto.rpc.link import (
+    DIRECT_BYTES,
+    LENGTH,
     PIECE_BYTES,
     SMALL_BYTES,
     FrameBuffer,
     FrameReader,
+    FrameWriter,
     LoopFrameReader,
 )
-from proto.rpc.frame_writer import DIRECT_BYTES, LENGTH, FrameWriter
 
 DEADLINE = 20.0
 SIZES = (0, 1, 20, SMALL_BYTES - LENGTH.size, SMALL_BYTES, 5 * PIECE_BYTES // 2, 3)
@@ -167,7 +170,23 @@ async def test_a_refused_frame_ends_the_connection(
     reader = kind(pair[0], refuse)
     pair[1].sendall(LENGTH.pack(1) + b"x")
     async with asyncio.timeout(DEADLINE):
-        with pytest.raises(ProtocolError, match="queue is full"):
-            await reader.ended
+        error = await reader.ended
+    assert isinstance(error, ProtocolError)
+    assert "queue is full" in str(error)
     pair[1].settimeout(DEADLINE)
     assert await asyncio.to_thread(pair[1].recv, 1) == b""
+
+
+async def test_a_connection_that_arrives_as_its_call_ends_is_closed(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """A call that is cancelled in the moment of the delivery leaves no open socket."""
+    with DataTickets(None).issued(None) as ticket:
+        waiting = asyncio.create_task(ticket.wait_for_connection())
+        await asyncio.sleep(0)
+        ticket.connection.set_result(pair[0])
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    await asyncio.sleep(0)
+    assert pair[0].fileno() == -1

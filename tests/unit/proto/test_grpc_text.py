@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,8 +12,7 @@ import pytest
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.errors import ClusterError
-from proto.rpc.grpc_text import plain_text, printable
-from proto.rpc.status_codes import from_status
+from proto.rpc.status_codes import from_status, plain_text, printable
 
 
 async def describe(address: str) -> ClusterError:
@@ -40,14 +38,6 @@ async def test_an_http_server_is_named_as_another_program() -> None:
     assert "another program listens there" in text
     assert "mtp-worker" in text
     assert "HTTP/2" not in text
-
-
-async def test_a_refused_connection_is_named() -> None:
-    """An address without a listener gives the cause in two words."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert str(await describe(address)) == f"{address} is lost: connection refused"
 
 
 def test_unknown_texts_are_bounded_and_printable() -> None:

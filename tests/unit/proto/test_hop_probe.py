@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from proto.errors import ProtocolError
-from proto.rpc import hop_probe
-from proto.rpc.hop_probe import BURSTS, answer_probes, measure_hop
+from proto.rpc import data_connection
+from proto.rpc.data_connection import BURSTS, answer_probes, measure_hop
 
 DEADLINE = 20.0
 
@@ -45,36 +44,12 @@ def test_a_hop_has_its_time_its_speed_and_its_kind(
     assert server.recv(5) == b"frame"
 
 
-def test_a_slow_link_gets_one_burst(
-    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A receiver that takes 20 ms for the first burst gets no longer one, and the speed is its own."""
-    client, server = ends
-    seen: list[int] = []
-    read = hop_probe._receive
-
-    def slow(connection: socket.socket, count: int) -> bytes:
-        """Count the bytes of bursts, and delay them."""
-        if connection is server and count > 4:
-            seen.append(count)
-            time.sleep(0.02)
-        return read(connection, count)
-
-    monkeypatch.setattr(hop_probe, "_receive", slow)
-    thread = threading.Thread(target=answer_probes, args=(server,))
-    thread.start()
-    figures = measure_hop(client)
-    thread.join(DEADLINE)
-    assert sum(seen) == BURSTS[0]
-    assert figures.bytes_per_second <= BURSTS[0] / 0.01
-
-
 def test_the_time_of_a_hop_is_half_the_way_there_and_back(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer answers after 40 ms, so a hop takes 20 ms. This time is no part of the speed."""
     client, server = ends
-    read = hop_probe._receive
+    read = data_connection._receive
 
     def slow(connection: socket.socket, count: int) -> bytes:
         """Delay what the client receives."""
@@ -82,7 +57,7 @@ def test_the_time_of_a_hop_is_half_the_way_there_and_back(
             time.sleep(0.04)
         return read(connection, count)
 
-    monkeypatch.setattr(hop_probe, "_receive", slow)
+    monkeypatch.setattr(data_connection, "_receive", slow)
     with ThreadPoolExecutor() as pool:
         answered = pool.submit(answer_probes, server)
         figures = measure_hop(client)

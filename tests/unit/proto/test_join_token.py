@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto.errors import UsageError
-from proto.trust.join_token import PREFIX, JoinToken, is_proof, new_token
+from proto.trust.joining import PREFIX, JoinToken, is_proof, new_token
 
 CLUSTER = "0123456789abcdef"
 addresses = st.from_regex(r"[a-z0-9.-]{1,40}:[0-9]{1,5}", fullmatch=True)

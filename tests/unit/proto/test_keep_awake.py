@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from proto.terminal.keep_awake import keep_awake
+from proto.terminal.console import keep_awake
 
 DEADLINE = 20.0
 
@@ -46,21 +46,6 @@ def test_caffeinate_runs_while_the_program_serves(caffeinate: Path) -> None:
         assert arguments == ["-i", "-s", "-w", str(os.getpid())]
         assert psutil.pid_exists(int(pid))
     assert not psutil.pid_exists(int(pid))
-
-
-def test_sleep_can_be_allowed(caffeinate: Path) -> None:
-    """With `enabled` False nothing is started."""
-    with keep_awake(enabled=False):
-        time.sleep(0.2)
-    assert not caffeinate.exists()
-
-
-def test_other_systems_are_left_alone(caffeinate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Linux nothing is started."""
-    monkeypatch.setattr("sys.platform", "linux")
-    with keep_awake():
-        time.sleep(0.2)
-    assert not caffeinate.exists()
 
 
 def test_a_mac_without_caffeinate_serves(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +12,15 @@ import grpc.aio
 import psutil
 import pytest
 
-from proto.rpc import link as module
-from proto.rpc.data_plane import FRAMES, SERVICE, TICKET_BYTES, StreamBinding, ticket_metadata
-from proto.rpc.hop_probe import HopFigures
+from proto.rpc import data_connection
+from proto.rpc.data_connection import (
+    FRAMES,
+    SERVICE,
+    TICKET_BYTES,
+    HopFigures,
+    StreamBinding,
+    ticket_metadata,
+)
 from proto.rpc.link import Link
 
 PATIENCE = 10.0
@@ -41,14 +48,14 @@ async def port() -> AsyncIterator[int]:
 
 def connections_to(port: int) -> int:
     """Return how many connections this process has to a port."""
-    return sum(1 for c in psutil.Process().net_connections() if c.raddr and c.raddr.port == port)
+    return len([c for c in psutil.Process().net_connections() if c.raddr and c.raddr.port == port])
 
 
 async def test_a_closed_link_has_no_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The binding of an ended plan may live on, and its connections must not."""
     near, far = socket.socketpair()
     figures = HopFigures(1e-4, 1e9, "loopback")
-    monkeypatch.setattr(module, "dial", lambda *_: (near, figures))
+    monkeypatch.setattr(data_connection, "dial", lambda *_: (near, figures))
     failures: list[Exception] = []
     link = Link(
         f"127.0.0.1:{port}",
@@ -66,3 +73,29 @@ async def test_a_closed_link_has_no_connection(port: int, monkeypatch: pytest.Mo
         while connections_to(port):  # noqa: ASYNC110 (gRPC closes it on a thread)
             await asyncio.sleep(0.02)
     assert not failures
+
+
+async def test_a_link_that_is_given_up_closes_what_it_dials(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may end while a thread still opens the data connection. The thread closes it."""
+    near, far = socket.socketpair()
+    dialling, may_return = threading.Event(), threading.Event()
+
+    def dial(*_: object) -> tuple[socket.socket, HopFigures]:
+        dialling.set()
+        may_return.wait(PATIENCE)
+        return near, HopFigures(1e-4, 1e9, "loopback")
+
+    monkeypatch.setattr(data_connection, "dial", dial)
+    binding = StreamBinding(1, 1, "w", b"t")
+    link = Link(f"127.0.0.1:{port}", binding, timeout=PATIENCE, on_failure=lambda _: None)
+    opening = asyncio.create_task(link.open())
+    await asyncio.to_thread(dialling.wait, PATIENCE)
+    opening.cancel()
+    await asyncio.wait({opening}, timeout=PATIENCE)
+    may_return.set()
+    with far:
+        far.settimeout(PATIENCE)
+        assert await asyncio.to_thread(far.recv, 1) == b""
+    await link.close()

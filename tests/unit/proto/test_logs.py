@@ -47,27 +47,6 @@ def test_json_carries_the_exception() -> None:
     assert "ValueError: bad" in json.loads(line)["exception"]
 
 
-def test_text_puts_fields_after_the_message() -> None:
-    """`field=value`, in the order given, before a traceback."""
-    out = io.StringIO()
-    configure(LogLevel.info, LogFormat.text, out)
-    try:
-        raise ValueError("bad")
-    except ValueError:
-        logging.getLogger("worker").exception("lost", extra={"worker": "mac-2", "epoch": 3})
-    first, *rest = out.getvalue().splitlines()
-    assert first.endswith(" ERROR worker: lost worker=mac-2 epoch=3")
-    assert rest[-1] == "ValueError: bad"
-
-
-def test_text_fields_can_be_told_apart() -> None:
-    """A value of several words is quoted; lines and quotes in it are escaped."""
-    out = io.StringIO()
-    configure(LogLevel.info, LogFormat.text, out)
-    logging.getLogger("worker").info("x", extra={"error": 'no "a"\nat b', "empty": "", "n": 1.5})
-    assert out.getvalue().endswith('worker: x error="no \\"a\\"\\nat b" empty="" n=1.5\n')
-
-
 def test_level_is_for_our_loggers() -> None:
     """Ours speak from the level on; libraries and Python's warnings from warning on, whatever the level."""
     out = io.StringIO()

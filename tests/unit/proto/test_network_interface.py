@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from proto.rpc.network_interface import (
-    interface_kind,
-    interface_with,
-    linux_kind,
-    mac_kind,
-    route_to,
-)
+from proto.rpc.network import linux_kind, mac_kind
 
 PORTS = """
 Hardware Port: Ethernet
@@ -75,18 +68,3 @@ def test_linux_tells_kinds_by_sysfs(tmp_path: Path) -> None:
         "thunderbolt0": "Thunderbolt",
         "veth1": "virtual",
     }
-
-
-def test_this_machine_is_loopback_by_any_address() -> None:
-    """A peer with one of this machine's own addresses needs no network."""
-    assert route_to("127.0.0.1")[1] == "loopback"
-    assert interface_kind("::1", "::1") == "loopback"
-    assert interface_kind("10.0.0.2", "::ffff:10.0.0.2") == "loopback"
-    assert route_to("no-such-host.invalid") == ("", "no route")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the name of the loopback interface is Linux'")
-def test_an_interface_is_found_by_its_address() -> None:
-    """The interface of a connection is the one with the connection's own address."""
-    assert interface_with("127.0.0.1") == "lo"
-    assert interface_with("203.0.113.99") == ""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from proto.terminal.open_files import WANTED, raise_open_file_limit
+from proto.terminal.console import WANTED, raise_open_file_limit
 
 INFINITE = resource.RLIM_INFINITY
 
@@ -48,7 +48,7 @@ def test_the_limit_is_raised_as_far_as_permitted(
 
 IMPORT = """
 import resource, sys
-from proto.terminal.open_files import keep_open_file_limit
+from proto.terminal.console import keep_open_file_limit
 keep_open_file_limit()
 sys.modules["torch"] = None
 import mlx_lm.utils

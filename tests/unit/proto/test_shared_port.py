@@ -11,8 +11,8 @@ import socket
 
 import pytest
 
-from proto.rpc import shared_port
-from proto.rpc.shared_port import DESCRIPTORS_EACH, MAX_CONNECTIONS, SharedPort, connection_limit
+from proto.rpc import listener
+from proto.rpc.listener import DESCRIPTORS_EACH, MAX_CONNECTIONS, SharedPort, connection_limit
 
 LIMIT, FLOOD = 5, 40
 
@@ -28,7 +28,7 @@ def test_a_flood_is_refused_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Connections beyond the limit end at once. They are logged together."""
-    monkeypatch.setattr(shared_port, "connection_limit", lambda: LIMIT)
+    monkeypatch.setattr(listener, "connection_limit", lambda: LIMIT)
 
     async def flood() -> int:
         """Open FLOOD silent connections, and return how many of them stay open."""
@@ -49,6 +49,6 @@ def test_a_flood_is_refused_with_one_warning(
             await port.close()
         return still_open
 
-    with caplog.at_level(logging.WARNING, logger=shared_port.__name__):
+    with caplog.at_level(logging.WARNING, logger=listener.__name__):
         assert asyncio.run(asyncio.wait_for(flood(), 20)) == LIMIT
     assert [record.getMessage() for record in caplog.records] == ["connections refused"]

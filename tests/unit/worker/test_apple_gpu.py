@@ -5,7 +5,15 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from worker.engine import apple_gpu
+from mtp.device import Arithmetic
+from worker.engine import hardware
+
+
+def use_generation(monkeypatch: pytest.MonkeyPatch, generation: int | None) -> None:
+    """Make this machine one with an Apple GPU of `generation`, or with none."""
+    name = "sm_90" if generation is None else f"applegpu_g{generation}s"
+    here = classmethod(lambda cls: Arithmetic("metal", name, "1"))
+    monkeypatch.setattr(Arithmetic, "here", here)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +30,7 @@ def test_the_generation_is_read_from_the_architecture(
     architecture: str, expected: int | None
 ) -> None:
     """The number in MLX's name of the architecture is the generation; other names have none."""
-    assert apple_gpu.generation(architecture) == expected
-
-
-def test_the_cpu_has_no_generation() -> None:
-    """While MLX computes on the CPU, advice about GPUs does not apply."""
-    assert apple_gpu.this_generation() is None
+    assert Arithmetic("metal", architecture, "1").generation == expected
 
 
 @pytest.mark.parametrize(
@@ -48,8 +51,8 @@ def test_bfloat16_on_m1_and_m2_is_advised_against(
     warned: bool,
 ) -> None:
     """A GPU that emulates bfloat16 logs the advice to use float16, and no other GPU does."""
-    monkeypatch.setattr(apple_gpu, "this_generation", lambda: generation)
-    apple_gpu.warn_of_emulated_bfloat16(dtype)
+    use_generation(monkeypatch, generation)
+    hardware.warn_of_emulated_bfloat16(dtype)
     assert ("--dtype float16" in caplog.text) is warned
 
 
@@ -58,5 +61,5 @@ def test_m5_gets_longer_prompt_chunks(
     monkeypatch: pytest.MonkeyPatch, generation: int | None, chunk: int
 ) -> None:
     """An M5 gets chunks that reach its fused attention kernel."""
-    monkeypatch.setattr(apple_gpu, "this_generation", lambda: generation)
-    assert apple_gpu.default_prefill_chunk() == chunk
+    use_generation(monkeypatch, generation)
+    assert hardware.default_prefill_chunk() == chunk

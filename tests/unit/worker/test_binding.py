@@ -9,33 +9,38 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 
-from proto.control import Cancel, Rollback, Signal
+from proto import cluster_pb2 as pb
+from proto.control import Rollback
 from proto.errors import AccessError, ProtocolError
 from proto.frame import Frame, Outcome, Segment, encode
-from proto.frame_stamps import FrameStamps, StageStep
-from proto.rpc.data_plane import TOKEN_BYTES, StreamBinding
-from proto.trust.identity import NodeIdentity, Role
+from proto.frame_stamps import FrameStamps, StageStep, StampRing
+from proto.rpc.data_connection import TOKEN_BYTES, StreamBinding
+from proto.trust.certificates import NodeIdentity, Role
 from tests.support.stages.token_stages import VOCAB, TokenStage
-from worker.engine.deadline import DeadlineEstimate
 from worker.engine.stage_engine import StageEngine
+from worker.engine.stage_host import StageHost
 from worker.node import binding
-from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Machinery, Place, Traffic
+from worker.node.binding import MAX_QUEUED_FRAMES, Binding, Place, Traffic
 
 TOKEN = b"t" * TOKEN_BYTES
 
 
 @pytest.fixture
 async def bound() -> Binding:
-    """Return a binding over an engine thread that does nothing."""
-    thread: Any = MagicMock(queued=0)
-    machinery = Machinery(thread, DeadlineEstimate(), Traffic())
-    return Binding(Place(1, 0, 1, b"token"), machinery, lambda: None)
+    """Return a binding over a host that does nothing."""
+    return bind(Place(1, 0, 1, b"token"))
+
+
+def bind(place: Place) -> Binding:
+    """Return a binding over a host that does nothing."""
+    host = MagicMock(stamps=StampRing())
+    return Binding(place, host, Traffic(), lambda: None)
 
 
 async def test_frames_are_counted(bound: Binding) -> None:
     """The number of queued frames is bounded; signals do not count."""
     for _ in range(2 * MAX_QUEUED_FRAMES):
-        bound.apply_signal(Signal(1, Cancel(0)))
+        bound.apply_signal(pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=0)))
     for _ in range(MAX_QUEUED_FRAMES):
         bound.enqueue_frame(b"frame")
     with pytest.raises(ProtocolError, match=f"{MAX_QUEUED_FRAMES} frames"):
@@ -58,7 +63,7 @@ def test_the_last_stage_alone_relays_tokens() -> None:
         NodeIdentity("c" * 16, role, digit * 16)
         for role, digit in ((Role.COORDINATOR, "1"), (Role.WORKER, "2"), (Role.WORKER, "3"))
     )
-    first = Binding(Place(1, 0, 3, TOKEN, last.node), Machinery(MagicMock()), lambda: None)
+    first = bind(Place(1, 0, 3, TOKEN, last.node))
     frames, tokens = (StreamBinding(1, hop, "sender", TOKEN) for hop in (0, 3))
     allowed = {(sender, stream) for sender, stream in ((coordinator, frames), (last, tokens))}
     for sender, stream in product((coordinator, last, other), (frames, tokens)):
@@ -71,18 +76,18 @@ def test_the_last_stage_alone_relays_tokens() -> None:
     assert first.receiver_of(tokens) == first.enqueue_tokens
     assert first.receiver_of(frames) == first.enqueue_frame
     for place in (Place(1, 1, 3, TOKEN), Place(1, 0, 1, TOKEN)):
-        stage = Binding(place, Machinery(MagicMock()), lambda: None)
+        stage = bind(place)
         with pytest.raises(ProtocolError, match="is for stage"):
             stage.check_stream(StreamBinding(1, place.num_stages, "sender", TOKEN))
 
 
 async def test_frames_wait_for_relayed_tokens() -> None:
     """A frame that continues waits for its token, the frames behind it wait too, and they begin in order."""
-    first = Binding(Place(1, 0, 2, TOKEN), Machinery(MagicMock()), lambda: None)
+    first = bind(Place(1, 0, 2, TOKEN))
     engine = StageEngine(TokenStage(), epoch=1, first=True, verifier=None)
     first.engine, started = engine, []
-    first._runner = MagicMock()
-    first._runner.run.side_effect = lambda engine, frame, *_: started.append(frame.number)
+    run: Any = first._host.run_frame
+    run.side_effect = lambda engine, frame, *_: started.append(frame.number)
     engine.sequences[0] = MagicMock()
     ahead = Segment(0, 4, 9, (), open=True, sample=True, continues=True)
     for frame in (Frame(1, 0, segments=(ahead,)), Frame(1, 1)):
@@ -101,13 +106,13 @@ async def test_frames_wait_for_relayed_tokens() -> None:
 async def test_a_signal_that_breaks_the_engine() -> None:
     """An error in a rollback, such as a lack of memory, ends the plan, but not the thread that the next plan needs."""
     failed = asyncio.Event()
-    machinery = Machinery()
-    bound = Binding(Place(1, 0, 1, b"token"), machinery, failed.set)
+    host = StageHost()
+    bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), failed.set)
     bound.engine = MagicMock()
     bound.engine.rollback.side_effect = MemoryError("none left")
-    bound.apply_signal(Signal(1, Rollback(0, 0, 0, 1)))
+    bound.apply_signal(Rollback(0, 0, 0, 1).to_signal(1))
     async with asyncio.timeout(20):
         await failed.wait()
-        assert await machinery.thread.call(lambda: "well") == "well"
-        await machinery.thread.close()
+        assert await host.thread.call(lambda: "well") == "well"
+        await host.thread.close()
     assert bound.fault is not None and "none left" in bound.fault.message

@@ -14,13 +14,11 @@ import pytest
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc import call_bounds, link_test
-from proto.rpc.call_bounds import MAX_CONTROL_BYTES, MAX_TRANSFERS
+from proto.rpc import listener
 from proto.rpc.channels import add_port, open_channel
-from worker.node.identity import Identity
-from worker.node.lease import MAX_NAME
+from proto.rpc.listener import MAX_CONTROL_BYTES, MAX_TRANSFERS
 from worker.node.local_models import LocalModels
-from worker.node.node import WorkerNode
+from worker.node.node import MAX_NAME, Identity, WorkerNode
 from worker.node.service import make_server
 
 DEADLINE = 30.0
@@ -84,7 +82,7 @@ async def test_a_long_name_of_a_lease_is_cut() -> None:
 
 async def test_silent_streams_end_and_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few of 70 silent Provide calls wait for a short time, and the worker answers others meanwhile."""
-    monkeypatch.setattr(call_bounds, "FIRST_MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "FIRST_MESSAGE_SECONDS", 1.0)
     async with open_worker() as (_, channel):
         stub = pb_grpc.WorkerStub(channel)
         silent: list[Any] = [stub.Provide() for _ in range(70)]
@@ -97,11 +95,3 @@ async def test_silent_streams_end_and_leave_room(monkeypatch: pytest.MonkeyPatch
         details = [str(await call.details()) for call in silent]
     waited = [text for text in details if "no message within 1 s" in text]
     assert len(waited) == MAX_TRANSFERS + 5
-
-
-async def test_a_silent_link_test_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream of the link test ends after the longest measurement."""
-    monkeypatch.setattr(link_test, "SECONDS", 0.2)
-    async with open_worker() as (_, channel):
-        stream: Any = channel.stream_stream(link_test.STREAM)()
-        assert (await stream.code()) is grpc.StatusCode.OK

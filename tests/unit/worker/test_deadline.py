@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proto.frame import Frame
-from proto.segment import Segment
-from worker.engine.deadline import FIRST_SECONDS, NEW_SIZE_SECONDS, SLACK, DeadlineEstimate
+from proto.frame import Frame, Segment
+from worker.engine.stage_host import FIRST_SECONDS, NEW_SIZE_SECONDS, SLACK, DeadlineEstimate
 
 
 def frame(rows: int, position: int = 0) -> Frame:

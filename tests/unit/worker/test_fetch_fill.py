@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
-import os
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.workers.weight_provider import WeightProvider
+from coordinator.cluster.weight_provider import WeightProvider
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.shard import Entry, ShardWriter
+from mtp.layers.reference import ReferenceLayer
 from proto import cluster_pb2 as pb
-from proto.errors import CheckpointError, ClusterError, ProtocolError
+from proto.errors import CheckpointError, ProtocolError
 from proto.span import Span
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.foreign import write_foreign
-from tests.support.checkpoints.hub import TOKEN, Hub
+from tests.support.checkpoints.hub import Hub
 from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.fetch.fill import StoppedError, fill
-from worker.fetch.span_copy import SpanCopy, copies_dir
+from worker.fetch.span_copy import SpanCopy
 from worker.model.loader import load_stage
-from worker.node.local_models import LocalModels
 
 REPO = "someone/some-model"
 CHECKPOINTS: list[dict[str, Any]] = [
@@ -125,7 +119,8 @@ def stage(checkpoint: Checkpoint, span: Span) -> dict[str, mx.array]:
     last = span.end == checkpoint.config.num_layers
     modules = load_stage(checkpoint, span, first=span.start == 0, last=last, dtype=mx.float32)
     ends = [modules.embed_tokens, modules.norm, modules.lm_head, modules.head]
-    found = [part and part.parameters() for part in (*modules.layers, *ends)]
+    layers = [cast(ReferenceLayer, layer).module for layer in modules.layers]
+    found = [part and part.parameters() for part in (*layers, *ends)]
     return dict(tree_flatten([part or {} for part in found]))
 
 
@@ -154,6 +149,7 @@ def test_a_quarter_of_the_layers_is_what_comes(
     assert coordinator.fill_span(span) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("span", QUARTERS, ids=str)
 @pytest.mark.parametrize("options", CHECKPOINTS, ids=repr)
 def test_from_a_hub_no_more_than_the_span_is_read(
@@ -181,40 +177,16 @@ def test_another_span_fetches_only_what_is_new(checkpoints: Checkpoints) -> None
     assert_loads(coordinator, Span(2, 6))
 
 
-def test_a_copy_is_never_taken_for_a_checkpoint(checkpoints: Checkpoints) -> None:
-    """A copy of a span is not a model; only a Load uses it."""
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.fill_span(Span(0, 8))
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        Checkpoint.open(copies_dir() / coordinator.fingerprint)
-    models, ref = LocalModels(None), coordinator.provider.ref
-    assert models.fingerprint_of(ref) == ""
-    assert models.find(ref).mtp.complete
-    with pytest.raises(CheckpointError, match="--share-weights"):
-        models.find_whole(ref)
-    with pytest.raises(CheckpointError, match="no checkpoint here is"):
-        models.find(pb.ModelRef(name="other", fingerprint="0" * 64))
-
-
-def test_a_part_that_is_missing_is_told_by_the_loader(checkpoints: Checkpoints) -> None:
-    """A Load of layers that were not fetched names the tensor; it does not run on random weights."""
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.fill_span(Span(2, 4))
-    copy = SpanCopy.find(coordinator.fingerprint)
-    assert copy is not None
-    with pytest.raises(CheckpointError, match=r"tensors \S+\.layers\.4\..* are missing"):
-        stage(copy.checkpoint(), Span(2, 5))
-
-
 # ---- what breaks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_broken_off_anywhere_it_goes_on(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """With random interruptions every byte is sent once in total."""
-    monkeypatch.setattr("coordinator.workers.weight_provider.PIECE_BYTES", 5000)
+    monkeypatch.setattr("coordinator.cluster.weight_provider.PIECE_BYTES", 5000)
     draw = random.Random(seed)
     checkpoint = Checkpoint.open(checkpoints(shards=3))
     coordinator = Coordinator(checkpoint, share=True)
@@ -264,26 +236,6 @@ def test_a_break_costs_what_was_under_way(
     # At most the rest of one request was under way when it broke off.
     assert hub.weights_sent < 1.1 * span_bytes(checkpoint, Span(0, 4)) + 300_000
     assert_loads(coordinator, Span(0, 4))
-
-
-def test_progress_counts_to_the_end(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The progress counts bytes of the stage, never decreases, and includes those of an earlier call."""
-    monkeypatch.setattr("worker.fetch.fill.PROGRESS_SECONDS", 0.0)
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.patience = 30
-    with pytest.raises(BrokenOffError):
-        coordinator.fill_span(Span(0, 4))
-    reached = coordinator.progress[-1][0]
-    coordinator.patience = 10**9
-    coordinator.progress.clear()
-    coordinator.fill_span(Span(0, 4))
-    done = [d for d, _ in coordinator.progress]
-    assert done == sorted(done)
-    assert {d <= total for d, total in coordinator.progress} == {True}
-    assert coordinator.progress[-1][0] == coordinator.progress[-1][1]
-    assert reached > 0
 
 
 def flip_last(message: pb.Weights) -> pb.Weights:
@@ -343,19 +295,6 @@ def test_damage_on_the_disk_is_found(checkpoints: Checkpoints) -> None:
     assert_loads(coordinator, Span(2, 4))
 
 
-def test_a_damaged_part_is_fetched_again(checkpoints: Checkpoints) -> None:
-    """A part that is too short, as after a disk repair, is fetched again."""
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.fill_span(Span(2, 4))
-    file = copies_dir() / coordinator.fingerprint / "parts" / "layers.3.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    assert (
-        coordinator.fill_span(Span(2, 4))
-        == coordinator.provider.checkpoint.part_bytes()["layers.3"]
-    )
-    assert_loads(coordinator, Span(2, 4))
-
-
 def test_a_full_disk(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,48 +315,6 @@ def test_a_full_disk(
         assert not whole.mtp.complete
 
 
-def test_a_disk_too_full_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file whose first bytes cannot be written is not locked, so the next call does not wait."""
-    path, entries = tmp_path / "layers.0.safetensors", [Entry("a", "F32", (4,))]
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-        with pytest.raises(CheckpointError, match="the disk is full"), ShardWriter(path, entries):
-            pass
-    with ShardWriter(path, entries) as writer:
-        writer.write(bytes(16))
-        writer.finish()
-    assert writer.is_finished()
-
-
-@pytest.mark.parametrize(
-    ("gate", "offline", "message"),
-    [
-        ("GatedRepo", False, "accept terms.*--share-weights"),
-        ("RepoNotFound", False, "not readable by you.*--share-weights"),
-        (None, True, "HF_HUB_OFFLINE is set.*--share-weights"),
-    ],
-)
-def test_a_hub_that_gives_nothing(
-    checkpoints: Checkpoints,
-    hub: Hub,
-    monkeypatch: pytest.MonkeyPatch,
-    gate: str | None,
-    offline: bool,
-    message: str,
-) -> None:
-    """A worker that cannot read the hub reports one error with the cause and what to do."""
-    hub.add(REPO, checkpoints(), gate)
-    coordinator = Coordinator(
-        Checkpoint.open(checkpoints()), share=False, repo=REPO, revision=hub.repos[REPO].commit
-    )
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    with pytest.raises(CheckpointError, match=message):
-        coordinator.fill_span(Span(2, 4))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert coordinator.fill_span(Span(2, 4)) > 0
-
-
 def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) -> None:
     """Two stages that need the embedding fetch it once, and both use it."""
     checkpoint = Checkpoint.open(checkpoints())
@@ -433,27 +330,6 @@ def test_two_workers_of_one_machine_fetch_a_part_once(checkpoints: Checkpoints) 
         thread.join(100)
     assert sum(received) == span_bytes(checkpoint, Span(0, 8))
     assert_loads(Coordinator(checkpoint, share=True), Span(0, 8))
-
-
-def test_a_part_that_another_finishes_this_moment(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part that another worker completes meanwhile is not fetched again, and leaves no part file."""
-    checkpoint = Checkpoint.open(checkpoints())
-    assert Coordinator(checkpoint, share=True).fill_span(Span(0, 8)) > 0
-    looks: Counter[Path] = Counter()
-    is_finished = ShardWriter.is_finished
-
-    def late(writer: ShardWriter) -> bool:
-        """Return the state before the other worker finished, for two calls."""
-        looks[writer.path] += 1
-        return looks[writer.path] > 2 and is_finished(writer)
-
-    monkeypatch.setattr(ShardWriter, "is_finished", late)
-    monkeypatch.setattr(Path, "exists", lambda path, **_: True)  # as it still was
-    assert Coordinator(checkpoint, share=True).fill_span(Span(0, 8)) == 0
-    assert looks
-    assert not [file for path in looks for file in path.parent.glob("*.part")]
 
 
 def test_it_stops_when_nobody_waits(checkpoints: Checkpoints) -> None:
@@ -507,49 +383,3 @@ def test_messages_that_make_no_sense(checkpoints: Checkpoints, message: pb.Weigh
     coordinator.change = lambda _: message
     with pytest.raises(ProtocolError, match="another message instead of the next bytes"):
         coordinator.fill_span(Span(2, 4))
-
-
-def test_a_damaged_copy_says_what_to_delete(checkpoints: Checkpoints) -> None:
-    """A copy with an invalid description is an error that names its directory."""
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    coordinator.fill_span(Span(2, 4))
-    about = copies_dir() / coordinator.fingerprint / "copy.json"
-    about.write_text(json.dumps({"config": 3})[:-3])
-    with pytest.raises(CheckpointError, match=f"{about.parent}.*Delete it"):
-        SpanCopy.find(coordinator.fingerprint)
-
-
-def test_a_worker_that_wants_what_was_not_offered(checkpoints: Checkpoints) -> None:
-    """Without sharing, the coordinator refuses the request and reads nothing."""
-    coordinator = Coordinator(Checkpoint.open(checkpoints()), share=True)
-    offer = coordinator.offer(Span(2, 4))
-    wanted = pb.WantedTensors(tensors=[pb.WantedTensor(number=10_000)])
-
-    async def ask() -> None:
-        async for _ in coordinator.provider.answer_request(offer, wanted):
-            pass
-
-    with pytest.raises(ClusterError, match="the offer does not have"):
-        asyncio.run(ask())
-
-
-def test_a_quarter_of_an_fp8_repo_is_repacked_from_its_own_bytes(tmp_path: Path, hub: Hub) -> None:
-    """A worker reads the packed bytes of its span from the hub, and repacks them while loading.
-
-    The quantization is in ModelOpt's own file, so the offer has to contain it.
-    """
-    source = write_foreign(tmp_path / "fp8", "FP8 per tensor", dtype=mx.float32, layers=8)
-    config = json.loads((source / "config.json").read_text())
-    beside = {"quantization": config.pop("quantization_config")}
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "hf_quant_config.json").write_text(json.dumps(beside))
-    hub.add(REPO, source)
-    checkpoint, span = Checkpoint.open(source), Span(2, 4)
-    coordinator = Coordinator(checkpoint, share=False, repo=REPO, revision=hub.repos[REPO].commit)
-    parts = checkpoint.stage_parts(span, first=False, last=False)
-    names = set().union(*map(checkpoint.stored_tensors, parts))
-    size = sum(checkpoint.tensors[name].nbytes for name in names)
-    assert coordinator.fill_span(span) == size
-    assert size <= sum(hub.sent.values()) <= 1.1 * size
-    assert size < 0.3 * sum(info.nbytes for info in checkpoint.tensors.values())
-    assert_loads(coordinator, span)

@@ -9,26 +9,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.qwen3_5 import DecoderLayer, TextModelArgs
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.head import joined_attention
-from mtp.head.attention import Hole, attend
-from mtp.head.joined_attention import JoinedAttention
-from mtp.kernels.column_linear import ColumnLinear
-from mtp.kernels.gated_delta_steps import advance_state
-from mtp.kernels.joined_mlp import JoinedMLP
-from mtp.kernels.row_norm import RowNorm
+from mtp.layers.joined import attention, join
+from mtp.layers.joined.join import Joiner
+from mtp.layers.joined.products import ColumnLinear, JoinedMLP, RowNorm
+from mtp.layers.layer import Hole, KVFormat, Layer
+from mtp.layers.reference import reference_layer
+from mtp.layers.reference.gdn import advance_state
 from proto.span import Span
 from tests.conftest import Checkpoints
-from worker.cache.gdn_cache import GDNCache
-from worker.model import join
-from worker.model.gdn import mix
-from worker.model.join import join_stage
-from worker.model.joined_gdn import JoinedGDN
-from worker.model.loader import StageModules, load_stage
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
 
 HIDDEN = 48
 WIDTHS = (1, 3, 3, 1, 8)
@@ -64,27 +58,34 @@ def rows_of(count: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal((count, HIDDEN), key=mx.random.key(count)).astype(dtype)
 
 
-def gdn_frames(layer: Any, cuts: Sequence[int | None]) -> list[mx.array]:
+def joined(layer: Any) -> Layer:
+    """Return a joined layer of random weights."""
+    found = Joiner(mx.float32, model_bytes=0).layer(reference_layer(layer))
+    assert found.kind == "joined"
+    return found
+
+
+def gdn_frames(layer: Layer, cuts: Sequence[int | None]) -> list[mx.array]:
     """Return the outputs and states of frames of open windows. Each of `cuts` follows one of the frames."""
-    net = getattr(layer, "net", layer)
-    caches = [GDNCache.empty(net, mx.float32) for _ in WIDTHS]
+    caches = [layer.new_cache(KVFormat()) for _ in WIDTHS]
     found = []
     for cut in cuts:
         taped = [True] * len(WIDTHS)
-        found.append(mix(layer, rows_of(sum(WIDTHS)), caches, WIDTHS, taped))
+        found.append(layer.add(rows_of(sum(WIDTHS)), caches, WIDTHS, taped))
         for cache in caches:
-            cache.apply_commit(1 if cut is None else 0, cut)
+            cache.apply_commit(1 if cut is None else 0, cut, 0)
             found += cache.arrays()
     return found
 
 
-def test_a_joined_gdn_has_the_bits_of_the_reference() -> None:
+def test_a_joined_gdn_layer_has_the_bits_of_the_reference() -> None:
     """Outputs and states are equal over frames of several widths, whole windows and windows that are cut."""
-    reference = layer_of(linear=True).linear_attn
-    joined = JoinedGDN(layer_of(linear=True).linear_attn, widen=True)
-    assert len(joined.inputs) == 1
     cuts = (None, 1, None, 0, None)
-    pairs = zip(gdn_frames(joined, cuts), gdn_frames(reference, cuts), strict=True)
+    pairs = zip(
+        gdn_frames(joined(layer_of(linear=True)), cuts),
+        gdn_frames(reference_layer(layer_of(linear=True)), cuts),
+        strict=True,
+    )
     assert all(mx.array_equal(a, b) for a, b in pairs)
 
 
@@ -101,21 +102,18 @@ def test_the_recurrence_has_the_bits_of_the_reference(width: int) -> None:
 
 
 @pytest.mark.parametrize("first", [2, 4096], ids=["longer than the table", "within the table"])
-def test_joined_attention_has_the_bits_of_the_reference(
+def test_a_joined_attention_layer_has_the_bits_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """Outputs are equal over frames of several widths, and for rows behind a hole."""
-    monkeypatch.setattr(joined_attention, "FIRST_POSITIONS", first)
+    monkeypatch.setattr(attention, "FIRST_POSITIONS", first)
     found = []
-    for attention in (
-        layer_of(linear=False).self_attn,
-        JoinedAttention(layer_of(linear=False).self_attn, mx.float32),
-    ):
-        caches = [KVCache() for _ in WIDTHS]
-        frames = [attend(attention, rows_of(sum(WIDTHS)), caches, WIDTHS) for _ in range(3)]
+    for layer in (reference_layer(layer_of(linear=False)), joined(layer_of(linear=False))):
+        caches = [layer.new_cache(KVFormat()) for _ in WIDTHS]
+        frames = [layer.add(rows_of(sum(WIDTHS)), caches, WIDTHS) for _ in range(3)]
         holes = [Hole(cache.offset, mx.array([1])) for cache in caches]
         ones = [1] * len(WIDTHS)
-        found.append([*frames, attend(attention, rows_of(len(WIDTHS)), caches, ones, holes)])
+        found.append([*frames, layer.add(rows_of(len(WIDTHS)), caches, ones, holes=holes)])
     assert all(mx.array_equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -123,11 +121,11 @@ def test_norms_and_mlps_have_the_bits_of_the_reference() -> None:
     """The norm and the MLP of one row, and of many, are those of mlx-lm."""
     layer = layer_of(linear=True)
     norm, mlp = layer.input_layernorm, layer.mlp
-    joined = JoinedMLP(layer_of(linear=True).mlp)
+    joined_mlp = JoinedMLP(layer_of(linear=True).mlp)
     for count in (1, 2, 33):
         x = rows_of(count)
         assert mx.array_equal(RowNorm(norm)(x), norm(x))
-        assert mx.array_equal(joined(x), mlp(x))
+        assert mx.array_equal(joined_mlp(x), mlp(x))
 
 
 def test_a_half_precision_row_has_the_same_bits_in_any_frame(checkpoints: Checkpoints) -> None:
@@ -143,25 +141,23 @@ def test_a_half_precision_row_has_the_same_bits_in_any_frame(checkpoints: Checkp
     assert mx.allclose(together, expected, rtol=0.02, atol=0.02)
 
 
-def joined_modules(checkpoints: Checkpoints, **options: Any) -> StageModules:
-    """Return the modules of a whole model after `join_stage`."""
+def joined_stage(checkpoints: Checkpoints, **options: Any) -> Stage:
+    """Return a stage of a whole model."""
     checkpoint = Checkpoint.open(checkpoints(**options))
     span = Span(0, checkpoint.config.num_layers)
-    modules = load_stage(checkpoint, span, first=True, last=True, dtype=None)
-    join_stage(modules)
-    return modules
+    return Stage(load_stage(checkpoint, span, first=True, last=True, dtype=None), KVFormat())
 
 
 def test_a_large_half_precision_checkpoint_is_not_widened(
     monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpoints
 ) -> None:
     """Half-precision weights become fp32 up to a size of the checkpoint. Caches keep the stored type."""
-    small = joined_modules(checkpoints, dtype=mx.bfloat16, tie=False)
-    assert isinstance(small.layers[0].mlp, JoinedMLP)
-    assert isinstance(small.layers[3].self_attn, JoinedAttention)
-    assert small.layers[3].self_attn.dtype == mx.bfloat16
-    monkeypatch.setattr(join, "WIDENED_BYTES", small.model_bytes - 1)
-    large = joined_modules(checkpoints, dtype=mx.bfloat16, tie=False)
-    kept = [leaf for layer in large.layers for _, leaf in layer.named_modules()]
-    assert not any(isinstance(leaf, ColumnLinear) for leaf in kept)
-    assert type(large.lm_head) is nn.Linear
+    small = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
+    assert small.variants.summary == f"{len(small.modules.layers)} joined"
+    attention_layer = small.modules.layers[3]
+    assert isinstance(attention_layer, attention.JoinedAttentionLayer)
+    assert attention_layer.attention.dtype == mx.bfloat16
+    monkeypatch.setattr(join, "WIDENED_BYTES", small.modules.model_bytes - 1)
+    large = joined_stage(checkpoints, dtype=mx.bfloat16, tie=False)
+    assert large.modules.layers[3].kind == "reference"
+    assert type(large.modules.lm_head) is nn.Linear

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proto import cluster_pb2 as pb
-from worker.node import load_progress
+from worker.node import service
 
 
 def message(done: int) -> pb.LoadProgress:
@@ -17,12 +17,12 @@ def message(done: int) -> pb.LoadProgress:
 
 async def test_a_silent_load_repeats_its_newest_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a load computes, its newest message is sent again; the empty message ends the stream."""
-    monkeypatch.setattr(load_progress, "REPEAT_SECONDS", 0.02)
+    monkeypatch.setattr(service, "REPEAT_SECONDS", 0.02)
     queue: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
     queue.put_nowait(message(3))
     found = []
     async with asyncio.timeout(10):
-        async for one in load_progress.repeat_progress(queue):
+        async for one in service.repeat_progress(queue):
             found.append(one)
             if len(found) == 3:
                 queue.put_nowait(message(9))

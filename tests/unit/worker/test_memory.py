@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 
 import mlx.core as mx
 import psutil
 import pytest
 
-from proto.frame import Frame
-from proto.segment import Segment
-from worker.engine import engine_thread, memory
-from worker.engine.engine_thread import EngineThread
-from worker.engine.memory import FRAMES_BETWEEN_CLEARS, CacheTrimmer
+from mtp.device import DEVICES
+from proto.frame import Frame, Segment
+from worker.engine import hardware
+from worker.engine.hardware import FRAMES_BETWEEN_CLEARS, CacheTrimmer
 
 GB = 10**9
 
@@ -27,7 +25,7 @@ class FakeMlx:
     def __init__(self, patch: pytest.MonkeyPatch, *, weights: int, recommended: int) -> None:
         self.calls: list[tuple[str, int | None]] = []
         self.wired_error: Exception | None = None
-        patch.setattr(memory, "backend", lambda: "metal")
+        patch.setattr(hardware, "this_device", lambda: DEVICES["metal"])
         patch.setattr(mx, "get_active_memory", lambda: weights)
         patch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": recommended})
         patch.setattr(mx, "set_wired_limit", self.set_wired_limit)
@@ -55,7 +53,7 @@ def test_the_wired_limit_is_the_weights(
     """After a load the wired limit equals the weights, within the recommended set, and is set after a clear."""
     fake = FakeMlx(monkeypatch, weights=14 * GB, recommended=recommended)
     use_machine(monkeypatch, 32 * 2**30)
-    assert memory.wire_weights() == limit
+    assert hardware.wire_weights() == limit
     assert fake.calls == [("synchronize", None), ("clear", None), ("wire", limit)]
 
 
@@ -66,25 +64,14 @@ def test_weights_stay_pageable_on_small_machines_and_by_flag(
     """A machine of 16 GB, and a worker with --no-wired-memory, never set a wired limit."""
     fake = FakeMlx(monkeypatch, weights=4 * GB, recommended=12 * GB)
     use_machine(monkeypatch, total)
-    assert memory.wire_weights(wanted=wanted) == 0
+    assert hardware.wire_weights(wanted=wanted) == 0
     assert fake.calls == []
-
-
-def test_a_refused_wired_limit_does_not_fail_the_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If the system refuses to wire, the load continues and the log has the cause."""
-    fake = FakeMlx(monkeypatch, weights=4 * GB, recommended=24 * GB)
-    use_machine(monkeypatch, 32 * 2**30)
-    fake.wired_error = ValueError("requires macOS 15")
-    assert memory.wire_weights() == 0
-    assert "requires macOS 15" in str(vars(caplog.records[-1]))
 
 
 def test_weights_are_unwired_before_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wired limit is lowered before the cache is cleared, with no work in flight."""
     fake = FakeMlx(monkeypatch, weights=0, recommended=24 * GB)
-    memory.release_weights()
+    hardware.release_weights()
     assert fake.calls == [("synchronize", None), ("wire", 0), ("clear", None)]
 
 
@@ -109,7 +96,7 @@ def test_the_cache_limit_is_small_and_never_raised(
 
     monkeypatch.setattr(mx, "set_memory_limit", memory_limits.append)
     monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
-    memory.set_limits(limit)
+    hardware.set_limits(limit)
     assert (memory_limits, cache_limits) == ([limit], expected)
 
 
@@ -143,23 +130,6 @@ def test_the_cache_is_cleared_after_a_prompt_and_now_and_then(clears: list[None]
     assert len(clears) == 2
 
 
-async def test_an_idle_engine_clears_the_cache_once(
-    clears: list[None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine thread clears the cache once after the last frame, and not again while it stays idle."""
-    monkeypatch.setattr(engine_thread, "IDLE_SECONDS", 0.05)
-    trimmer, thread = CacheTrimmer(), EngineThread()
-    thread.on_idle = trimmer.clear_if_idle
-    await asyncio.sleep(0.2)
-    assert len(clears) == 0
-    await thread.call(lambda: trimmer.record_frame(WINDOW))
-    await asyncio.sleep(0.3)
-    await thread.call(lambda: None)
-    await asyncio.sleep(0.2)
-    assert len(clears) == 1
-    await thread.close()
-
-
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc alone keeps it")
 def test_freed_memory_returns_to_the_system() -> None:
     """Memory that a load has freed does not stay in the process, even below a block that is in use."""
@@ -173,6 +143,6 @@ def test_freed_memory_returns_to_the_system() -> None:
     for block in blocks[:-1]:
         libc.free(block)
     before = psutil.Process().memory_info().rss
-    memory.release_weights()
+    hardware.release_weights()
     assert psutil.Process().memory_info().rss < before - BLOCKS * BLOCK_BYTES // 2
     libc.free(blocks[-1])

@@ -14,9 +14,9 @@ import pytest
 
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, StaleEpochError
-from worker.node.loading import LoadedStage
+from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
+from worker.model.stage import Stage
 from worker.node.node import WorkerNode
-from worker.node.stage_key import StageKey
 
 ME = pb.Coordinator(id="c", name="c")
 PATIENCE = 20.0
@@ -33,25 +33,21 @@ class Reading:
         self.finish = threading.Event()
 
     def __call__(
-        self,
-        identity: Any,
-        model: Any,
-        key: StageKey,
-        *,
-        on_progress: Callable[..., None],
-        **_: Any,
+        self, open_checkpoint: Any, spec: StageSpec, on_progress: Callable[..., None], **_: Any
     ) -> LoadedStage:
-        self.begun.set()
-        if key.span.start == self.held_up:
+        if spec.span.start == self.held_up:
+            self.begun.set()
             while not self.finish.wait(0.01):
                 on_progress(1, 2)
-        return LoadedStage(key, MagicMock(), 0)
+        stage = MagicMock()
+        stage.variants.summary = "reference"
+        return LoadedStage(spec, stage, 0)
 
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
     found = Reading()
-    monkeypatch.setattr("worker.node.node.read_stage", found)
+    monkeypatch.setattr(StageHost, "load", found)
     return found
 
 
@@ -63,7 +59,7 @@ async def node(reading: Reading) -> AsyncIterator[WorkerNode]:
     yield node
     reading.finish.set()
     await node.close()
-    assert not node.machinery.thread.alive
+    assert not node.host.thread.alive
 
 
 def load(node: WorkerNode, epoch: int, start: int) -> asyncio.Task[pb.LoadResult]:
@@ -73,10 +69,12 @@ def load(node: WorkerNode, epoch: int, start: int) -> asyncio.Task[pb.LoadResult
     return asyncio.create_task(node.load(request, lambda done, total: None))
 
 
-async def load_held_up(node: WorkerNode, reading: Reading) -> asyncio.Task[pb.LoadResult]:
+async def load_held_up(
+    node: WorkerNode, reading: Reading, epoch: int = 1
+) -> asyncio.Task[pb.LoadResult]:
     """Start a load of layer 0 and wait until it reads parts."""
     reading.held_up = 0
-    task = load(node, 1, 0)
+    task = load(node, epoch, 0)
     await asyncio.to_thread(reading.begun.wait, PATIENCE)
     return task
 
@@ -96,7 +94,7 @@ async def test_the_next_load_waits_for_no_other(
         await load(node, 2, 4)
         (ended,) = await asyncio.gather(first, return_exceptions=True)
     assert isinstance(ended, asyncio.CancelledError if cancelled else StaleEpochError)
-    assert node.loaded is not None and node.loaded.key.span.start == 4
+    assert node.loaded is not None and node.loaded.spec.span.start == 4
     assert node.state == pb.WORKER_STATE_LOADED
 
 
@@ -121,9 +119,7 @@ async def test_a_worker_that_drains_says_so(
     assert node.state == pb.WORKER_STATE_DRAINING
     node._failed()
     assert node.state == pb.WORKER_STATE_DRAINING
-    monkeypatch.setattr(
-        "worker.node.node.read_stage", MagicMock(side_effect=CheckpointError("gone"))
-    )
+    monkeypatch.setattr(StageHost, "load", MagicMock(side_effect=CheckpointError("gone")))
     with pytest.raises(CheckpointError):
         await load(node, 2, 4)
     assert node.state == pb.WORKER_STATE_DRAINING
@@ -132,9 +128,29 @@ async def test_a_worker_that_drains_says_so(
 async def test_unloaded_weights_are_gone(node: WorkerNode) -> None:
     """An Unload releases weights that no plan was connected with, too."""
     await load(node, 1, 0)
-    assert node.loaded is not None
-    stage = weakref.ref(node.loaded.stage)
+    stage = stage_of(node)
     node.unload(pb.UnloadRequest(coordinator=ME, epoch=1))
+    await released(stage)
+
+
+async def test_a_stage_is_gone_while_the_next_one_loads(node: WorkerNode, reading: Reading) -> None:
+    """The machine may not have the memory for both."""
+    await load(node, 1, 4)
+    stage = stage_of(node)
+    loading = await load_held_up(node, reading, epoch=2)
+    await released(stage)
+    reading.finish.set()
+    await loading
+
+
+def stage_of(node: WorkerNode) -> weakref.ref[Stage]:
+    """Return a reference to the loaded stage that does not keep it."""
+    assert node.loaded is not None
+    return weakref.ref(node.loaded.stage)
+
+
+async def released(stage: weakref.ref[Stage]) -> None:
+    """Wait until nothing holds the stage."""
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while gc.collect() >= 0 and stage() is not None:
         assert asyncio.get_running_loop().time() < deadline, "something still holds the stage"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from worker.node.socket_folder import remove_stale_folders, socket_folder
+from worker.node.process import remove_stale_folders, socket_folder
 
 HOLD = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from worker.node.socket_folder import socket_folder
+from worker.node.process import socket_folder
 with socket_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from worker.engine.tensor_bytes import from_bytes, plain_view, to_bytes
+from worker.engine.stage_engine import from_bytes, plain_view, to_bytes
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

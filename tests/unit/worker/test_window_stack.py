@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from proto.errors import ProtocolError
-from worker.cache.window_stack import NOTHING, CommitResult, OpenWindow, WindowStack
+from worker.cache.sequence_cache import NOTHING, CommitResult, OpenWindow, WindowStack
 
 STAGES = 3
 
@@ -35,26 +35,11 @@ def test_a_prompt_chunk_is_permanent_and_a_window_is_not() -> None:
     assert stack.windows == [OpenWindow(1, 10, 3), OpenWindow(2, 13, 2)]
 
 
-@pytest.mark.parametrize("in_header", [False, True])
-def test_accepting_a_window_accepts_those_before_it(in_header: bool) -> None:
-    """The commit of window 2 also accepts window 1, and the sequence keeps its length."""
-    stack = _open(3, 2, 4)
-    assert stack.commit(2, 2, in_header=in_header) == CommitResult(whole=2)
-    assert (stack.length, stack.committed, stack.stale) == (19, 15, False)
-
-
 def test_a_rejection_drops_the_rest_of_its_window_and_all_later_ones() -> None:
     """A rejection in window 2 trims its other tokens and window 3. After a header the sequence is not stale."""
     stack = _open(3, 2, 4)
     assert stack.commit(2, 1, in_header=True) == CommitResult(whole=1, cut=1, dropped=1, trim=5)
     assert (stack.length, stack.committed, stack.windows, stack.stale) == (14, 14, [], False)
-
-
-def test_a_misspeculated_window_accepts_nothing() -> None:
-    """An accepted length of 0 ends the sequence where that window began."""
-    stack = _open(3, 2)
-    assert stack.commit(2, 0, in_header=True) == CommitResult(whole=1, cut=0, dropped=0, trim=2)
-    assert stack.length == 13
 
 
 def test_segments_between_signal_and_header_are_stale() -> None:
@@ -76,24 +61,6 @@ def test_a_signal_for_an_unknown_window_is_ignored() -> None:
     assert (stack.length, stack.stale) == (13, False)
     with pytest.raises(ProtocolError, match="window 7, which is not open"):
         stack.commit(7, 1, in_header=True)
-
-
-def test_a_commit_of_zero_may_name_a_skipped_window() -> None:
-    """A commit of 0 for a window that the stage skipped changes nothing. Stages skip windows of a cancelled client."""
-    stack = WindowStack()
-    stack.extend(0, 0, 3, stays_open=False)
-    stack.extend(1, 3, 2, stays_open=True)
-    assert stack.commit(2, 0, in_header=True) is NOTHING
-    assert (stack.length, len(stack.windows), stack.stale) == (5, 1, False)
-
-
-def test_a_cancelled_sequence_stays_stale() -> None:
-    """Neither signal nor header revives a cancelled sequence."""
-    stack = _open(3)
-    stack.end()
-    stack.commit(1, 1, in_header=False)
-    stack.commit(1, 1, in_header=True)
-    assert stack.stale
 
 
 # ---- misuse
@@ -120,15 +87,6 @@ def test_a_prompt_chunk_may_not_follow_an_open_window() -> None:
     with pytest.raises(ProtocolError, match="prompt chunk 2 follows open window 1"):
         stack.extend(2, 13, 4, stays_open=False)
     assert stack == _open(3)
-
-
-@pytest.mark.parametrize("in_header", [False, True])
-def test_a_commit_beyond_the_window_is_refused(in_header: bool) -> None:
-    """A refused commit changes nothing."""
-    stack = _open(3, 2)
-    with pytest.raises(ProtocolError, match="commit of 4 tokens exceeds the 3 tokens of window 1"):
-        stack.commit(1, 4, in_header=in_header)
-    assert stack == _open(3, 2)
 
 
 # ---- replicas

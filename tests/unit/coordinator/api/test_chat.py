@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -103,13 +103,6 @@ async def test_a_stream_adds_up_to_the_whole_answer() -> None:
     assert all("\ufffd" not in text for text in events.deltas("content"))
 
 
-async def test_a_stream_without_include_usage_has_none() -> None:
-    """Without include_usage no chunk has a usage field and every chunk has choices."""
-    events = await api_saying("hi").stream()
-    assert events.done
-    assert all("usage" not in chunk and chunk["choices"] for chunk in events.data)
-
-
 async def test_several_choices_have_their_own_seeds_and_indices() -> None:
     """`n` requests with seeds seed, seed+1, …; each choice is its own text; the prompt counts once."""
 
@@ -128,15 +121,6 @@ async def test_several_choices_have_their_own_seeds_and_indices() -> None:
         "answer 6",
     ]
     assert events.finish_reasons() == ["stop", "stop"]
-
-
-async def test_without_a_seed_every_request_has_another() -> None:
-    """Two equal requests without a seed get different seeds."""
-    api = api_saying("hi")
-    await api.chat()
-    await api.chat()
-    first, second = api.generator.requests
-    assert first.params.seed != second.params.seed
 
 
 async def test_tool_calls_whole_and_streamed() -> None:
@@ -195,16 +179,6 @@ async def test_a_conversation_with_calls_is_rendered_with_their_arguments() -> N
     assert "Tell the weather." in prompt.decode()
 
 
-async def test_tool_choice_none_keeps_the_tools_from_the_model() -> None:
-    """The prompt does not contain the tools, and no text is parsed as a call."""
-    api = api_saying(f"</think>{CALL}")
-    (choice,) = (await api.chat(tools=[TOOL], tool_choice="none")).json()["choices"]
-    assert choice["message"]["content"] == CALL
-    assert choice["finish_reason"] == "stop"
-    prompt = b"".join(map(tiny_tokenizer().token_bytes, api.generator.requests[0].prompt))
-    assert "Tell the weather." not in prompt.decode()
-
-
 @pytest.mark.parametrize("window", [1, 3, 50])
 async def test_a_stop_string_ends_the_text_and_the_request(window: int) -> None:
     """The text ends before the stop string, and tokens count up to the one that completed it."""
@@ -251,14 +225,6 @@ async def test_a_stop_string_that_is_a_control_token_stops_as_a_token() -> None:
     assert api.generator.requests[0].stop_tokens == {start, end}
 
 
-async def test_the_finish_reason_of_a_limit_is_length() -> None:
-    """max_tokens and max_completion_tokens are the same limit."""
-    for name in ("max_tokens", "max_completion_tokens"):
-        answer = (await api_saying("</think>one two three").chat(**{name: 3})).json()
-        assert answer["choices"][0]["finish_reason"] == "length"
-        assert answer["usage"]["completion_tokens"] == 3
-
-
 async def test_logprobs_of_every_token_whole_and_streamed() -> None:
     """Every token, of reasoning too, has an entry with its bytes and alternatives; a stream has the same entries."""
     text = "hm</think>Hi 🎉"
@@ -276,13 +242,6 @@ async def test_logprobs_of_every_token_whole_and_streamed() -> None:
     assert streamed == entries
     alone = (await api_saying(text).chat(logprobs=True)).json()
     assert alone["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
-
-
-async def test_logprobs_end_where_a_stop_string_cut_the_text() -> None:
-    """A token without text in the answer has no entry."""
-    answer = (await api_saying("</think>ab STOP cd").chat(logprobs=True, stop=" STOP")).json()
-    entries = answer["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "</think>ab"
 
 
 async def test_a_stream_tells_the_origin_of_each_token_on_request() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.generation.request import GenerationRequest
+from coordinator.schedule.request import GenerationRequest
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.request.reasoning import BUDGETS
+from coordinator.api.request_settings import BUDGETS
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -101,24 +101,6 @@ async def test_a_call_with_broken_arguments_in_the_history_reaches_the_model_as_
     assert response.status_code == 200, response.text
     assert 'weather: {"ci' in prompt_text(api)
     assert "<function=weather>\n</function>" in prompt_text(api)
-
-
-async def test_usage_in_every_chunk() -> None:
-    """`continuous_usage_stats` adds the tokens so far to each chunk."""
-    api = api_saying("</think>one two three", window=2)
-    events = await api.stream(stream_options={"continuous_usage_stats": True})
-    counts = [chunk["usage"]["completion_tokens"] for chunk in events.data]
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == len(tiny_tokenizer().encode("</think>one two three"))
-
-
-async def test_echo_puts_the_prompt_before_the_text() -> None:
-    """Whole and streamed answers begin with the prompt of their choice."""
-    whole = (await api_saying(" there").complete(echo=True, n=2)).json()
-    assert [choice["text"] for choice in whole["choices"]] == ["Hi there", "Hi there"]
-    events = await api_saying(" there").stream("/v1/completions", echo=True)
-    assert "".join(chunk["choices"][0]["text"] for chunk in events.data) == "Hi there"
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True)])

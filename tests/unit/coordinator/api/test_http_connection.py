@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api import http_connection, http_server
+from coordinator.api import http_server
 from coordinator.api.http_server import HttpServer
-from proto.trust.certificates import key_to_pem
-from proto.trust.identity import Role
+from proto.trust.certificates import Role, key_to_pem
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
 PATIENCE = 30.0
@@ -94,7 +93,7 @@ async def test_a_connection_without_a_request_ends(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """A client that sends nothing, or an incomplete head, loses its connection after HEAD_SECONDS."""
-    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     async with listening(App()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
@@ -106,7 +105,7 @@ async def test_a_connection_without_a_request_ends(
 
 async def test_a_slow_head_keeps_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of a head that arrive one after the other do not extend its deadline."""
-    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     async with listening(App()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began = time.monotonic()
@@ -133,20 +132,9 @@ async def test_a_handshake_that_does_not_go_on_ends(
         writer.close()
 
 
-async def test_invalid_requests_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A request that is no HTTP is a 400 without a line in the log."""
-    async with listening(App()) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
-        async with asyncio.timeout(PATIENCE):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
-        writer.close()
-    assert not caplog.records
-
-
 async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that computes for longer than HEAD_SECONDS gets its answer."""
-    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
     app = App()
     app.hold.clear()
     async with listening(app) as port:
@@ -162,7 +150,7 @@ async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a client that stops reading ends after STALL_SECONDS, and one that reads slowly is complete."""
-    monkeypatch.setattr(http_connection, "STALL_SECONDS", 1.5)
+    monkeypatch.setattr(http_server, "STALL_SECONDS", 1.5)
     app = App(parts=256)  # 16 MiB, more than the kernel buffers
     async with listening(app) as port:
         stalled, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
@@ -189,7 +177,7 @@ async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
 async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Above the limit the longest incomplete request ends. With complete ones on all, a new client gets status 503."""
-    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
     app = App()
     app.hold.clear()
     async with listening(app) as port:

@@ -10,26 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from coordinator.api.request import body as body_module
-from coordinator.api.request import json_bounds, large_work
-from coordinator.api.request.errors import request_error
-from coordinator.api.request.json_bounds import JsonBounds
-from coordinator.api.request.large_work import LARGE_BYTES, LargeWork
-from proto.errors import CapacityError, RequestError
+from coordinator.api import context, request_body
+from coordinator.api.context import LARGE_BYTES, LargeWork
+from coordinator.api.errors import request_error
+from proto.errors import RequestError
 from tests.support.api.api_client import PATIENCE, ApiClient
-
-STRINGS = ["plain", 'quo"te', "back\\slash", '\\"', "\\\\", ",:{[", "é\n", "end\\"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_values_are_counted_outside_of_strings(size: int) -> None:
-    """The counts do not depend on the text of strings, or on the borders of parts."""
-    text = json.dumps({"a": STRINGS, ",{": [{"b:": 1}, [], [2, 3]]}).encode()
-    bounds = JsonBounds(0)
-    for start in range(0, len(text), size):
-        bounds.add_part(text[start : start + size])
-    assert bounds.fields == 2 + 4 + 3  # objects, lists, fields
-    assert bounds.items == 1 + 7 + 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -45,9 +30,9 @@ async def test_a_body_of_many_values_is_refused(
     monkeypatch: pytest.MonkeyPatch, unit: bytes, word: str
 ) -> None:
     """A body with more values than the bounds is a 400 that names the bound, before it is parsed."""
-    monkeypatch.setattr(json_bounds, "MAX_FIELDS", 200)
-    monkeypatch.setattr(json_bounds, "MAX_ITEMS", 300)
-    monkeypatch.setattr(body_module, "parse_body", None)
+    monkeypatch.setattr(request_body, "MAX_FIELDS", 200)
+    monkeypatch.setattr(request_body, "MAX_ITEMS", 300)
+    monkeypatch.setattr(request_body, "parse_body", None)
     content = b'{"messages": [' + b",".join([unit] * 1000) + b"]}"
     async with ApiClient().http() as client:
         response = await client.post("/v1/chat/completions", content=content)
@@ -76,7 +61,7 @@ async def test_a_list_of_errors_costs_one_error(
         counts.append(error.error_count())
         return request_error(error)
 
-    monkeypatch.setattr(body_module, "request_error", count_errors)
+    monkeypatch.setattr(request_body, "request_error", count_errors)
     content = json.dumps({"model": "tiny", "max_tokens": 1, field: [value] * 15_000})
     async with ApiClient().http() as client:
         response = await client.post(path, content=content)
@@ -135,7 +120,7 @@ async def test_large_work_runs_one_at_a_time_beside_small_work() -> None:
 
 async def test_the_memory_of_large_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large body above the memory of all is a 429 with Retry-After; small ones are answered. All is free again."""
-    monkeypatch.setattr(large_work, "MAX_OPEN_BYTES", 10 * LARGE_BYTES)
+    monkeypatch.setattr(context, "MAX_OPEN_BYTES", 10 * LARGE_BYTES)
     client = ApiClient()
     work = client.app.state.api.large_work
     async with client.http() as http:
@@ -150,17 +135,3 @@ async def test_the_memory_of_large_bodies_is_bounded(monkeypatch: pytest.MonkeyP
         response = await http.post("/v1/completions", json=large)
         assert response.status_code == 400  # longer than the context
     assert work.open_bytes == 0
-
-
-def test_a_reservation_above_the_bound_is_refused() -> None:
-    """A refused reservation takes no memory from others."""
-    work = LargeWork()
-    with work.reading() as reserve, pytest.raises(CapacityError):
-        reserve(large_work.MAX_OPEN_BYTES + 1)
-    assert work.open_bytes == 0
-
-
-def test_bounds_name_what_is_too_much() -> None:
-    """The error says how many values are allowed."""
-    with pytest.raises(RequestError, match=r"more than \d+ values"):
-        JsonBounds(0).add_part(b"," * (json_bounds.MAX_ITEMS + 1))

@@ -8,25 +8,21 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.app import create_app
-from coordinator.api.auto_load import AutoLoad
-from coordinator.api.request.context import ApiOptions
-from coordinator.api.starting_app import starting_app
-from coordinator.models.catalog import ModelFacts
-from coordinator.status.load_report import LoadReport
-from coordinator.text.model_info import ModelInfo
+from coordinator.api.app import create_app, starting_app
+from coordinator.api.context import Api, ApiOptions
+from coordinator.api.model_catalog import ModelFacts
+from coordinator.status.cluster_status import LoadReport
+from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.key_ring import KeyRing, Scope
-from proto.errors import BusyError, NotReadyError
+from proto.errors import BusyError
 from tests.support.api.api_client import USER, ApiClient
 
 
 @dataclass
 class FakeLoader:
-    """A ModelLoader with one other model, which changes the model of an API."""
+    """A ModelLoader with one other model."""
 
-    api: ApiClient | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport("tiny", "ready"))
-    loaded: list[str] = field(default_factory=list)
     failure: Exception | None = None
 
     async def list_models(self) -> list[ModelFacts]:
@@ -45,36 +41,20 @@ class FakeLoader:
         self.report = LoadReport(name, "opening", 5, 10)
         return self.report
 
-    async def load(self, name: str) -> None:
-        """See ModelLoader."""
-        self.loaded.append(name)
-        await asyncio.sleep(0)
-        if self.failure is not None:
-            raise self.failure
-        if self.api is not None:
-            self.api.app = app_of(self.api, name, self)
 
-
-def app_of(api: ApiClient, name: str, loader: FakeLoader) -> Any:
-    """Return an app that serves the model `name`."""
-    model = ModelInfo(name, 500, created=7)
+def app_of(api: ApiClient, loader: FakeLoader) -> Any:
+    """Return an app that serves the model `tiny`."""
+    model = ModelInfo("tiny", 500, created=7)
     generator = api.generator
-    return create_app(
-        generator,
-        generator.tokenizer,
-        model,
-        api.status,
-        api.options,
-        model_loader=loader,
-        journal=api.journal,
-    )
+    parts = Api(generator, generator.tokenizer, model, api.status, api.options, model_loader=loader)
+    return create_app(parts, journal=api.journal)
 
 
 def served(**options: Any) -> tuple[ApiClient, FakeLoader]:
     """Return a client of a server that can load another model."""
     api = ApiClient(options=ApiOptions(**options))
-    loader = FakeLoader(api)
-    api.app = app_of(api, "tiny", loader)
+    loader = FakeLoader()
+    api.app = app_of(api, loader)
     return api, loader
 
 
@@ -105,49 +85,13 @@ async def test_models_on_the_machine_are_listed() -> None:
     ],
 )
 async def test_a_request_for_a_model_that_is_not_loaded(path: str, body: dict[str, Any]) -> None:
-    """The refusal says how to load the model; with --auto-load the model is loaded first."""
-    api, loader = served()
+    """The refusal says how to load the model."""
+    api, _ = served()
     name = "owner/big:latest" if path.startswith("/api") else "owner/big"
     refused = await api.post(path, {**body, "model": name})
     assert refused.status_code == 409
     assert "mtp-coord load" in refused.text
     assert (await api.post(path, {**body, "model": "unknown"})).status_code == 404
-    assert loader.loaded == []
-    assert [
-        await status_with_auto_load(api, loader, path, {**body, "model": m}) for m in (name, "x")
-    ] == [
-        200,
-        404,
-    ]
-    assert loader.loaded == ["owner/big"]
-
-
-async def status_with_auto_load(
-    api: ApiClient, loader: FakeLoader, path: str, body: dict[str, Any], **options: Any
-) -> int:
-    """Return the status of a request to the server with --auto-load."""
-
-    async def current(scope: Any, receive: Any, send: Any) -> None:
-        """Forward to the app of the moment."""
-        await api.app(scope, receive, send)
-
-    client = ApiClient(options=api.options)
-    client.app = AutoLoad(current, api.options)  # type: ignore[assignment]
-    client.app.switch = loader  # type: ignore[attr-defined]
-    return (await client.post(path, body, **options)).status_code
-
-
-async def test_only_valid_keys_change_the_model_by_a_request() -> None:
-    """A request without a key does not load a model. A failed load leaves the refusal of the served model."""
-    api, loader = served(api_keys=("k",))
-    body = {"prompt": "Hi", "model": "owner/big"}
-    assert await status_with_auto_load(api, loader, "/v1/completions", body) == 401
-    assert loader.loaded == []
-    loader.failure = NotReadyError("too large")
-    headers = {"Authorization": "Bearer k"}
-    status = await status_with_auto_load(api, loader, "/v1/completions", body, headers=headers)
-    assert status == 409
-    assert loader.loaded == ["owner/big"]
 
 
 async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
@@ -168,7 +112,6 @@ async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:
         "done": 5,
         "total": 10,
         "error": "",
-        "note": "",
     }
     assert loader.report.running
 

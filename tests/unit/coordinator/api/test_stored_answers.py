@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.request.context import ApiOptions
-from coordinator.api.request.reasoning import BUDGETS
-from coordinator.api.stored import stored_answer
-from coordinator.journal.journal import Journal
-from proto.errors import CapacityError
+from coordinator.api import stored_answers
+from coordinator.api.journal import Journal
+from coordinator.api.request_settings import BUDGETS
 from tests.support.api.api_client import (
     PATIENCE,
-    USER,
     ApiClient,
     DisconnectingClient,
     tiny_tokenizer,
@@ -30,14 +27,8 @@ TOOL: dict[str, Any] = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CHAT_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {k: v for k, v in TOOL.items() if k != "type"},
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "responses": ("/v1/responses", {"input": "Hi", "tools": [TOOL]}),
-    "chat": ("/v1/chat/completions", {"messages": [USER], "tools": [CHAT_TOOL], "store": True}),
-}
+PATH = "/v1/responses"
+BODY: dict[str, Any] = {"input": "Hi", "tools": [TOOL]}
 
 
 class Restarts:
@@ -63,75 +54,55 @@ class Restarts:
 
 
 def blocks(content: bytes | bytearray | str) -> list[str]:
-    """Return the events of a stream, without comments and ids."""
+    """Return the events of a stream, without comments."""
     text = content if isinstance(content, str) else bytes(content).decode()
-    lines = [b.split("\n") for b in text.split("\n\n") if b and not b.startswith(":")]
-    return ["\n".join(line for line in block if not line.startswith("id: ")) for block in lines]
+    return [block for block in text.split("\n\n") if block and not block.startswith(":")]
 
 
-def last_id(content: bytes | bytearray) -> str:
-    """Return the id of the last event."""
-    return bytes(content).decode().rsplit("id: ", 1)[1].split("\n")[0]
-
-
-async def whole_stream(api: ApiClient, path: str, body: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the id and the events of an answer."""
-    reply = await api.post(path, {**body, "stream": True, "seed": 1})
+async def whole_stream(api: ApiClient, body: dict[str, Any]) -> list[str]:
+    """Return the events of an answer."""
+    reply = await api.post(PATH, {**body, "stream": True, "seed": 1})
     assert reply.status_code == 200, reply.text
-    return reply.headers["x-request-id"], blocks(reply.text)
+    return blocks(reply.text)
 
 
 def texts(events: list[str]) -> list[Any]:
     """Return what an event says, without the ids and times that each answer has of its own."""
-    found: list[Any] = []
-    for event in events:
-        data = event.partition("data: ")[2]
-        if data == "[DONE]":
-            found.append(data)
-            continue
-        content = json.loads(data)
-        if "choices" in content:
-            delta = content["choices"][0]["delta"]
-            for call in delta.get("tool_calls", ()):
-                call.pop("id", None)
-            found.append((delta, content["choices"][0]["finish_reason"]))
-        else:
-            found.append((content["type"], content.get("delta"), content["sequence_number"]))
-    return found
+    contents = [json.loads(event.partition("data: ")[2]) for event in events]
+    return [(each["type"], each.get("delta"), each["sequence_number"]) for each in contents]
 
 
-@pytest.mark.parametrize("case", CASES)
-async def test_every_event_arrives_once_whatever_the_place_of_the_restart(
-    case: str, tmp_path: Path
-) -> None:
+async def rest_of(api: ApiClient, received: list[str]) -> list[str]:
+    """Return the events after those that a client has received."""
+    answer_id = json.loads(received[0].partition("data: ")[2])["response"]["id"]
+    rest = await api.get(f"{PATH}/{answer_id}?stream=true&starting_after={len(received) - 1}")
+    assert rest.status_code == 200, rest.text
+    return blocks(rest.text)
+
+
+def numbered(client: DisconnectingClient) -> list[str]:
+    """Return the events of a client, without the error that says that the server ends."""
+    return [event for event in blocks(client.received) if '"type":"error"' not in event]
+
+
+async def test_every_event_arrives_once_whatever_the_place_of_the_restart(tmp_path: Path) -> None:
     """A stream that is interrupted after any token and continued equals the undisturbed one."""
-    path, body = CASES[case]
     restarts = Restarts(tmp_path)
     api = await restarts.start()
-    _, expected = await whole_stream(api, path, body)
+    expected = await whole_stream(api, BODY)
     await restarts.end(api)
     length = len(tiny_tokenizer().encode(restarts.text))
     for place in range(0, length, 3):
         api = await restarts.start(hang_after=place)
-        client = DisconnectingClient(api, path, {**body, "stream": True, "seed": 1})
+        client = DisconnectingClient(api, PATH, {**BODY, "stream": True, "seed": 1})
         async with asyncio.timeout(PATIENCE):
             await restarts.generator.hanging.acquire()
         await client.wait_for(b"data: ")
         await restarts.end(api)
         await client.task
-        got = [b for b in blocks(client.received) if '"error"' not in b or "response." in b]
-        received = [event for event in got if '"type":"error"' not in event]
+        received = numbered(client)
         api = await restarts.start()
-        if path.endswith("responses"):
-            answer_id = json.loads(received[0].partition("data: ")[2])["response"]["id"]
-            url = f"{path}/{answer_id}?stream=true&starting_after={len(received) - 1}"
-            rest = await api.get(url)
-        else:
-            rest = await api.post(
-                path, {**body, "stream": True}, headers={"Last-Event-ID": last_id(client.received)}
-            )
-        assert rest.status_code == 200, rest.text
-        assert texts(received + blocks(rest.text)) == texts(expected), place
+        assert texts(received + await rest_of(api, received)) == texts(expected), place
         (request,) = restarts.generator.requests
         assert len(request.emitted) == place, (
             "the restart continues after the tokens in the journal"
@@ -144,23 +115,23 @@ async def test_a_budget_is_kept_after_a_restart(
 ) -> None:
     """A restart after the budget closed the reasoning continues the request that closed it."""
     monkeypatch.setitem(BUDGETS, "low", 4)
-    path = "/v1/chat/completions"
-    body = {"messages": [USER], "reasoning_effort": "low", "store": True}
+    body = {"input": "Hi", "reasoning": {"effort": "low"}}
     restarts = Restarts(tmp_path, "one two three four five six seven")
     api = await restarts.start()
-    _, expected = await whole_stream(api, path, body)
+    expected = await whole_stream(api, body)
     prompts = [request.prompt for request in restarts.generator.requests]
     assert len(prompts) == 2, "the budget makes a second request"
     await restarts.end(api)
     api = await restarts.start(hang_after=7)
-    client = DisconnectingClient(api, path, {**body, "stream": True, "seed": 1})
-    await client.wait_for(b'"content":"o')
+    client = DisconnectingClient(api, PATH, {**body, "stream": True, "seed": 1})
+    await client.wait_for(b'"delta":"o')
+    async with asyncio.timeout(PATIENCE):
+        await restarts.generator.hanging.acquire()
     await restarts.end(api)
     await client.task
+    received = numbered(client)
     api = await restarts.start()
-    rest = await api.post(path, body, headers={"Last-Event-ID": last_id(client.received)})
-    received = [e for e in blocks(client.received) if "choices" in e]
-    assert texts(received + blocks(rest.text)) == texts(expected)
+    assert texts(received + await rest_of(api, received)) == texts(expected)
     (request,) = restarts.generator.requests
     assert request.prompt == prompts[1]
     assert request.emitted
@@ -211,82 +182,24 @@ async def test_cancel_and_delete() -> None:
     assert (await api.get(f"/v1/responses/{begun['id']}")).status_code == 404
 
 
-async def test_a_whole_response_cannot_be_cancelled_or_streamed() -> None:
-    """The refusals name the reason."""
-    api = ApiClient()
-    whole = (await api.post("/v1/responses", {"input": "Hi"})).json()
-    for reply in (
-        await api.post(f"/v1/responses/{whole['id']}/cancel", {}),
-        await api.get(f"/v1/responses/{whole['id']}?stream=true"),
-        await api.get(f"/v1/responses/{whole['id']}?starting_after=3"),
-        await api.get(f"/v1/responses/{whole['id']}?stream=true&starting_after=x"),
-        await api.post(
-            "/v1/chat/completions", {"messages": [USER]}, headers={"Last-Event-ID": "x"}
-        ),
-        await api.chat(store=True, stream=True, n=2),
-    ):
-        assert reply.status_code == 400, reply.text
-
-
-async def test_answers_belong_to_their_key() -> None:
-    """With another key, a stored answer is not found in any way; nothing of it is changed."""
-    api = ApiClient(options=ApiOptions(api_keys=("mine", "other")))
-    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
-    begun = (
-        await api.post("/v1/responses", {"input": "Hi", "background": True}, headers=mine)
-    ).json()
-    ended = await finished(api, begun["id"], headers=mine)
-    path = f"/v1/responses/{begun['id']}"
-    chat = (await api.chat(store=True)).status_code
-    assert chat == 401
-    reply = await api.post(
-        "/v1/chat/completions", {"messages": [USER], "store": True, "stream": True}, headers=mine
-    )
-    chat_path = f"/v1/chat/completions/{reply.headers['x-request-id']}"
-    async with api.http() as client:
-        for refused in (
-            await client.get(path, headers=other),
-            await client.get(f"{path}?stream=true", headers=other),
-            await client.get(f"{path}/input_items", headers=other),
-            await client.post(f"{path}/cancel", headers=other),
-            await client.delete(path, headers=other),
-            await client.get(chat_path, headers=other),
-            await client.delete(chat_path, headers=other),
-            await client.get(chat_path, headers={**other, "Last-Event-ID": f"{chat_path[21:]}:1"}),
-            await client.post(
-                "/v1/responses",
-                json={"input": "Hi", "previous_response_id": begun["id"]},
-                headers=other,
-            ),
-        ):
-            assert refused.status_code == 404, refused.text
-        assert (await client.get(chat_path, headers=mine)).status_code == 200
-    assert (await api.get(path, headers=mine)).json() == ended
-
-
 async def test_a_client_that_does_not_return_ends_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stored stream goes on for a while after its client left, and is then cancelled."""
-    monkeypatch.setattr(stored_answer, "RECONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(stored_answers, "RECONNECT_SECONDS", 0.0)
     api = ApiClient(FakeGenerator(tiny_tokenizer(), hang_after=3))
-    path, body = CASES["chat"]
-    client = DisconnectingClient(api, path, {**body, "stream": True})
+    client = DisconnectingClient(api, PATH, {**BODY, "stream": True})
     await client.wait_for(b"wor")
     await client.disconnect()
-    answer_id = last_id(client.received).partition(":")[0]
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if "error" in (await api.get(f"/v1/chat/completions/{answer_id}")).json():
-                break
-            await asyncio.sleep(0.01)
-    reply = await api.get(f"/v1/chat/completions/{answer_id}?stream=true")
-    assert "the answer was cancelled" in reply.text
+    answer_id = json.loads(numbered(client)[0].partition("data: ")[2])["response"]["id"]
+    assert (await finished(api, answer_id))["status"] == "cancelled"
+    reply = await api.get(f"{PATH}/{answer_id}?stream=true")
+    assert "response.cancelled" in reply.text
     assert len(api.generator.cancelled) == 1
 
 
 async def test_only_stored_answers_reach_the_disk(tmp_path: Path) -> None:
-    """Requests that are not stored leave nothing, and `store` of a chat keeps it until it is deleted."""
+    """Requests that are not stored leave nothing, and a response stays until it is deleted."""
     restarts = Restarts(tmp_path)
     api = await restarts.start()
     await api.chat(messages=[{"role": "user", "content": "secret"}])
@@ -294,52 +207,11 @@ async def test_only_stored_answers_reach_the_disk(tmp_path: Path) -> None:
     await api.post("/v1/responses", {"input": "secret", "store": False})
     await api.post("/v1/responses", {"input": "secret", "store": False, "stream": True})
     assert await api.journal._ask(lambda database: database.count()) == 0
-    kept = (await api.chat(store=True)).json()
-    assert (await api.get(f"/v1/chat/completions/{kept['id']}")).json() == kept
+    await api.chat(store=True)
+    assert await api.journal._ask(lambda database: database.count()) == 0
+    kept = (await api.post(PATH, {"input": "Hi"})).json()
+    assert (await api.get(f"{PATH}/{kept['id']}")).json() == kept
     await restarts.end(api)
     api = await restarts.start()
-    assert (await api.get(f"/v1/chat/completions/{kept['id']}")).json() == kept
+    assert (await api.get(f"{PATH}/{kept['id']}")).json() == kept
     await restarts.end(api)
-
-
-async def test_another_model_ends_the_answers_of_the_first(tmp_path: Path) -> None:
-    """An answer in progress cannot continue with another checkpoint; its client reads why."""
-    restarts = Restarts(tmp_path)
-    api = await restarts.start(hang_after=2)
-    begun = (await api.post("/v1/responses", {"input": "Hi", "background": True})).json()
-    await restarts.end(api)
-    api = ApiClient(restarts.generator, journal=Journal(tmp_path / "answers.db"), fingerprint="g")
-    await api.app.state.stored_answers.resume()
-    found = (await api.get(f"/v1/responses/{begun['id']}")).json()
-    assert found["status"] == "failed"
-    assert "another model" in found["error"]["message"]
-    await restarts.end(api)
-
-
-async def test_a_full_queue_delays_a_restored_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restored answer waits for room in the queue instead of failing."""
-    restarts = Restarts(tmp_path)
-    api = await restarts.start(hang_after=2)
-    begun = (await api.post("/v1/responses", {"input": "Hi", "background": True})).json()
-    await restarts.end(api)
-    api = await restarts.start(refuse=CapacityError("full", retry_after=0.01))
-    await asyncio.sleep(0.05)
-    assert (await api.get(f"/v1/responses/{begun['id']}")).json()["status"] == "queued"
-    restarts.generator.refuse = None
-    assert (await finished(api, begun["id"]))["status"] == "completed"
-    await restarts.end(api)
-
-
-async def test_input_items_are_listed_in_pages() -> None:
-    """`limit`, `order` and `after` choose the items."""
-    api = ApiClient()
-    items = [{"role": "user", "content": f"part {number}"} for number in range(5)]
-    reply = (await api.post("/v1/responses", {"input": items})).json()
-    path = f"/v1/responses/{reply['id']}/input_items?order=asc&limit=2"
-    first = (await api.get(path)).json()
-    assert [item["content"] for item in first["data"]] == ["part 0", "part 1"]
-    assert first["has_more"] is True
-    last = (await api.get(f"{path}&after={first['last_id']}")).json()
-    assert [item["content"] for item in last["data"]] == ["part 2", "part 3"]

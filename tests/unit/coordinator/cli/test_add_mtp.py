@@ -14,18 +14,18 @@ from mlx_lm.utils import load_model
 
 from coordinator.cli import import_command
 from mtp.checkpoint.convert.convert import convert
-from mtp.checkpoint.convert.settings import Quantization, Settings
+from mtp.checkpoint.convert.converted_weights import Quantization, Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.checkpoint.format.lazy_weights import read_part
 from mtp.checkpoint.format.names import is_head
+from mtp.checkpoint.format.parts import read_part
 from proto.errors import CheckpointError, UsageError
 from proto.span import Span
-from proto.terminal.size import format_size
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import Weights, read_tensors, write_checkpoint
 from tests.support.checkpoints.hub import Hub
-from tests.support.checkpoints.small_disk import ClaimedFreeSpace, small_disk
 from worker.model.loader import load_stage
+
+pytestmark = pytest.mark.thorough
 
 REPO = "someone/some-model"
 HEADS: list[dict[str, Any]] = [
@@ -148,40 +148,7 @@ def test_an_already_converted_source_is_not_shifted_again(
         assert all(mx.array_equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("bits", "scales"), [("none", 0), ("8", 7)])
-def test_bits_and_type_of_its_own(
-    checkpoints: Checkpoints, tmp_path: Path, bits: str, scales: int
-) -> None:
-    """`--mtp-bits` and `--mtp-dtype` override the types of the model."""
-    source = checkpoints()
-    target = stripped(source, tmp_path / "target", Settings(Quantization(4, 64)))
-    add(target, source, "--mtp-bits", bits, "--mtp-dtype", "bfloat16")
-    head = head_of(target)
-    assert sum(name.endswith("scales") for name in head) == scales
-    assert head["fc.weight"].dtype == mx.bfloat16
-    load_stage(Checkpoint.open(target), Span(7, 8), first=False, last=True, dtype=None)
-
-
 # ---- refusals
-
-
-def test_dry_run_touches_nothing(
-    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dry run reports the exact size, and refuses what the real run would refuse."""
-    source = checkpoints()
-    settings = Settings(Quantization(4, 64), dtype="float16")
-    target = stripped(source, tmp_path / "target", settings)
-    before = content(target)
-    add(target, source, "--dry-run")
-    assert content(target) == before
-    would = capsys.readouterr().out.splitlines()[0].replace("would be ", "")
-    add(target, source)
-    assert capsys.readouterr().out.splitlines()[0] == would
-    written = Checkpoint.open(target).part_bytes()["mtp"]
-    assert would == f"{target / 'mtp.safetensors'}: {format_size(written)}, 4 bits"
-    with pytest.raises(UsageError, match="has an MTP head already"):
-        add(target, source, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -215,21 +182,6 @@ def test_shapes_are_checked_beyond_the_config(checkpoints: Checkpoints, tmp_path
         CheckpointError, match=r"mtp\.fc\.weight.*the shape \(64, 64\).*\(64, 128\)"
     ):
         add(target, source)
-
-
-def test_targets_that_need_no_head(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Raw checkpoints, missing directories and checkpoints with a head are refused."""
-    with pytest.raises(
-        UsageError, match=r"is a raw checkpoint\. Convert it with mtp-coord convert"
-    ):
-        add(checkpoints(mtp=False), checkpoints())
-    with pytest.raises(UsageError, match="hf download mlx-community/some --local-dir"):
-        add(Path("mlx-community/some"), checkpoints())
-    with pytest.raises(UsageError, match=r"has an MTP head already\. Use --replace"):
-        add(checkpoints(layout="mlx"), checkpoints())
-    target = stripped(checkpoints(), tmp_path / "target", Settings())
-    with pytest.raises(UsageError, match=r"quantized already\. Leave the flag out"):
-        add(target, checkpoints(layout="mlx", quantize=4), "--mtp-bits", "8")
 
 
 def test_a_wrong_head_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -288,103 +240,3 @@ def test_of_a_hub_repo_only_the_head_is_read(
         int.from_bytes(file.read_bytes()[:8], "little") + 9 for file in source.glob("*.safetensors")
     )
     assert size < hub.weights_sent <= size + headers
-
-
-def test_a_broken_download_goes_on(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """After an interrupted download, the same command fetches the rest and leaves no file behind."""
-    source = checkpoints()
-    hub.add(REPO, source)
-    target = stripped(source, tmp_path / "target", Settings())
-    head = [i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n)]
-    hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
-    with pytest.raises(CheckpointError, match="Try again later: the received bytes are kept"):
-        add(target, REPO)
-    assert not Checkpoint.open(target).mtp.present
-    assert hub.weights_sent > 20_000
-    hub.faults.cut_after = []
-    add(target, REPO)
-    assert Checkpoint.open(target).mtp.complete
-    assert hub.weights_sent < sum(head) + 40_000  # the header twice
-    assert not (target / "mtp-source").exists()
-
-
-@pytest.mark.parametrize("damage", ["a bit", "no note", "half a note", "lost bytes"])
-def test_after_a_crash_the_bytes_are_checked(
-    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, damage: str
-) -> None:
-    """After a power loss that kept a file's length but not its bytes, the head is still right."""
-    source = checkpoints()
-    hub.add(REPO, source)
-    target = stripped(source, tmp_path / "target", Settings())
-    hub.faults.cut_after = [10**9] * 9 + [20_000] + [0] * 5
-    with pytest.raises(CheckpointError, match="Try again later"):
-        add(target, REPO)
-    (part,) = (target / "mtp-source").glob("*.part")
-    (note,) = (target / "mtp-source").glob("*.journal")
-    content = bytearray(part.read_bytes())
-    match damage:
-        case "a bit":
-            content[-5000] ^= 1
-        case "no note":
-            content[-5000] ^= 1
-            note.unlink()
-        case "half a note":
-            content[-5000] ^= 1
-            note.write_bytes(note.read_bytes()[:12])
-        case "lost bytes":
-            del content[-5000:]
-    part.write_bytes(content)
-    hub.faults.cut_after = []
-    add(target, REPO)
-    expected = head_of(source)
-    assert all(mx.array_equal(w, expected[n]) for n, w in head_of(target).items())
-
-
-def test_a_damaged_header_is_refused(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """A header that places tensors outside the file is refused, and nothing is written."""
-    source = checkpoints()
-    hub.add(REPO, source)
-    target = stripped(source, tmp_path / "target", Settings())
-    before = content(target)
-    (file,) = {i.file.name for n, i in Checkpoint.open(source).tensors.items() if is_head(n)}
-    hub.faults.flip[file] = 8  # the brace its header begins with
-    with pytest.raises(CheckpointError, match=file):
-        add(target, REPO)
-    assert content(target) == before
-
-
-def test_a_full_disk(
-    checkpoints: Checkpoints, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk is an error before the download, or during it. With room the command continues."""
-    source = checkpoints()
-    hub.add(REPO, source)
-    made = stripped(source, tmp_path / "made", Settings())
-    size = sum(i.nbytes for n, i in Checkpoint.open(source).tensors.items() if is_head(n))
-    with small_disk(tmp_path / "disk", "16m") as disk:
-        target = Path(shutil.copytree(made, disk / "target"))
-        # The head fits once; it has to be there twice until it is in.
-        filler = disk / "filler"
-        filler.write_bytes(bytes(shutil.disk_usage(disk).free - size * 3 // 2))
-        with pytest.raises(CheckpointError, match="are needed, and the disk has"):
-            add(target, REPO)
-        assert hub.weights_sent < size
-        with monkeypatch.context() as patched:
-            patched.setattr("shutil.disk_usage", lambda path: ClaimedFreeSpace())
-            with pytest.raises(CheckpointError, match=r"the disk is full.*it resumes here"):
-                add(target, REPO)
-        assert not Checkpoint.open(target).mtp.present
-        filler.unlink()
-        add(target, REPO)
-        assert Checkpoint.open(target).mtp.complete
-        assert hub.weights_sent < 2 * size
-
-
-def test_a_repo_without_access(checkpoints: Checkpoints, tmp_path: Path, hub: Hub) -> None:
-    """A repo without access gives one error, and the checkpoint does not change."""
-    target = stripped(checkpoints(), tmp_path / "target", Settings())
-    before = content(target)
-    hub.add(REPO, checkpoints(), gate="GatedRepo")
-    with pytest.raises(CheckpointError, match="accept terms"):
-        add(target, REPO)
-    assert content(target) == before

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from coordinator.cli import import_command
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from proto.errors import CheckpointError, UsageError
+from proto.errors import UsageError
 from tests.conftest import Checkpoints
-from tests.support.checkpoints.checkpoints import write_checkpoint
 
 
 def command(*args: str | Path) -> None:
@@ -36,16 +33,6 @@ def test_mlx_lms_own_flags(
     assert "M1" in said
 
 
-def test_what_a_tokenizer_is_made_of_is_copied_as_it_is(tmp_path: Path) -> None:
-    """Files of the tokenizer are copied byte by byte."""
-    source, out = write_checkpoint(tmp_path / "raw"), tmp_path / "out"
-    files = {"tokenizer.model": b"\x0a\xff\xfe\r\n", "merges.txt": b"a b\r\nc d\n"}
-    for name, content in files.items():
-        (source / name).write_bytes(content)
-    command("--hf-path", source, "--mlx-path", out)
-    assert {name: (out / name).read_bytes() for name in files} == files
-
-
 def test_a_source_without_a_head_is_reported(
     checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,29 +52,3 @@ def test_a_flag_without_effect_is_refused(
     """A quantization flag without --quantize is an error. mlx-lm would ignore it."""
     with pytest.raises(UsageError, match=f"{flag[0]} needs --quantize"):
         command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", *flag)
-
-
-def test_progress_reaches_the_end(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The progress in bytes never decreases, and ends at the total."""
-    told: list[tuple[int, int]] = []
-
-    @contextmanager
-    def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-        yield lambda done, total: told.append((done, total))
-
-    monkeypatch.setattr("coordinator.cli.convert_command.byte_bar", bar)
-    command("--hf-path", checkpoints(), "--mlx-path", tmp_path / "out", "-q")
-    assert told == sorted(told)
-    assert len(told) > 20
-    assert {total for _, total in told} == {told[-1][0]}
-    written = Checkpoint.open(tmp_path / "out").tensors.values()
-    assert told[-1][0] == sum(info.nbytes for info in written)
-
-
-def test_an_unknown_source(tmp_path: Path) -> None:
-    """An unknown source is an error, and nothing is written."""
-    with pytest.raises(CheckpointError, match="no such directory"):
-        command("--hf-path", tmp_path / "nothing", "--mlx-path", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from coordinator.cli import import_command
+from mtp.checkpoint.convert.foreign import open_source
 from mtp.checkpoint.format.checkpoint import Checkpoint, model_name
 from mtp.checkpoint.format.config import ModelConfig
 from proto.errors import CheckpointError
 from tests.support.checkpoints.checkpoints import read_tensors
-from tests.support.checkpoints.foreign import FORMATS, write_foreign
+from tests.support.checkpoints.foreign import write_foreign
+from worker.node.local_models import LocalModels
 
 
 def command(name: str, *args: str | Path) -> None:
@@ -25,18 +26,24 @@ def command(name: str, *args: str | Path) -> None:
 def test_a_conversion_says_how_each_weight_got_its_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The output counts the repacked weights and those quantized anew, with the added error."""
-    source = write_foreign(tmp_path / "source", "NVFP4 of ModelOpt")
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "same")
+    """The output counts the weights that keep their codes, and those that do not."""
+    packed = write_foreign(tmp_path / "packed", "W4A16")
+    command("convert", "--hf-path", packed, "--mlx-path", tmp_path / "kept", "-q", "--q-bits", "8")
     said = capsys.readouterr().out
-    assert "33 weights repacked in 4 bit nvfp4, adding an error of 0\n" in said
-    assert "stock mlx-lm cannot load" in said
-    flags = ("-q", "--q-bits", "8")
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "anew", *flags)
+    assert "33 weights repacked in 4 bit affine, with the same codes\n" in said
+    assert "MTP head: kept" in said
+    blocks = write_foreign(tmp_path / "blocks", "FP8 in blocks")
+    command("convert", "--hf-path", blocks, "--mlx-path", tmp_path / "anew", "-q", "--q-bits", "8")
     said = capsys.readouterr().out
-    assert "32 weights quantized anew in 8 bit affine, adding an error of 0.5" in said
-    assert "1 weights dequantized to float16" in said
-    assert "stock mlx-lm cannot load" not in said
+    assert "32 weights dequantized and quantized anew\n" in said
+    assert "1 weights dequantized\n" in said, "mtp.fc stays unquantized"
+
+
+def test_fewer_bits_quantize_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of 8 bits are quantized anew in 4, because the user asked for a smaller model."""
+    source = write_foreign(tmp_path / "source", "W8A16")
+    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "-q", "--q-bits", "4")
+    assert "32 weights dequantized and quantized anew" in capsys.readouterr().out
 
 
 def test_flags_that_ask_for_the_same_format_keep_the_bits(tmp_path: Path) -> None:
@@ -66,42 +73,46 @@ def test_the_head_of_a_packed_checkpoint_is_added(tmp_path: Path) -> None:
     assert "language_model.mtp.layers.0.mlp.up_proj.scales" in checkpoint.tensors
 
 
-def test_inspect_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of a packed checkpoint has its method, its bits by part, and its size in memory."""
-    source = write_foreign(tmp_path / "source", "GPTQ 8 bit asymmetric")
-    command("inspect", source, "--no-trial", "--json")
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["packed_by"] == "gptq"
-    assert facts["packed"]["mtp"] == {"8 bit": 8}
-    assert facts["bytes"]["total"] == sum(Checkpoint.open(source).part_bytes().values())
-    command("inspect", source, "--no-trial")
-    assert "gptq, repacked for MLX while loading" in capsys.readouterr().out
+@pytest.mark.parametrize("program", ["serve", "generate", "plan", "inspect"])
+def test_programs_that_compute_name_the_command_that_converts(tmp_path: Path, program: str) -> None:
+    """A packed checkpoint is refused with its packing and the exact command."""
+    source = write_foreign(tmp_path / "source", "GPTQ 4 bit")
+    arguments = {"generate": ["hello"], "plan": ["--nodes", "2", "--memory", "8GB"]}.get(
+        program, []
+    )
+    with pytest.raises(CheckpointError) as refused:
+        command(program, "--model", source, *arguments)
+    said = str(refused.value)
+    typed = f"convert --hf-path {source} --mlx-path source-mlx -q --q-bits 8"
+    expected = "is packed as GPTQ, which is not served directly. Convert it once: mtp-coord"
+    assert said == f"{source}: {expected} {typed}"
 
 
-def test_serving_names_the_repo_in_the_command_that_converts(tmp_path: Path) -> None:
+def test_the_command_in_the_error_of_a_worker_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mtp-worker --model` shows the same command, and its output is servable with its head."""
+    source = write_foreign(tmp_path / "source", "AWQ")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is packed as AWQ, which is not") as refused:
+        LocalModels(source).open(source)
+    _, _, typed = str(refused.value).partition("mtp-coord ")
+    command(*typed.split())
+    checkpoint, _ = LocalModels(Path("source-mlx")).open(Path("source-mlx"))
+    assert checkpoint.mtp.complete
+
+
+def test_the_command_names_the_repo(tmp_path: Path) -> None:
     """For a repo in the hub's cache, the command has the repo's name and not the path of its snapshot."""
     path = tmp_path / "models--Qwen--Qwen3.5-27B-FP8" / "snapshots" / "0123abcd"
     write_foreign(path, "FP8 in blocks")
     expected = (
         "mtp-coord convert --hf-path Qwen/Qwen3.5-27B-FP8 "
-        "--mlx-path Qwen3.5-27B-FP8-8bit -q --q-bits 8"
+        "--mlx-path Qwen3.5-27B-FP8-mlx -q --q-bits 8"
     )
     with pytest.raises(CheckpointError, match=expected):
         Checkpoint.open(path)
     assert model_name(tmp_path) == str(tmp_path)
-
-
-def test_scales_of_activations_are_ignored_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Activations are not quantized here, so their scales change nothing. One warning lists them."""
-    source = write_foreign(tmp_path / "source", "NVFP4 of compressed-tensors")
-    with caplog.at_level(logging.WARNING):
-        checkpoint = Checkpoint.open(source)
-        Checkpoint.open(source)
-    (record,) = caplog.records
-    assert "input_global_scale" in vars(record)["tensors"]
-    assert len(checkpoint.ignored) == 33
 
 
 @pytest.mark.parametrize("leaf", ["pre_quant_scale", "weight_zero_point_2", "lora_a"])
@@ -130,7 +141,8 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["text_config", "compression_config", "hf_quant_config.json"])
 def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
     """Exporters write the quantization into the text part, under an older name, or into a file of its own."""
-    form = "NVFP4 of ModelOpt" if place.endswith(".json") else "NVFP4 of compressed-tensors"
+    name = "ModelOpt" if place.endswith(".json") else "compressed-tensors"
+    form = f"NVFP4 of {name}"
     source = write_foreign(tmp_path / "source", form)
     config = json.loads((source / "config.json").read_text())
     found = config.pop("quantization_config")
@@ -144,11 +156,10 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
     (source / "config.json").write_text(json.dumps(config))
     foreign = ModelConfig.load(source).foreign
     assert foreign is not None
-    assert foreign.method == FORMATS[form][1]["quant_method"]
-    assert Checkpoint.open(source).unservable() == ()
-    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
+    assert foreign.name == name
+    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out", "-q")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["quantization"]["mode"] == "nvfp4"
+    assert written["quantization"]["mode"] == "affine"
     assert "compression_config" not in written
     assert "quantization_config" not in written["text_config"]
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -157,13 +168,12 @@ def test_settings_are_found_at_every_place(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("form", "change"),
     [
-        ("W4A16", {"config_groups": {"a": {"weights": {"num_bits": "four"}}}}),
-        ("W4A16", {"config_groups": {"a": {"targets": ["re:("]}, "b": {"targets": 3}}}),
-        ("GPTQ 4 bit", {"dynamic": {"+:(": {"bits": 8}}}),
-        ("GPTQ 4 bit", {"bits": [4]}),
+        ("FP8 in blocks", {"weight_block_size": "large"}),
+        ("W4A16", {"transform_config": {"config_groups": {"a": {}}}}),
+        ("AWQ", {"version": "gemv"}),
     ],
 )
-def test_an_invalid_quantization_is_refused(
+def test_a_quantization_that_changes_results_is_refused(
     tmp_path: Path, form: str, change: dict[str, object]
 ) -> None:
     """A quantization that cannot be read is one error that names config.json."""
@@ -172,4 +182,15 @@ def test_an_invalid_quantization_is_refused(
     config["quantization_config"] |= change
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        Checkpoint.open(source)
+        open_source(source)
+
+
+@pytest.mark.parametrize("groups", [3, {"a": 3}, {"a": {"weights": 3}}], ids=repr)
+def test_fields_without_effect_may_have_any_type(tmp_path: Path, groups: object) -> None:
+    """The bits of integers follow from the shapes, so the groups of the config are not needed."""
+    source = write_foreign(tmp_path / "source", "W4A16")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = groups
+    (source / "config.json").write_text(json.dumps(config))
+    command("convert", "--hf-path", source, "--mlx-path", tmp_path / "out")
+    assert Checkpoint.open(tmp_path / "out").mtp.complete

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.cli.inspect_command import inspect
+from coordinator.cli.checkpoint_commands import inspect
 from mtp.checkpoint import Checkpoint
 from proto.span import Span
-from proto.terminal import console
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import without, write_checkpoint
 from worker.model.loader import load_stage
@@ -25,9 +23,9 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def _facts(path: Path, capsys: pytest.CaptureFixture[str], nodes: int = 1) -> dict[str, Any]:
+def _facts(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    inspect(str(path), nodes=nodes, as_json=True)
+    inspect(str(path), as_json=True)
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
 
@@ -47,7 +45,6 @@ def test_json_has_the_promised_keys(
     assert facts["norms"] == "shifted"
     assert facts["mtp"] == {"announced": True, "present": True, "complete": True, "missing": []}
     assert set(facts["bytes"]) == {"embed", "norm", "lm_head", "mtp", "layers", "vision", "total"}
-    assert len(facts["nodes"]) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"tie": False}, {"moe": True, "tie": False}], ids=repr)
@@ -57,39 +54,18 @@ def test_parameters_are_those_the_loader_builds(
     """The number of parameters equals that of a loaded model with its head, also for a quantized copy."""
     raw = checkpoints(**options)
     stage = load_stage(Checkpoint.open(raw), Span(0, 8), first=True, last=True, dtype=None)
-    modules: list[Any] = [stage.embed_tokens, stage.norm, stage.lm_head, stage.head, *stage.layers]
+    layers: list[Any] = stage.layers
+    modules = [
+        stage.embed_tokens,
+        stage.norm,
+        stage.lm_head,
+        stage.head,
+        *(x.module for x in layers),
+    ]
     arrays = dict(tree_flatten([m.parameters() for m in modules if m is not None])).values()
     assert _facts(raw, capsys)["parameters"] == sum(w.size for w in arrays)
     quantized = checkpoints(**options, layout="mlx", quantize=4)
     assert _facts(quantized, capsys)["parameters"] == _facts(raw, capsys)["parameters"]
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
-def test_nodes_cover_the_model_and_their_bytes_add_up(
-    checkpoints: Checkpoints, nodes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every layer is on one node. The bytes add up, with the embedding twice for several nodes."""
-    facts = _facts(checkpoints(tie=False), capsys, nodes)
-    spans = [Span.parse(node["layers"]) for node in facts["nodes"]]
-    assert len(spans) == nodes
-    assert [layer for span in spans for layer in span] == list(range(8))
-    sizes = facts["bytes"]
-    copies = sizes["embed"] if nodes > 1 else 0
-    assert sum(node["bytes"] for node in facts["nodes"]) == sizes["total"] + copies
-    assert sum(node["attention"] for node in facts["nodes"]) == 2
-
-
-def test_the_table_says_what_people_look_for(
-    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table distinguishes a conversion without its head from one with it."""
-    inspect(str(checkpoints(mtp=False, layout="mlx", quantize=4)), nodes=2)
-    lost = capsys.readouterr().out
-    assert "none: config.json announces one, its tensors are missing" in lost
-    assert "4 bit, groups of 64" in lost
-    assert "6 GatedDeltaNet, 2 full attention" in lost
-    inspect(str(checkpoints()))
-    assert "complete" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_whole_is_shown_as_that(
@@ -112,22 +88,3 @@ def test_a_model_that_is_not_whole_is_shown_as_that(
     table = capsys.readouterr().out
     assert "incomplete" in table
     assert f"3 tensors missing: {gone[1]}" in table
-
-
-def test_errors_end_with_status_2_and_one_line(
-    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Wrong directories, names and node counts end with status 2 and one line."""
-    jobs: list[tuple[str | None, str | None, int, str]] = [
-        (str(tmp_path), None, 1, "config.json"),
-        (None, "no-such-model", 1, "no-such-model"),
-        (str(checkpoints()), None, 9, "--nodes 9"),
-        (None, None, 1, "name one model"),
-    ]
-    for argument, option, nodes, message in jobs:
-        with pytest.raises(SystemExit) as stopped:
-            console.run("mtp-coord", partial(inspect, argument, option, nodes=nodes))
-        assert stopped.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1
-        assert message in lines[0]

@@ -21,14 +21,16 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.member import (
+from coordinator.cluster.view import (
     FIRST_BACKOFF,
     LONGEST_BACKOFF,
     STABLE_SECONDS,
     Member,
     MemberState,
+    Phase,
+    Settings,
+    View,
 )
-from coordinator.cluster.view import Phase, Settings, View
 from tests.support.protocol.cluster_walk import worker
 
 
@@ -130,29 +132,12 @@ def test_a_plan_ends_with_any_of_its_workers(view: View) -> None:
     )
 
 
-def test_events_of_older_plans_change_nothing(view: View) -> None:
-    """A load that ends after its plan was replaced changes nothing."""
-    view = after(view, PlanStarting(2, ("a",)))
-    for event in (PlanServing(1), PlanFailed(1, "late"), PlanFailed(1, "late", "a")):
-        assert after(view, event) == view
-    assert after(view, PlanServing(2)).phase is Phase.SERVING
-    lost = after(view, WorkerLost("a", "silent"))
-    assert after(lost, PlanServing(2)) == lost  # the plan was given up before it could serve
-
-
 def test_another_model_needs_another_plan(view: View) -> None:
     """The plan ends, its workers stay, and the next plan may start at once."""
     changed = after(view, ModelChanged("too large"))
     assert (changed.phase, changed.serving, changed.recovering) == (Phase.GATHERING, (), True)
     assert changed.members == view.members
     assert (changed.settings.why_not_alone, changed.waited) == ("too large", 0.0)
-
-
-def test_a_loss_is_counted_once(view: View) -> None:
-    """A broken stream and a failed probe are one loss. Events of unknown workers change nothing."""
-    lost = after(view, WorkerLost("a", "silent"))
-    assert after(lost, WorkerLost("a", "no answer")) == lost
-    assert after(view, WorkerLost("b", "silent"), WorkerDraining("b")) == view
 
 
 def test_waiting_is_counted_over_plans_that_do_not_start(view: View) -> None:

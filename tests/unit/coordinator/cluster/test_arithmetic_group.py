@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.cluster.arithmetic_group import ArithmeticGroup
-from mtp.exact.arithmetic import unlike_machines
+from coordinator.cluster.membership import ArithmeticGroup
+from mtp.device import unlike_machines
 
 M4, M1 = "metal applegpu_g16s, mlx 0.32.4", "metal applegpu_g13s, mlx 0.32.4"
 

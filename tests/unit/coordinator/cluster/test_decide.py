@@ -20,12 +20,10 @@ from coordinator.cluster.decide import (
     PreparePlan,
     StartAlone,
     StartPlan,
-    decide,
     describe_wait,
 )
 from coordinator.cluster.events import (
     GatheringRestarted,
-    NextModelLoading,
     PlanFailed,
     PlanPrepared,
     PlanServing,
@@ -37,10 +35,8 @@ from coordinator.cluster.events import (
     WorkerLeft,
     WorkerLost,
 )
-from coordinator.cluster.member import Member, MemberState
-from coordinator.cluster.view import Phase, Settings, View
-from coordinator.planning.pinned_layers import LayerGapError
-from coordinator.planning.plan import Plan
+from coordinator.cluster.plan import LayerGapError, Plan
+from coordinator.cluster.view import Member, MemberState, Phase, Settings, View
 from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
@@ -104,7 +100,6 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
             assert before.serving == view.serving
         case PreparePlan(plan):
             assert before.serving == view.serving
-            assert not view.next_model
             assert any(stage.node not in view.serving for stage in plan.stages)
 
 
@@ -324,30 +319,11 @@ def test_without_auto_replan_a_joined_worker_waits_for_a_replan() -> None:
     assert prepared(asked.view, planner).serving == ("a", "b")
 
 
-def test_a_replan_requested_while_a_plan_starts_follows_it() -> None:
-    """The worker that joined since is used without a second request."""
-    planner = planner_for(1)
-    view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
-    view = happen(view, WorkerJoined(worker("b")), planner).view
-    view = happen(view, ReplanRequested(), planner).view
-    assert (view.phase, view.serving) == (Phase.STARTING, ("a",))
-    view = happen(view, PlanServing(1), planner).view
-    assert prepared(view, planner).serving == ("a", "b")
-
-
 def test_a_worker_that_left_is_forgotten() -> None:
     """A worker that left on its own is neither shown as lost nor waited for."""
     planner = planner_for(1)
     view = happen(serving("a", "b", planner=planner), WorkerDraining("b"), planner).view
     assert set(happen(view, WorkerLeft("b"), planner).view.members) == {"a"}
-
-
-def test_nothing_is_decided_while_a_plan_starts() -> None:
-    """Neither a join nor time interrupts a load."""
-    planner = planner_for(1)
-    view = happen(View(replace(PATIENT, nodes=1)), WorkerJoined(worker("a")), planner).view
-    assert view.phase is Phase.STARTING
-    assert decide(replace(view, now=view.now + 1e4), planner) is None
 
 
 # ---- required workers
@@ -464,17 +440,6 @@ def test_open_answers_are_not_paused_again_soon_after_a_failure() -> None:
     assert happen(soon.view, TimePassed(), planner).view.serving == ("a", "b")
 
 
-def test_a_plan_that_is_not_better_is_considered_once() -> None:
-    """The plan stays, with one line in the log, until the set of workers changes."""
-
-    def first_only(members: Sequence[Member], epoch: int) -> Plan:
-        return planner_for(1)(members[:1], epoch)
-
-    step = happen(joined(AUTO, first_only), TimePassed(), first_only, after=2.0)
-    assert [type(a) for a in step.actions] == [KeepPlan]
-    assert happen(step.view, TimePassed(), first_only, after=60.0).actions == ()
-
-
 def test_a_worker_that_cannot_load_does_not_end_the_plan() -> None:
     """It backs off after each failure, and is tried again."""
     planner = planner_for(1)
@@ -512,28 +477,6 @@ def test_a_plan_that_fails_while_the_next_one_is_prepared_is_replaced() -> None:
     assert happen(step.view, PlanPrepared(view.preparing), planner).actions == ()
 
 
-def test_a_worker_that_is_lost_while_it_loads_is_used_when_it_returns() -> None:
-    """The replan is answered at the loss. The same process is prepared again after its return."""
-    planner = planner_for(1)
-    view = happen(joined(PATIENT, planner), ReplanRequested(), planner).view
-    step = happen(view, WorkerLost("b", "silent"), planner)
-    assert [type(a) for a in step.actions] == [KeepPlan]
-    assert not step.view.preparing
-    view = happen(step.view, WorkerJoined(worker("b")), planner).view
-    view = happen(view, ReplanRequested(), planner).view
-    assert prepared(view, planner).serving == ("a", "b")
-
-
-def test_a_prepared_worker_that_was_lost_is_prepared_again() -> None:
-    """It may have dropped what it loaded."""
-    view = happen(joined(AUTO, slow), TimePassed(1), slow, after=2.0).view
-    view = happen(view, PlanPrepared(view.preparing), slow).view
-    assert view.prepared
-    view = happen(view, WorkerLost("b", "silent"), slow).view
-    view = happen(view, WorkerJoined(worker("b")), slow).view
-    assert [type(a) for a in happen(view, ReplanRequested(), slow).actions] == [PreparePlan]
-
-
 def test_a_worker_that_fails_again_and_again_does_not_keep_another_from_being_used() -> None:
     """`b` loads for ten minutes. `c` fails at once, whenever its back-off ends."""
     planner = planner_for(1)
@@ -548,51 +491,3 @@ def test_a_worker_that_fails_again_and_again_does_not_keep_another_from_being_us
         view = happen(view, TimePassed(), planner, after=1.0).view
         assert view.preparing == began
     assert prepared(view, planner).serving == ("a", "b")
-
-
-def test_a_preparation_that_fails_without_a_culprit_is_not_repeated() -> None:
-    """It is tried again for other workers, or when a user asks."""
-    planner = planner_for(1)
-    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
-    view = happen(view, PreparationFailed(view.preparing, "a bug"), planner).view
-    assert happen(view, TimePassed(), planner, after=600.0).actions == ()
-    later = happen(view, TimePassed(), planner, after=600.0).view
-    assert [type(a) for a in happen(later, ReplanRequested(), planner).actions] == [PreparePlan]
-
-
-def test_no_plan_is_prepared_while_workers_load_another_model() -> None:
-    """Both would lose what they loaded. Afterwards the worker is used."""
-    planner = planner_for(1)
-    view = happen(joined(AUTO, planner), TimePassed(), planner, after=2.0).view
-    view = happen(view, NextModelLoading(True), planner).view
-    assert not view.preparing
-    view = happen(view, TimePassed(), planner, after=60.0).view
-    assert (view.preparing, view.serving) == (frozenset(), ("a",))
-    view = happen(view, NextModelLoading(False), planner).view
-    assert prepared(view, planner).serving == ("a", "b")
-
-
-def joined_twice(planner: Planner, busy: int) -> Step:
-    """Return the step that ends the preparation for `b`, during which `c` has joined."""
-    view = happen(joined(AUTO, planner), TimePassed(busy), planner, after=2.0).view
-    view = happen(view, WorkerJoined(worker("c")), planner).view
-    view = happen(view, TimePassed(busy), planner, after=2.0).view
-    assert view.preparing == {"a1", "b1"}
-    return happen(view, PlanPrepared(view.preparing), planner)
-
-
-def test_another_worker_that_joins_during_a_preparation_is_used_after_it() -> None:
-    """The loads in progress are not lost."""
-    planner = planner_for(1)
-    step = joined_twice(planner, 0)
-    assert step.view.serving == ("a", "b")
-    view = happen(step.view, PlanServing(step.view.epoch), planner).view
-    view = happen(view, TimePassed(), planner, after=2.0).view
-    assert prepared(view, planner).serving == ("a", "b", "c")
-
-
-def test_a_postponed_plan_changes_for_another_worker() -> None:
-    """The plan over all of them may pay."""
-    step = joined_twice(slow, 1)
-    assert [type(a) for a in step.actions] == [PostponePlan, PreparePlan]
-    assert prepared(replace(step.view, open_requests=0), slow).serving == ("a", "b", "c")

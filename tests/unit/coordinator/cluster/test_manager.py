@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.cluster.events import PlanServing, WorkerJoined, WorkerLost
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.options import ManagerOptions
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.plan import Plan
 from coordinator.cluster.view import Phase, Settings
-from coordinator.planning.plan import Plan
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from tests.support.protocol.cluster_walk import planner_for, worker
@@ -30,7 +30,7 @@ async def test_closing_causes_no_new_plan(
         """Do nothing: the test itself reports that a plan serves."""
 
     monkeypatch.setattr(ClusterManager, "_serve", serve)
-    model: Any = SimpleNamespace(exact=False, planner=lambda link_seconds: planner_for(1))
+    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
     options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=2))
     manager = ClusterManager(model, options, no_pipeline)
     for event in (WorkerJoined(worker("a")), WorkerJoined(worker("b")), PlanServing(1)):
@@ -43,3 +43,19 @@ async def test_closing_causes_no_new_plan(
     monkeypatch.setattr(manager.membership, "close", closes)
     await manager.close()
     assert manager.view.epoch == 1
+
+
+async def test_closing_closes_a_pipeline_that_the_loop_has_not_acquired() -> None:
+    """A plan may begin to serve while the loop ends. Its connections end with the manager."""
+    closed = []
+
+    async def close() -> None:
+        closed.append(1)
+
+    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
+    manager = ClusterManager(model, options, no_pipeline)
+    pipeline: Any = SimpleNamespace(epoch=1, close=close)
+    manager._install_pipeline(pipeline)
+    await manager.close()
+    assert closed

@@ -12,14 +12,9 @@ import pytest
 
 from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
-from coordinator.cluster.member import MemberState
-from coordinator.cluster.membership import Membership
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.view import Settings, View
-from coordinator.workers.discovery import Candidate
+from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.view import MemberState, Settings, View
 from proto import cluster_pb2 as pb
-from proto.announcement import Announcement
-from proto.errors import ClusterError, VersionError, WorkerLostError
 
 
 class Leaving:
@@ -50,27 +45,6 @@ async def test_a_coordinator_that_ends_stops_the_heartbeats_of_a_leaving_worker(
         await leaving.asked.wait()
         await membership.close()
     assert leaving.closed
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_an_address_without_a_worker_is_logged_once(
-    named: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each kind of error is logged once. A silent address is a warning only if the user named it.
-
-    mDNS records may outlive a worker. An answer of another release is always a warning.
-    """
-    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
-    unused: Any = SimpleNamespace(exact=False)
-    membership = Membership(unused, options, lambda: View(Settings()), print, print)
-    heard = None if named else Announcement("id", "mac-2", 7000)
-    candidate = Candidate("a:7000", ("a:7000",), heard)
-    errors: list[ClusterError] = [WorkerLostError("refused"), VersionError("version 2")]
-    with caplog.at_level(logging.DEBUG):
-        for error in (errors[0], errors[0], errors[1], errors[1]):
-            membership._record_silence(candidate, "a:7000", error)
-    levels = [record.levelname for record in caplog.records if record.message == "no worker"]
-    assert levels == ["WARNING" if named else "DEBUG", "WARNING"]
 
 
 # ---- reports

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
-from coordinator.cluster.options import ManagerOptions
-from coordinator.cluster.plan_start import PlanStart
-from coordinator.cluster.preparation import Preparation, workers_in_use
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.plan_start import PlanStart, workers_in_use
 from coordinator.cluster.view import Settings, View
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
@@ -58,8 +57,7 @@ class Cluster:
         """Run the preparation."""
         options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
         start = PlanStart(self.plan, self.view, self.model, options, self.membership)
-        ids, busy = frozenset({"a1", "b1", "c1"}), workers_in_use(self.view, self.plan)
-        return await Preparation(start, self.model, ids, busy).run()
+        return await start.prepare(frozenset({"a1", "b1", "c1"}))
 
     def _loader(self, name: str) -> Any:
         async def load(request: pb.LoadRequest, on_progress: Any) -> Any:
@@ -68,7 +66,7 @@ class Cluster:
             if name == self.broken:
                 raise self.error
             on_progress(1, 1)
-            return SimpleNamespace(has_mtp=True)
+            return SimpleNamespace(has_mtp=True, layers="1 packed")
 
         return load
 
@@ -85,7 +83,7 @@ async def test_new_workers_load_and_the_others_only_fetch() -> None:
     assert await cluster.prepare() == PlanPrepared(frozenset({"a1", "b1", "c1"}))
     assert sorted(cluster.calls) == [("fetch", "b"), ("fetch", "c"), ("load", "c")]
     (request,) = cluster.requests
-    assert (request.ahead, request.epoch) == (True, EPOCH), "the plan in force goes on"
+    assert request.epoch == EPOCH, "the plan in force goes on"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import gated_delta
 
-from coordinator.doctor.evaluation import check_evaluation
 from coordinator.doctor.finding import Verdict
-from coordinator.doctor.gdn import check_gdn
-from coordinator.doctor.kernels import check_exactness, check_window_cost, products
+from coordinator.doctor.kernels import check_exactness, check_gdn, products
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
@@ -69,13 +67,6 @@ def test_a_quantized_product_that_rounds_by_rows_is_named(
     assert "--mtp off" in finding.advice
 
 
-def test_the_cost_of_rows_is_measured(config: ModelConfig) -> None:
-    """The report has the time of a window as a multiple of one row's."""
-    ratios = check_window_cost(config, mx.float32).values["ratios"]
-    assert ratios[1] == 1.0
-    assert all(ratio > 0 for ratio in ratios.values())
-
-
 def test_a_correct_gdn_kernel_passes(config: ModelConfig) -> None:
     """The kernel equals its reference, in windows and in a replay."""
     finding = check_gdn(config, mx.float32)
@@ -105,18 +96,3 @@ def test_a_wrong_gdn_kernel_is_named(
     finding = check_gdn(config, mx.float32)
     assert finding.verdict is verdict
     assert words in finding.advice
-
-
-@pytest.mark.parametrize(("seconds", "verdict"), [(2e-4, Verdict.OK), (3e-3, Verdict.WARN)])
-def test_a_slow_device_is_named(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, verdict: Verdict
-) -> None:
-    """An evaluation of more than a millisecond is a warning."""
-    clock = [0.0]
-
-    def evaluate(*arrays: mx.array) -> None:
-        clock[0] += seconds
-
-    monkeypatch.setattr(mx, "eval", evaluate)
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    assert check_evaluation().verdict is verdict

@@ -1,20 +1,11 @@
-"""Disk, power, memory and bandwidth in the doctor's report."""
+"""Versions, power and bandwidth in the doctor's report."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
-import psutil
 import pytest
 
-from coordinator.doctor.bandwidth import check_bandwidth, known_bandwidth
-from coordinator.doctor.disk import check_disk
 from coordinator.doctor.finding import Verdict
-from coordinator.doctor.memory import MemoryLimits, check_memory
-from coordinator.doctor.power import check_power
-
-GB = 10**9
+from coordinator.doctor.machine import check_bandwidth, check_power, check_versions
 
 BATTERY = """Now drawing from 'Battery Power'
  -InternalBattery-0 (id=4653155)\t82%; discharging; 5:12 remaining present: true
@@ -38,19 +29,6 @@ AC Power:
 
 
 @pytest.mark.parametrize(
-    ("free", "verdict"), [(9 * GB, Verdict.FAIL), (12 * GB, Verdict.WARN), (99 * GB, Verdict.OK)]
-)
-def test_a_small_disk_is_named(
-    monkeypatch: pytest.MonkeyPatch, free: int, verdict: Verdict
-) -> None:
-    """A disk without room for the model fails, and one with little more warns."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    finding = check_disk(Path("/"), 10 * GB)
-    assert finding.verdict is verdict
-    assert finding.values == {"free": free, "weights": 10 * GB}
-
-
-@pytest.mark.parametrize(
     ("source", "verdict", "words"),
     [(ADAPTER, Verdict.OK, []), (BATTERY, Verdict.WARN, ["adapter", "Low Power", "after 1 min"])],
 )
@@ -65,53 +43,34 @@ def test_battery_sleep_and_low_power_are_named(
     assert all(word in finding.advice for word in words)
 
 
-def test_power_is_checked_on_macos_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Linux the check is skipped."""
-    monkeypatch.setattr("sys.platform", "linux")
-    assert check_power().verdict is Verdict.SKIP
-
-
-def test_power_without_pmset_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pmset that prints nothing gives no false warning."""
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert check_power(lambda *command: "").verdict is Verdict.OK
-
-
-@pytest.mark.parametrize(
-    ("swap", "resident", "verdict", "words"),
-    [
-        (0, GB, Verdict.OK, ""),
-        (4 * GB, GB, Verdict.WARN, "swapped out"),
-        (0, 9 * GB, Verdict.WARN, "browser 9 GB"),
-    ],
-)
-def test_swap_and_large_programs_are_named(
-    monkeypatch: pytest.MonkeyPatch, swap: int, resident: int, verdict: Verdict, words: str
-) -> None:
-    """Swap in use and another program that holds much memory are warnings."""
-    info = {"name": "browser", "memory_info": SimpleNamespace(rss=resident), "pid": 1}
-    total = SimpleNamespace(total=32 * GB, available=20 * GB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: total)
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=swap))
-    monkeypatch.setattr(psutil, "process_iter", lambda names: [SimpleNamespace(info=info)])
-    monkeypatch.setattr("sys.platform", "darwin")
-    finding = check_memory(MemoryLimits(18 * GB, 22 * GB), lambda *command: "26000\n")
-    assert finding.verdict is verdict
-    assert words in finding.advice
-    assert finding.values["wired_limit_mb"] == 26000
-
-
-@pytest.mark.parametrize(
-    ("chip", "known"),
-    [("Apple M4 Max", 410), ("Apple M4", 120), ("Apple M3 Ultra", 819), ("AMD EPYC", None)],
-)
-def test_the_chip_s_figure_is_found(chip: str, known: int | None) -> None:
-    """The longest name that fits decides, and other processors have no figure."""
-    assert known_bandwidth(chip) == known
-
-
 @pytest.mark.parametrize(("measured", "verdict"), [(380e9, Verdict.OK), (200e9, Verdict.WARN)])
 def test_a_slow_chip_is_named(measured: float, verdict: Verdict) -> None:
     """Less than 60 % of the published bandwidth is a warning."""
     assert check_bandwidth("Apple M4 Max", measured).verdict is verdict
     assert check_bandwidth("another chip", measured).verdict is Verdict.OK
+
+
+def on_mac(patch: pytest.MonkeyPatch, release: str, machine: str) -> None:
+    """Pretend to run on macOS `release` with a Python for `machine`."""
+    patch.setattr("sys.platform", "darwin")
+    patch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), machine))
+    patch.setattr("platform.machine", lambda: machine)
+
+
+@pytest.mark.parametrize(
+    ("release", "machine", "verdict", "words"),
+    [
+        ("26.1", "arm64", Verdict.OK, ""),
+        ("14.7", "arm64", Verdict.WARN, "Update macOS"),
+        ("15.3", "x86_64", Verdict.FAIL, "Rosetta"),
+    ],
+)
+def test_an_old_macos_and_rosetta_are_named(
+    monkeypatch: pytest.MonkeyPatch, release: str, machine: str, verdict: Verdict, words: str
+) -> None:
+    """macOS 14 cannot wire weights, and a Python under Rosetta has no GPU."""
+    on_mac(monkeypatch, release, machine)
+    finding = check_versions()
+    assert finding.verdict is verdict
+    assert words in finding.advice
+    assert f"macOS {release}" in finding.figure

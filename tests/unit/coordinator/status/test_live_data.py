@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.status.activity import describe_activity, suggest_improvement
 from coordinator.status.cluster_events import EventLog
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
-from coordinator.status.history import MAX_SAMPLES, History
-from coordinator.status.latency import KEPT_SECONDS, LatencyLog, percentile
+from coordinator.status.history import KEPT_SECONDS, MAX_SAMPLES, History, LatencyLog, percentile
+from coordinator.web.live_feed import describe_activity, suggest_improvement
 
-A = NodeStatus("mac-1", "10.0.0.1:1", "0-3", "ready", stage_ms=10.0)
-B = NodeStatus("mac-2", "10.0.0.2:1", "4-7", "ready", stage_ms=10.0)
+A = NodeStatus("mac-1", "10.0.0.1:1", "0-3", health="ready", stage_ms=10.0)
+B = NodeStatus("mac-2", "10.0.0.2:1", "4-7", health="ready", stage_ms=10.0)
 SERVING = ClusterStatus(ready=True, model="m", epoch=1, nodes=(A, B), phase="serving")
 
 
@@ -55,14 +54,27 @@ def test_the_activity_is_one_line(status: ClusterStatus, text: str) -> None:
     assert describe_activity(status) == text
 
 
-def test_the_suggestion_names_the_slow_stage_or_the_idle_worker() -> None:
-    """It names a machine, and says so if no cut would help."""
-    assert "same time" in suggest_improvement(SERVING)
-    slow = replace(SERVING, nodes=(A, replace(B, stage_ms=20.0)))
-    assert suggest_improvement(slow).startswith("mac-2 sets the pace: its stage takes 1.3 times")
+@pytest.mark.parametrize(
+    ("busy", "suggestion"),
+    [
+        ((0.3, 0.48), "mac-2, the busiest, computes 48% of the time"),
+        ((0.96, 0.5), "mac-1 computes 96% of the time, 1.3 times the mean"),
+        ((0.9, 0.95), "only faster machines or more accepted drafts"),
+    ],
+)
+def test_the_suggestion_names_the_busiest_machine(busy: tuple[float, ...], suggestion: str) -> None:
+    """It differs for machines that wait for each other, an uneven cut, and busy machines."""
+    assert suggestion in suggest_improvement(SERVING, busy)
+
+
+def test_the_suggestion_needs_measured_stages_of_the_present_plan() -> None:
+    """A worker without layers comes first, measured or not."""
+    assert suggest_improvement(SERVING) == ""
+    assert suggest_improvement(SERVING, (0.9,)) == ""
     idle = replace(SERVING, nodes=(A, B, NodeStatus("mac-3", "10.0.0.3:1")))
-    assert suggest_improvement(idle).startswith("mac-3 can serve")
-    assert suggest_improvement(ClusterStatus(False, "m")) == ""
+    for busy in ((), (0.3, 0.48)):
+        assert suggest_improvement(idle, busy).startswith("mac-3 can serve")
+    assert suggest_improvement(ClusterStatus(False, "m"), (0.9,)) == ""
 
 
 def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:

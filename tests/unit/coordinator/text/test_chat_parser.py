@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.call_parts import CallArguments, CallEnd, CallStart
+from coordinator.text.calls import CallArguments, CallEnd, CallStart, JsonCallParser, XmlCallParser
 from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, join_parts
-from coordinator.text.json_call import JsonCallParser
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.xml_call import XmlCallParser
 from tests.support.api.api_client import tiny_tokenizer
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
@@ -87,19 +85,6 @@ def test_reasoning_opened_by_the_template_ends_at_its_marker(
     assert parts == [Reasoning("I think\n\nso."), Content("  Yes.\n\nBye\n")]
 
 
-@STEPS
-def test_reasoning_the_model_opens_itself(tokenizer: Tokenizer, step: int) -> None:
-    """A think block that the answer opens is reasoning too."""
-    parts = parse(tokenizer, "<think>\nhm\n</think>\n\nYes", step, thinking=False)
-    assert parts == [Reasoning("hm"), Content("Yes")]
-
-
-@STEPS
-def test_an_answer_that_ends_while_reasoning(tokenizer: Tokenizer, step: int) -> None:
-    """The whole text is reasoning, including the start of an unfinished marker."""
-    assert parse(tokenizer, "hm </thi", step, thinking=True) == [Reasoning("hm </thi")]
-
-
 # ---- tool calls
 
 
@@ -159,32 +144,16 @@ def test_a_call_that_a_limit_cut_off_is_incomplete_and_no_text(
     assert parse(tokenizer, whole, step, **options) == expected
 
 
-@STEPS
-def test_without_tools_markup_of_calls_is_text(tokenizer: Tokenizer, step: int) -> None:
-    """Without tools in the request the markup of a call streams as content."""
-    assert parse(tokenizer, f"{CALL} done", step, thinking=False) == [Content(f"{CALL} done")]
-
-
-def test_a_call_made_while_reasoning(tokenizer: Tokenizer) -> None:
-    """A model that calls a tool without closing its think block still calls it."""
-    parts = parse(tokenizer, f"I need it.\n{CALL}", 5, thinking=True, tools=[WEATHER])
-    assert parts == [Reasoning("I need it."), *call("weather", {"city": "Rome", "days": 2})]
-
-
-def test_the_arguments_of_a_call_stream_while_they_arrive(
-    tokenizer: Tokenizer, hermes: Tokenizer
-) -> None:
-    """A long string is sent piece by piece, before the call is complete."""
+def test_the_arguments_of_a_call_stream_while_they_arrive(tokenizer: Tokenizer) -> None:
+    """A long string of the XML form is sent piece by piece, before the call is complete."""
     text = "word " * 40
-    xml = f"<tool_call>\n<function=weather>\n<parameter=city>\n{text}"
-    json_call = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{text}'
-    for each, found in ((tokenizer, xml), (hermes, json_call)):
-        parser = ChatParser(each, thinking=False, tools=[WEATHER])
-        parts = [part for piece in found for part in parser.add(piece)]
-        assert parts[0] == CallStart("weather")
-        sent = "".join(part.json for part in parts if isinstance(part, CallArguments))
-        assert sent == '{"city": "' + text
-        assert len(parts) > len(text)
+    parser = ChatParser(tokenizer, thinking=False, tools=[WEATHER])
+    found = f"<tool_call>\n<function=weather>\n<parameter=city>\n{text}"
+    parts = [part for piece in found for part in parser.add(piece)]
+    assert parts[0] == CallStart("weather")
+    sent = "".join(part.json for part in parts if isinstance(part, CallArguments))
+    assert sent == '{"city": "' + text
+    assert len(parts) > len(text)
 
 
 def test_values_of_the_xml_form(tokenizer: Tokenizer) -> None:
@@ -211,15 +180,6 @@ def test_values_of_the_xml_form(tokenizer: Tokenizer) -> None:
         assert parts == call("weather", expected)
 
 
-def test_a_nullable_string_may_begin_like_null(tokenizer: Tokenizer) -> None:
-    """`nullable` is a string, and a plain string may be `null`."""
-    for name, value, expected in (("note", "nullable", "nullable"), ("city", "null", "null")):
-        body = f"<parameter={name}>\n{value}\n</parameter>\n"
-        text = f"<tool_call>\n<function=weather>\n{body}</function>\n</tool_call>"
-        parts = parse(tokenizer, text, 1, thinking=False, tools=[WEATHER])
-        assert parts == call("weather", {name: expected})
-
-
 @STEPS
 @pytest.mark.parametrize(
     ("body", "expected"),
@@ -232,7 +192,7 @@ def test_a_nullable_string_may_begin_like_null(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_calls_of_the_json_form(hermes: Tokenizer, step: int, body: str, expected: Any) -> None:
-    """The arguments are the model's own text. Their order, a string, and raw line breaks are accepted."""
+    """Any order, arguments in a string, and raw line breaks are accepted."""
     text = f"Now:\n\n<tool_call>\n{body}\n</tool_call>\n"
     parts = parse(hermes, text, step, thinking=False, tools=[WEATHER])
     expected = json.loads(body)["arguments"] if expected is None else expected

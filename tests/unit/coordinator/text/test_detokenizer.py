@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.text.detokenizer import Piece, TextStream
+from coordinator.text.tokenizer import Piece, TextStream
 
 
 def byte_stream(stop: tuple[str, ...] = ()) -> TextStream:
@@ -36,13 +35,6 @@ def reference(text: str, stops: list[str]) -> str:
     return text
 
 
-@given(st.text(max_size=40))
-def test_any_text_comes_back_whole(text: str) -> None:
-    """The pieces of a text's bytes add up to the text, and no piece holds a broken character."""
-    pieces = feed(byte_stream(), list(text.encode()))
-    assert text_of(pieces) == text
-
-
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
     """Invalid UTF-8 decodes as `bytes.decode` does, except that a character cut off at the end is omitted."""
@@ -50,14 +42,6 @@ def test_any_bytes_read_as_decode_reads_them(tokens: list[int]) -> None:
     got = text_of(feed(byte_stream(), tokens))
     assert expected.startswith(got)
     assert expected[len(got) :] in ("", "\ufffd")
-
-
-def test_a_character_waits_for_its_last_byte() -> None:
-    """The first bytes of a character emit no text; the character's piece has all its tokens."""
-    stream = byte_stream()
-    party = list("🎉".encode())
-    assert [stream.add(token).text for token in party[:-1]] == ["", "", ""]
-    assert stream.add(party[-1]) == Piece("🎉", tuple(party), (0, 0, 0, 0))
 
 
 def test_a_character_cut_off_by_the_end_is_omitted_but_its_tokens_are_reported() -> None:
@@ -118,17 +102,3 @@ def test_every_token_of_the_text_is_reported_once_with_its_offset(
         assert all(offset < len(text_of(pieces)) for offset in offsets)
     else:
         assert len(reported) == len(words)
-
-
-def test_a_stop_string_over_two_tokens_leaves_what_stands_before_it() -> None:
-    """The part of a token before the stop string is text; its token is reported, the next token is not."""
-    words = ["Hello", " wor", "ld END now", " never"]
-    stream = TextStream(lambda token: words[token].encode(), ("world END",))
-    assert stream.add(0) == Piece("Hello", (0,), (0,))
-    assert stream.add(1) == Piece(" ", (1,), (5,))
-    assert not stream.stopped
-    assert stream.add(2) == Piece()
-    assert stream.stopped
-    assert stream.finish() == Piece()
-    with pytest.raises(AssertionError):
-        stream.add(3)

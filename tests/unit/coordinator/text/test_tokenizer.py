@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.model_info import generation_defaults
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer, generation_defaults
 from proto.errors import CheckpointError, RequestError
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
@@ -50,25 +48,6 @@ def test_control_tokens_have_bytes_but_no_text_and_markers_have_both(tokenizer: 
     assert tokenizer.text_bytes(tokenizer.vocab_size + 5) == b""
 
 
-def test_markers_have_text_also_where_a_checkpoint_calls_them_special(tmp_path: Path) -> None:
-    """The parsers need the markers to find reasoning and calls."""
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, special_markers=True))
-    for marker in ("<think>", "</think>", "<tool_call>", "</tool_call>"):
-        (token,) = tokenizer.encode(marker)
-        assert tokenizer.text_bytes(token) == marker.encode()
-
-
-def test_loading_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading from a checkpoint's folder opens no connection."""
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert Tokenizer.load(write_tokenizer(tmp_path)).vocab_size > 256
-
-
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
     """A missing, damaged or unsupported tokenizer raises CheckpointError, whose public text has no path."""
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
@@ -90,14 +69,6 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 # ---- defaults of the checkpoint
-
-
-def test_end_tokens_of_the_checkpoint_join_the_tokenizers_own(tmp_path: Path) -> None:
-    """The tokenizer's end token stays an end token beside those of the checkpoint."""
-    folder = write_tokenizer(tmp_path)
-    own = Tokenizer.load(folder).eos_ids
-    assert own
-    assert Tokenizer.load(folder, (3, 4)).eos_ids == own | {3, 4}
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
@@ -141,13 +112,6 @@ def test_what_the_next_turn_begins_with(tokenizer: Tokenizer, tmp_path: Path) ->
     assert prompt.continued
     none = Tokenizer.load(write_tokenizer(tmp_path, template="{{ messages[0].content }}"))
     assert none.chat_prompt(messages).turn == 0
-
-
-def test_a_message_about_markers_does_not_open_reasoning(tmp_path: Path) -> None:
-    """Only the text that the template adds for the answer opens reasoning, not the text of a message."""
-    plain = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, template=plain))
-    assert not tokenizer.chat_prompt([{"role": "user", "content": "say <think>"}]).thinking
 
 
 def test_what_the_template_refuses_or_ignores_is_an_error_that_names_it(

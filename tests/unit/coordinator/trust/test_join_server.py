@@ -14,15 +14,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.trust import join_server
+from coordinator.trust import cluster_trust
 from coordinator.trust.authority import Authority
-from coordinator.trust.join_server import LIMITED, MAX_FAILURES_OF_PEER, REFUSED, JoinServer
+from coordinator.trust.cluster_trust import LIMITED, MAX_FAILURES_OF_PEER, REFUSED, JoinServer
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError
 from proto.rpc.channels import open_channel
-from proto.trust.identity import Role
-from proto.trust.join_client import join
-from proto.trust.join_token import JoinToken, new_token
+from proto.trust.certificates import Role
+from proto.trust.joining import JoinToken, join, new_token
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
 
@@ -87,7 +86,7 @@ async def test_a_refused_join_has_no_effect_on_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that retries above the limit learns the reason, and can join when the period has passed."""
-    monkeypatch.setattr(join_server, "FAILURE_SECONDS", 1.0)
+    monkeypatch.setattr(cluster_trust, "FAILURE_SECONDS", 1.0)
     async with joining(tmp_path) as (_, token):
         wrong = new_token(token.cluster, token.authority, token.address)
         for _ in range(MAX_FAILURES_OF_PEER):
@@ -113,7 +112,7 @@ async def test_silent_connections_are_bounded(tmp_path: Path) -> None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         silent = [
             await asyncio.open_connection(host, int(port), ssl=context)
-            for _ in range(join_server.MAX_OPEN_OF_PEER)
+            for _ in range(cluster_trust.MAX_OPEN_OF_PEER)
         ]
         for reader, _ in silent:
             await reader.readline()

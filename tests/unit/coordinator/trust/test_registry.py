@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError, UsageError
-from proto.trust.join_token import JoinToken, new_token
+from proto.trust.joining import JoinToken, new_token
 
 CLUSTER, OTHER = "0123456789abcdef", "fedcba9876543210"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
-from coordinator.status.history import SAMPLE_SECONDS
-from coordinator.status.latency import LatencyLog
+from coordinator.status.frame_trace import ProcessTrace
+from coordinator.status.history import SAMPLE_SECONDS, LatencyLog
 from coordinator.web import live_feed
-from coordinator.web.live_feed import LiveFeed
-from proto.errors import CapacityError
+from coordinator.web.live_feed import HOLD_SECONDS, LiveFeed
+from proto.frame import Frame, Outcome, Segment
 
 SECONDS = 20.0
 
@@ -119,64 +120,6 @@ async def test_history_and_events_reach_open_pages_and_later_ones() -> None:
     assert snapshot["history"] == delta["history"]
 
 
-async def test_a_new_page_gets_each_sample_once() -> None:
-    """A sample that waits for the next message is not in the snapshot before this message."""
-    source = ChangingStatus()
-    feed = source.feed()
-    first = feed.subscribe()
-    await read(first)
-    for look in range(2):
-        source.now = look * 1.5
-        feed._look()
-    _, snapshot = await read(feed.subscribe())
-    assert snapshot["history"] == []
-    feed.publish_changes()
-    _, delta = await read(first)
-    assert len(delta["history"]) == 1
-
-
-async def test_closing_ends_every_stream_at_once() -> None:
-    """A coordinator that stops does not wait for open pages."""
-    feed = ChangingStatus().feed()
-    streams = [feed.subscribe() for _ in range(3)]
-    for stream in streams:
-        await read(stream)
-    feed.close()
-    for stream in streams:
-        async with asyncio.timeout(SECONDS):
-            assert [message async for message in stream] == []
-    with pytest.raises(CapacityError):
-        feed.subscribe()
-
-
-async def test_an_event_does_not_wait_for_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures come with every second look, and an event comes with the look that finds it."""
-    monkeypatch.setattr(live_feed, "LOOKS_A_MESSAGE", 10**6)
-    monkeypatch.setattr(live_feed, "LOOK_SECONDS", 0.01)
-    source = ChangingStatus()
-    feed = LiveFeed(source, LatencyLog(), lambda: source.now)
-    stream = feed.subscribe()
-    await read(stream)
-    await asyncio.sleep(0.1)
-    source.current = ClusterStatus(ready=True, model="tiny", running=2)
-    await asyncio.sleep(0.1)
-    lost = NodeStatus("mac-1", "10.0.0.1:7000", health="lost")
-    source.current = ClusterStatus(ready=True, model="tiny", running=3, nodes=(lost,))
-    _, delta = await read(stream)
-    assert delta["status"]["running"] == 3
-    assert [event["text"] for event in delta["events"]] == ["mac-1 was lost"]
-    feed.close()
-
-
-async def test_too_many_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is an error with a time to retry, not a growing process."""
-    monkeypatch.setattr(live_feed, "MAX_SUBSCRIBERS", 1)
-    feed = ChangingStatus().feed()
-    await read(feed.subscribe())
-    with pytest.raises(CapacityError):
-        feed.subscribe()
-
-
 async def test_the_feed_looks_by_itself_and_survives_a_fault() -> None:
     """A status that raises once is logged, and the next look continues."""
     source = ChangingStatus()
@@ -198,24 +141,79 @@ async def test_the_feed_looks_by_itself_and_survives_a_fault() -> None:
     feed.close()
 
 
+def record_window(feed: LiveFeed, returned_at: float, *, exact: bool) -> None:
+    """Record a returned window of 3 rows, one of them rejected."""
+    segment, outcome = Segment(1, 1, 3, (4, 5, 6), open=True), Outcome(1, 1, 2, 9)
+    frame = Frame(1, 0, segments=(segment,), outcomes=(outcome,), stage_us=(1000, 2000))
+    feed.frames.record_frame(frame, returned_at - 0.01, returned_at)
+    if exact:
+        feed.frames.records[-1].stages = ((1.0, 1.1), (1.2, 1.3))
+
+
 async def test_frames_reach_each_page_once() -> None:
     """Open pages get new frames, a later page the last ones, and none comes twice."""
     feed = ChangingStatus().feed()
-    feed.frames.record_frame("prompt", 64, 0, (1000, 2000), 1.0, 1.01)
+    record_window(feed, 1.01, exact=True)
     first = feed.subscribe()
     _, snapshot = await read(first)
     feed.publish_changes()
     _, delta = await read(first)
-    feed.frames.record_frame("window", 3, 1, (1000, 2000), 1.1, 1.11)
+    record_window(feed, 1.11, exact=True)
     second = feed.subscribe()
     _, late = await read(second)
     feed.publish_changes()
     _, both = await read(second)
     assert snapshot.get("frames") == []
-    assert [frame[:4] for frame in delta["frames"]] == [[1, "p~", 64, 0]]
+    assert [frame[:4] for frame in delta["frames"]] == [[1, "w", 3, 1]]
     assert [frame[0] for frame in late["frames"]] == [1]
-    assert [frame[:4] for frame in both["frames"]] == [[2, "w~", 3, 1]]
+    assert [frame[:4] for frame in both["frames"]] == [[2, "w", 3, 1]]
     assert len(both["frames"][0]) == 6 + 2 * 2
+
+
+async def test_frames_wait_for_their_exact_times() -> None:
+    """The frames behind one without times wait with it, and after HOLD_SECONDS it is left out."""
+    feed = ChangingStatus().feed()
+    stream = feed.subscribe()
+    await read(stream)
+    feed.publish_changes()
+    now = time.monotonic()
+    record_window(feed, now - HOLD_SECONDS - 1, exact=False)
+    record_window(feed, now - HOLD_SECONDS, exact=True)
+    record_window(feed, now + 60, exact=False)
+    record_window(feed, now + 60, exact=True)
+    feed.publish_changes()
+    assert [frame[0] for frame in (await read(stream))[1]["frames"]] == [2]
+    feed.frames.records[-2].stages = feed.frames.records[-1].stages
+    feed.publish_changes()
+    assert [frame[0] for frame in (await read(stream))[1]["frames"]] == [3, 4]
+    await stream.aclose()
+
+
+async def test_exact_times_are_collected_while_a_page_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection that fails does not end the next ones."""
+    monkeypatch.setattr(live_feed, "TRACE_SECONDS", 0.01)
+    asked: asyncio.Queue[float] = asyncio.Queue()
+
+    async def collect(seconds: float) -> list[ProcessTrace]:
+        asked.put_nowait(seconds)
+        raise RuntimeError("a bug")
+
+    feed = LiveFeed(ChangingStatus(), LatencyLog())
+    feed.collect = collect
+    feed.start()
+    await asyncio.sleep(0.1)
+    record_window(feed, time.monotonic() + 60, exact=False)
+    await asyncio.sleep(0.1)
+    assert asked.empty()
+    async with asyncio.timeout(SECONDS):
+        stream = feed.subscribe()
+        await read(stream)
+        record_window(feed, time.monotonic() + 60, exact=False)
+        await asked.get()
+        await asked.get()
+    feed.close()
 
 
 async def test_requests_reach_pages_while_open_and_once_they_ended() -> None:

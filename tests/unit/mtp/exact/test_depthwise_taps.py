@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mtp.exact.depthwise_taps import DepthwiseTaps, is_depthwise
+from mtp.layers.exact import DepthwiseTaps, is_depthwise
 
 
 @pytest.mark.parametrize("width", [1, 5])

@@ -7,9 +7,18 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mtp.exact.arithmetic import Arithmetic
-from mtp.exact.range_probe import Rows, choose_range, narrowed, same_bits
-from mtp.exact.row_range import EVERY, SINGLE, Product, RowRange, candidates
+from mtp.device import Arithmetic
+from mtp.layers.exact import (
+    EVERY,
+    SINGLE,
+    Product,
+    RowRange,
+    Rows,
+    candidates,
+    choose_range,
+    narrowed,
+    same_bits,
+)
 from proto.errors import UsageError
 
 X = mx.random.normal((64, 4), key=mx.random.key(2))

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp.exact.ranged_rows import RangedRows, cuts
-from mtp.exact.row_range import EVERY, RowRange
+from mtp.layers.exact import EVERY, RangedRows, RowRange, cuts
 
 
 class Recorded:

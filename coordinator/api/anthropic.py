@@ -1,0 +1,488 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens` of Anthropic's API.
+
+Unknown fields are rejected by name; hints are in `request_body`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.context import Api, api_of
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
+from coordinator.api.errors import ContextLengthError, field_error, message_of, status_of
+from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id
+from coordinator.api.request_body import Body, Many, StopString, hint, read_body
+from coordinator.api.request_settings import (
+    BUDGETS,
+    ChatRequest,
+    GenerationSettings,
+    check_model,
+    render_chat,
+    template_call,
+    template_tool,
+    with_system_first,
+)
+from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
+from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.grammars import OutputFormat
+
+MAX_STOP = 64
+"""Maximum number of stop sequences: the end of the text is compared with each of them at every token."""
+
+
+class TextBlock(Body):
+    """Text of a message, of the system prompt or of a tool's result."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+    cache_control: Any | None = hint("cache_control")
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer, sent back."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Encrypted reasoning of another model, which this model cannot read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+    cache_control: Any | None = hint("cache_control")
+    caller: Any | None = None
+
+
+class ToolResultBlock(Body):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: Any | None = hint("cache_control")
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class Message(Body):
+    """One message. System messages may stand anywhere."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The content as blocks."""
+        if isinstance(self.content, str):
+            return [TextBlock(type="text", text=self.content)]
+        return self.content
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> Message:
+        allowed = {
+            "user": (TextBlock, ToolResultBlock),
+            "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+            "system": (TextBlock,),
+        }
+        for block in self.blocks:
+            if not isinstance(block, allowed[self.role]):
+                raise field_error(
+                    "content", f"a {block.type} block is invalid in a message of role {self.role}"
+                )
+        return self
+
+
+class Tool(Body):
+    """A tool of the client."""
+
+    name: str
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: Json
+    strict: bool | None = hint("tools[].strict")
+    eager_input_streaming: bool | None = hint("tools[].eager_input_streaming")
+    defer_loading: Literal[False] | None = None
+    cache_control: Any | None = hint("cache_control")
+
+    def for_template(self) -> Json:
+        """Return the tool in OpenAI's format, as chat templates read it."""
+        return template_tool(self.name, self.description, self.input_schema)
+
+
+class ToolChoice(Body):
+    """The tools that the model may call, or must call."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """The switch and the budget of reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: str | None = None
+
+
+class OutputSchema(Body):
+    """The schema of an answer's text."""
+
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The effort and the format of an answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputSchema | None = None
+
+
+class PromptBody(Body):
+    """The fields that decide the prompt."""
+
+    model: str | None = None
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[TextBlock] | None = None
+    tools: Many[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputSchema | None = None
+    context_management: Json | None = hint("context_management")
+    cache_control: Any | None = hint("cache_control")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> PromptBody:
+        if self.messages[-1].role == "assistant":
+            raise field_error("messages", "the last message must have the role user")
+        if self.thinking and self.thinking.type == "enabled" and not self.thinking.budget_tokens:
+            raise field_error("thinking", "budget_tokens is required with the type enabled")
+        choice = self.tool_choice
+        if choice and (choice.type == "tool") != (choice.name is not None):
+            raise field_error("tool_choice", "name is required with the type tool, and only then")
+        if self.forced_tool is not None and not self.tools:
+            raise field_error("tool_choice", "requires tools")
+        return self
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called, an empty string for any tool, or None."""
+        if self.tool_choice is None or self.tool_choice.type not in ("any", "tool"):
+            return None
+        return self.tool_choice.name or ""
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the text."""
+        inner = self.output_config.format if self.output_config else None
+        if found := inner or self.output_format:
+            param = "output_config.format.schema" if inner else "output_format.schema"
+            return OutputFormat("json_schema", found.schema_, param)
+        return None
+
+    @property
+    def system_text(self) -> str:
+        """The system prompt as one text."""
+        blocks = self.system or []
+        if isinstance(blocks, str):
+            return blocks
+        return "\n\n".join(block.text for block in blocks)
+
+
+class MessagesBody(PromptBody):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOP)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=0)
+    metadata: Json | None = hint("metadata")
+    service_tier: str | None = hint("service_tier", "auto", "standard_only")
+
+
+def internal_request(body: PromptBody) -> ChatRequest:
+    """Translate a body to the internal request. A body that only counts tokens gets default settings.
+
+    Without `thinking` the model does not reason, as at Anthropic.
+    """
+    settings = GenerationSettings()
+    if isinstance(body, MessagesBody):
+        settings = GenerationSettings(
+            sampling={"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k},
+            max_tokens=body.max_tokens,
+            stop_strings=body.stop_sequences or (),
+            field_names={"prompt": "messages", "parameters": "input_schema"},
+        )
+    thinking, choice = body.thinking, body.tool_choice
+    budget = None
+    if thinking and thinking.type != "disabled":
+        effort = body.output_config.effort if body.output_config else None
+        budget = thinking.budget_tokens or BUDGETS.get(effort or "")
+    tools = [tool.for_template() for tool in body.tools or ()]
+    return ChatRequest(
+        messages=template_messages(body),
+        settings=settings,
+        tools=[] if choice and choice.type == "none" else tools,
+        thinking=bool(thinking and thinking.type != "disabled"),
+        reasoning_budget=budget,
+        one_call=bool(choice and choice.disable_parallel_tool_use),
+        forced_tool=body.forced_tool,
+        output=body.output,
+    )
+
+
+def template_messages(body: PromptBody) -> list[Json]:
+    """Return the conversation as chat templates read it."""
+    turns: list[Json] = []
+    if body.system_text:
+        turns.append({"role": "system", "content": body.system_text})
+    for message in body.messages:
+        turns += _turns(message)
+    return with_system_first(turns)
+
+
+def _turns(message: Message) -> Iterator[Json]:
+    if message.role == "assistant":
+        yield _assistant(message.blocks)
+    elif message.role == "system":
+        yield {"role": "system", "content": _text(message.blocks)}
+    else:
+        texts: list[Block] = []
+        for block in message.blocks:
+            if isinstance(block, ToolResultBlock):
+                yield _tool_result(block)
+            else:
+                texts.append(block)
+        if texts:
+            yield {"role": "user", "content": _text(texts)}
+
+
+def _assistant(blocks: list[Block]) -> Json:
+    turn: Json = {"role": "assistant", "content": _text(blocks)}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls := [template_call(block.id, block.name, block.input) for block in uses]:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _tool_result(block: ToolResultBlock) -> Json:
+    content = block.content or ""
+    text = content if isinstance(content, str) else _text(content)
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _text(blocks: Iterable[Block]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: Exception) -> Json:
+    """Return the error body of Anthropic's API."""
+    status = status_of(error)
+    usual = "invalid_request_error" if status < 500 else "api_error"
+    details = {"type": _TYPES.get(status, usual), "message": _message(error)}
+    return {"type": "error", "error": details, "request_id": None}
+
+
+def _message(error: Exception) -> str:
+    """Return the message for the client.
+
+    Agents look for the words of Anthropic's API to compact the conversation or to lower `max_tokens`.
+    """
+    if not isinstance(error, ContextLengthError):
+        return message_of(error)
+    if error.max_tokens is None:
+        return f"prompt is too long: {error.prompt} tokens > {error.limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.prompt} + {error.max_tokens} > {error.limit}, "
+        "decrease input length or `max_tokens` and try again"
+    )
+
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageWriter(AnswerWriter):
+    """The writer of `POST /v1/messages`. A message has one choice, whose parts become content blocks.
+
+    A call that the limit cut off is omitted from a whole message. A stream has its block as far as it goes.
+    """
+
+    def __init__(self, answer: GeneratedAnswer) -> None:
+        super().__init__(answer)
+        assert len(answer.choices) == 1
+        self._block = -1  # index of the current content block
+        self._kind: str | None = None
+        """The type of the open block."""
+
+    def whole(self) -> Json:
+        """See AnswerWriter."""
+        (choice,) = self._answer.choices
+        content: list[Json] = []
+        if choice.reasoning:
+            thinking = "".join(choice.reasoning)
+            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+        if text := "".join(choice.content):
+            content.append({"type": "text", "text": text})
+        for call in choice.complete_calls:
+            arguments = json.loads(call.arguments)
+            content.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+            )
+        return {**self._message(content), **self._stop(), "usage": self._usage()}
+
+    def opening(self) -> bytes:
+        """See AnswerWriter."""
+        unfinished = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return _event("message_start", message={**self._message([]), **unfinished})
+
+    def keep_alive(self) -> bytes:
+        """See AnswerWriter."""
+        return _event("ping")
+
+    def closing(self) -> bytes:
+        """See AnswerWriter."""
+        return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event(
+            "message_stop"
+        )
+
+    def error(self, error: Exception) -> bytes:
+        """See AnswerWriter."""
+        return sse_event("error", anthropic_error(error))
+
+    def write_event(self, event: AnswerEvent) -> bytes:
+        """See AnswerWriter."""
+        match event.part:
+            case Content(text):
+                opened = self._open({"type": "text", "text": ""})
+                delta: Json = {"type": "text_delta", "text": text}
+            case Reasoning(text):
+                opened = self._open({"type": "thinking", "thinking": "", "signature": ""})
+                delta = {"type": "thinking_delta", "thinking": text}
+            case CallStart(name):
+                assert event.call is not None
+                return self._open(
+                    {"type": "tool_use", "id": event.call.id, "name": name, "input": {}}
+                )
+            case CallArguments(text):
+                opened = b""
+                delta = {"type": "input_json_delta", "partial_json": text}
+            case CallEnd() | ChoiceEnd():
+                return self._close()
+        return opened + _event("content_block_delta", index=self._block, delta=delta)
+
+    def _open(self, block: Json) -> bytes:
+        """Return the start of a content block, after the end of the previous one; empty if its type is open."""
+        if block["type"] == self._kind:
+            return b""
+        closed = self._close()
+        self._kind = block["type"]
+        self._block += 1
+        return closed + _event("content_block_start", index=self._block, content_block=block)
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return _event("content_block_stop", index=self._block)
+
+    def _message(self, content: list[Json]) -> Json:
+        answer = self._answer
+        return {
+            "id": answer.id,
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": content,
+        }
+
+    def _stop(self) -> Json:
+        (choice,) = self._answer.choices
+        reason = STOP_REASONS[choice.finish_reason or "stop"]
+        if choice.stop_string is not None:
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": choice.stop_string}
+
+    def _usage(self) -> Json:
+        cached = self._answer.cached_tokens
+        return {
+            "input_tokens": self._answer.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._answer.completion_tokens,
+        }
+
+
+def _event(name: str, /, **fields: object) -> bytes:
+    return sse_event(name, {"type": name, **fields})
+
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """Generate the next message of a conversation."""
+    return await serve_answer(request, "messages", prepare)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a prompt without generating an answer."""
+    api = api_of(request)
+    body = await read_body(request, PromptBody)
+    check_model(api, body.model)
+    prompt = await render_chat(api, internal_request(body))
+    return JSONResponse({"input_tokens": len(prompt.tokens)})
+
+
+async def prepare(api: Api, request: Request) -> PreparedAnswer:
+    """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
+    body = await read_body(request, MessagesBody)
+    check_model(api, body.model)
+    answer = await chat_answer(api, internal_request(body), new_id("msg_"))
+    return PreparedAnswer(answer, MessageWriter(answer), stream=bool(body.stream))

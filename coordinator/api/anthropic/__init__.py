@@ -1,1 +1,0 @@
-"""The dialect of Anthropic's Messages API."""

@@ -1,0 +1,307 @@
+"""One choice of an answer: the engine's events in, the internal event stream of the dialects out."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+from coordinator.schedule.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenChunk,
+)
+from coordinator.text.calls import CallArguments, CallEnd, CallStart
+from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning, join_parts
+from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
+from proto.errors import WorkerLostError
+from proto.frame import TokenLogprob
+
+DRAFTED, SAMPLED = "d", "s"
+"""Origins of a token: an accepted draft of the MTP head, or the model's own choice after the drafts."""
+
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass
+class GeneratedCall:
+    """One tool call of a choice. `parts` are the parts of its arguments' JSON text."""
+
+    index: int
+    id: str
+    name: str
+    parts: list[str] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """The arguments so far. Those of a complete call are a JSON object."""
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    """The last part of a choice."""
+
+    reason: EndReason
+
+
+@dataclass(frozen=True)
+class AnswerEvent:
+    """The next part of the choice with index `choice`. `call` is the call that the part belongs to.
+
+    `logprobs` covers the tokens since the last event with logprobs; it is empty unless the client requested it.
+    `origins` has one letter for each token since the last event. `offsets` are the tokens' character offsets in the
+    choice's whole text.
+    """
+
+    choice: int
+    part: Part | ChoiceEnd
+    call: GeneratedCall | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    origins: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+class Choice:
+    """One choice while it is generated. Each token that adds text makes its own event.
+
+    With `parser` the text is split into content, reasoning and calls; without it all text is content.
+    `tokens` counts the tokens up to and including the one that completed a stop string, `drafted` and `accepted` the
+    drafts up to there. `began` and `first_token_at` are times of `perf_counter`. `content`, `reasoning`, `calls`,
+    `logprobs` and `offsets` hold the choice so far. `calls` includes calls that are not complete.
+
+    `reasoning_budget` is the maximum number of reasoning tokens. When the model exceeds it, the choice needs a
+    continuation: a request whose prompt closes the reasoning. With `one_call` the choice ends after its first call.
+    `generated` holds the tokens that the choice has used, from which `replay` restores it. `next_request` is the
+    request for the rest.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        parser: ChatParser | None = None,
+        *,
+        reasoning_budget: int | None = None,
+        one_call: bool = False,
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.tokens = 0
+        self.cached = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.reasoning_tokens = 0
+        self.began = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.finish_reason: EndReason | None = None
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[GeneratedCall] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.offsets: list[int] = []
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._text = TextStream(tokenizer.text_bytes, stop)
+        self._reasoning_budget = reasoning_budget
+        self._one_call = one_call
+        self.generated: list[int] = []
+        self.next_request = request
+        self._continuation: GenerationRequest | None = None
+        self._earlier_drafted = 0  # before the continuation
+        self._earlier_accepted = 0
+        self._new: list[tuple[str, TokenLogprob | None]] = []  # of tokens without a piece yet
+        self._held: list[tuple[str, TokenLogprob | None]] = []  # whose text the parser holds back
+        """The origin and the log-probability of each token that no event has shown."""
+
+    @property
+    def done(self) -> bool:
+        """True after the choice has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice, or None."""
+        return self._text.stop_string
+
+    @property
+    def complete_calls(self) -> list[GeneratedCall]:
+        """The calls that are complete."""
+        return [call for call in self.calls if call.complete]
+
+    @property
+    def shown_calls(self) -> list[GeneratedCall]:
+        """The calls that are complete, and at the end the call that the limit cut off, as far as it goes."""
+        cut = self.calls[-1:] if self.finish_reason == "length" else []
+        return self.complete_calls + [call for call in cut if not call.complete]
+
+    def apply_event(self, event: GenerationEvent) -> list[AnswerEvent]:
+        """Apply one event of the engine; return the answer events it makes, which end with a ChoiceEnd once done.
+
+        Raises WorkerLostError if the engine failed the request.
+        """
+        match event:
+            case PrefillProgress():
+                self.cached = max(self.cached, event.cached)
+                return []
+            case TokenChunk():
+                return self._apply_tokens(event)
+            case Finished():
+                self.drafted = self._earlier_drafted + event.stats.drafted
+                self.accepted = self._earlier_accepted + event.stats.accepted
+                self.cached = max(self.cached, event.stats.cached_tokens)
+                if event.reason not in ("stop", "length"):
+                    raise WorkerLostError(event.error or f"the request was {event.reason}")
+                return self._end("stop" if event.reason == "stop" else "length")
+
+    def assign_client(self, client: str) -> None:
+        """Count the requests of this choice as those of `client`."""
+        self.request = replace(self.request, client=client)
+        self.next_request = replace(self.next_request, client=client)
+
+    def replay(self, tokens: Sequence[int]) -> list[AnswerEvent]:
+        """Restore the choice from the tokens that an earlier process used; return their events.
+
+        The events are the same as then, because each token is read on its own. `next_request` continues after them.
+        """
+        events: list[AnswerEvent] = []
+        emitted: list[int] = []
+        for token in tokens:
+            if self.done:
+                return events
+            events += self.apply_event(TokenChunk((token,)))
+            emitted.append(token)
+            if (continuation := self.take_continuation()) is not None:
+                self.next_request, emitted = continuation, []
+        if not self.done and len(emitted) >= self.next_request.max_tokens:
+            return events + self._end("length")
+        self.next_request = replace(self.next_request, emitted=tuple(emitted))
+        return events
+
+    def take_continuation(self) -> GenerationRequest | None:
+        """Return the request that replaces the current one, once; None if the current one goes on."""
+        taken, self._continuation = self._continuation, None
+        return taken
+
+    def _apply_tokens(self, chunk: TokenChunk) -> list[AnswerEvent]:
+        self.first_token_at = self.first_token_at or time.perf_counter()
+        origins = DRAFTED * chunk.accepted + SAMPLED * (len(chunk.tokens) - chunk.accepted)
+        self._new += zip_longest(origins, chunk.logprobs)
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
+        events: list[AnswerEvent] = []
+        for token in chunk.tokens:
+            self.tokens += 1
+            self.generated.append(token)
+            events += self._read_piece(self._text.add(token))
+            if self._text.stopped or (self._one_call and self.complete_calls):
+                return events + self._end("stop")
+            if self._exceeds_budget():
+                return events + self._close_reasoning()
+        return events
+
+    def _exceeds_budget(self) -> bool:
+        return (
+            self._reasoning_budget is not None
+            and self._parser is not None
+            and self._parser.reasoning
+            and self.reasoning_tokens >= self._reasoning_budget
+        )
+
+    def _close_reasoning(self) -> list[AnswerEvent]:
+        """Close the reasoning in the text, and continue from a prompt that holds the tokens so far and its end marker.
+
+        Tokens after the budget are discarded, so the answer does not depend on the size of windows.
+        """
+        assert self._parser is not None
+        events = self._read_piece(self._text.finish())
+        closing = self._tokenizer.reasoning_end
+        events += self._record_parts(self._parser.add(closing))
+        self._text = TextStream(self._tokenizer.text_bytes, self._stop)
+        self._reasoning_budget = None
+        self._earlier_drafted, self._earlier_accepted = self.drafted, self.accepted
+        self._new.clear()
+        added = (*self.generated, *self._tokenizer.encode(closing))
+        room = self.request.max_tokens - len(added)
+        if room < 1:
+            return events + self._end("length")
+        self._continuation = replace(
+            self.request, prompt=self.request.prompt + added, max_tokens=room
+        )
+        return events
+
+    def _end(self, reason: EndReason) -> list[AnswerEvent]:
+        events = self._read_piece(self._text.finish())
+        if self._parser is not None:
+            events += self._record_parts(self._parser.finish(cut=reason == "length"))
+        if self.complete_calls and reason == "stop":
+            reason = "tool_calls"
+        self.finish_reason = reason
+        return [*events, AnswerEvent(self.index, ChoiceEnd(reason), **self._release())]
+
+    def _read_piece(self, piece: Piece) -> list[AnswerEvent]:
+        self._held += self._new[: len(piece.tokens)]
+        del self._new[: len(piece.tokens)]
+        if self._parser is None:
+            return self._record_text(piece)
+        was_reasoning = self._parser.reasoning
+        parts = self._parser.add(piece.text)
+        if was_reasoning or self._parser.reasoning:
+            self.reasoning_tokens += len(piece.tokens)
+        return self._record_parts(parts)
+
+    def _record_text(self, piece: Piece) -> list[AnswerEvent]:
+        self.offsets += piece.offsets
+        if not piece.text and not any(logprob for _, logprob in self._held):
+            return []
+        self.content.append(piece.text)
+        part = Content(piece.text)
+        return [AnswerEvent(self.index, part, offsets=piece.offsets, **self._release())]
+
+    def _record_parts(self, parts: list[Part]) -> list[AnswerEvent]:
+        events = [self._record_part(part) for part in join_parts(parts)]
+        for place, event in reversed([*enumerate(events)]):
+            if not isinstance(event.part, CallEnd):
+                events[place] = replace(event, **self._release())
+                break
+        return events
+
+    def _record_part(self, part: Part) -> AnswerEvent:
+        match part:
+            case Content(text):
+                self.content.append(text)
+                return AnswerEvent(self.index, part)
+            case Reasoning(text):
+                self.reasoning.append(text)
+                return AnswerEvent(self.index, part)
+            case CallStart(name):
+                number = len(self.calls)
+                call_id = _call_id(self.request.request_id, number)
+                self.calls.append(GeneratedCall(number, call_id, name))
+            case CallArguments(text):
+                self.calls[-1].parts.append(text)
+            case CallEnd(complete):
+                self.calls[-1].complete = complete
+        return AnswerEvent(self.index, part, self.calls[-1])
+
+    def _release(self) -> dict[str, Any]:
+        """Return the fields of an event about the tokens held back."""
+        held, self._held = self._held, []
+        logprobs = tuple(logprob for _, logprob in held if logprob is not None)
+        self.logprobs += logprobs
+        return {"logprobs": logprobs, "origins": "".join(origin for origin, _ in held)}
+
+
+def _call_id(request_id: str, number: int) -> str:
+    """Return the id of a call. It is the same when the answer is restored."""
+    digest = hashlib.sha256(f"{request_id}/{number}".encode()).hexdigest()
+    return f"call_{digest[:24]}"

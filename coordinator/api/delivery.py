@@ -1,0 +1,396 @@
+"""Delivery of an answer: run the engine, send the answer whole or streamed, cancel when the client disconnects.
+
+A writer translates the answer's events to the bytes of a dialect.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from coordinator.api.choice import AnswerEvent
+from coordinator.api.context import Api, api_of, client_of
+from coordinator.api.generated_answer import GeneratedAnswer
+from coordinator.api.journal import Record
+from coordinator.schedule.request import (
+    GenerationEvent,
+    GenerationRequest,
+    Generator,
+    PrefillProgress,
+)
+from coordinator.status.metrics import RequestMeter
+from coordinator.text.calls import Json
+from proto.errors import ClusterError, RequestError
+
+log = logging.getLogger(__name__)
+
+EVENT_STREAM = "text/event-stream"
+
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def sse_data(data: Json) -> bytes:
+    """Return one server-sent event without a name."""
+    return b"data: " + _dumps(data).encode() + b"\n\n"
+
+
+def sse_event(name: str, data: Json) -> bytes:
+    """Return one server-sent event named `name`."""
+    return b"event: " + name.encode() + b"\n" + sse_data(data)
+
+
+def sse_comment(text: str) -> bytes:
+    """Return a comment of an event stream, which clients ignore."""
+    return f": {text}\n\n".encode()
+
+
+def json_line(data: Json) -> bytes:
+    """Return `data` as one line of JSON."""
+    return _dumps(data).encode() + b"\n"
+
+
+class AnswerWriter(abc.ABC):
+    """The format of one answer, whole or streamed as server-sent events. Bytes of one call are sent in one write."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(self, answer: GeneratedAnswer) -> None:
+        self._answer = answer
+
+    @abc.abstractmethod
+    def whole(self) -> Json:
+        """Return the body of a complete answer that is not streamed."""
+
+    @abc.abstractmethod
+    def write_event(self, event: AnswerEvent) -> bytes:
+        """Return the bytes of one event."""
+
+    @abc.abstractmethod
+    def closing(self) -> bytes:
+        """Return the end of a stream, after every choice has ended."""
+
+    @abc.abstractmethod
+    def error(self, error: Exception) -> bytes:
+        """Return the end of a stream that failed."""
+
+    def opening(self) -> bytes:
+        """Return the start of a stream."""
+        return b""
+
+    def write(self, events: Sequence[AnswerEvent]) -> bytes:
+        """Return the bytes of `events`."""
+        return b"".join(self.write_event(event) for event in events)
+
+    def progress(self, done: int, total: int) -> bytes:
+        """Return a sign of life while the prompt is computed: `done` of `total` tokens."""
+        return sse_comment(f"prefill {done}/{total}")
+
+    def keep_alive(self) -> bytes:
+        """Return a sign of life while there is nothing to send."""
+        return sse_comment("keep-alive")
+
+
+BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
+"""Events that may wait for a client, and more of them for each request. About 2 KB each with log-probabilities.
+
+The connection ends a client that reads nothing for STALL_SECONDS. Until then the answer must not fill the memory.
+"""
+
+Cancel = Callable[[], None]
+
+
+class AnswerQueue:
+    """The requests of an answer, started by the constructor, and one queue for the events of all. Call `close`.
+
+    `close` waits for nothing, so it works in a handler whose client has disconnected.
+    """
+
+    def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
+        self._generator = generator
+        self._queue: asyncio.Queue[tuple[int, int, GenerationEvent | Exception]] = asyncio.Queue()
+        self._backlog = BACKLOG + BACKLOG_OF_REQUEST * len(requests)
+        self._running: dict[int, Cancel] = {}
+        self._generation = [0] * len(requests)
+        """The number of times that each request was replaced. Events of a replaced one are dropped."""
+        for index, request in enumerate(requests):
+            self._start(index, request)
+
+    async def next_event(self, seconds: float) -> tuple[int, GenerationEvent] | None:
+        """Return the next event with the index of its request, or None after `seconds` without an event.
+
+        Raises the refusal of a request, and ClusterError for a client that does not read.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                index, generation, event = await self._queue.get()
+                while generation != self._generation[index]:
+                    index, generation, event = await self._queue.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        return index, event
+
+    def cancel_request(self, index: int) -> None:
+        """Stop one request. Events already in the queue still arrive."""
+        if (cancel := self._running.pop(index, None)) is not None:
+            cancel()
+
+    def replace_request(self, index: int, request: GenerationRequest) -> None:
+        """Stop one request and start `request` in its place. No event of the stopped request arrives any more."""
+        self.cancel_request(index)
+        self._generation[index] += 1
+        self._start(index, request)
+
+    def close(self) -> None:
+        """Stop all requests that still run."""
+        for index in list(self._running):
+            self.cancel_request(index)
+
+    def _start(self, index: int, request: GenerationRequest) -> None:
+        deliver = partial(self._deliver, index, self._generation[index])
+        try:
+            self._running[index] = self._generator.submit(request, deliver)
+        except Exception as error:  # a refusal or a bug, which `next_event` raises
+            self._queue.put_nowait((index, self._generation[index], error))
+
+    def _deliver(self, index: int, generation: int, event: GenerationEvent) -> None:
+        """Queue an event, or an error in its place if the client leaves too many unread."""
+        if self._queue.qsize() < self._backlog:
+            self._queue.put_nowait((index, generation, event))
+        elif index in self._running and generation == self._generation[index]:
+            error = ClusterError("the client did not read its answer. Read it faster.")
+            self._queue.put_nowait((index, generation, error))
+            self.cancel_request(index)
+
+
+DISCONNECT_POLL_SECONDS = 0.5
+"""Seconds. How often a handler that sends nothing checks whether its client is still connected."""
+
+CLIENT_DISCONNECTED = 499
+"""nginx's HTTP status for a client that disconnected. No client receives it."""
+
+IndexedEvent = tuple[int, GenerationEvent] | None
+"""An event of the engine with the index of its choice, or None if none came in time."""
+
+
+@dataclass(frozen=True)
+class PreparedAnswer:
+    """An answer before its first token, with the writer of its dialect.
+
+    `record` is set for an answer that is stored.
+    """
+
+    answer: GeneratedAnswer
+    writer: AnswerWriter
+    stream: bool
+    record: Record | None = None
+
+
+Prepare = Callable[[Api, Request], Awaitable[PreparedAnswer]]
+"""A function that reads a request in one dialect. It raises RequestError, naming the client's field."""
+
+
+async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Response:
+    """Answer one request: `prepare` reads it, the engine generates, the client gets a body or a stream."""
+    prepared, meter = await read_answer(request, endpoint, prepare)
+    delivery = Delivery(api_of(request), prepared, meter)
+    if prepared.stream:
+        return await delivery.stream()
+    return await delivery.send_whole(request)
+
+
+async def read_answer(
+    request: Request, endpoint: str, prepare: Prepare
+) -> tuple[PreparedAnswer, RequestMeter]:
+    """Read a request with `prepare`, assign it to its client, and begin to measure it."""
+    api, client = api_of(request), client_of(request)
+    meter = api.metrics.begin(endpoint)
+    try:
+        prepared = await prepare(api, request)
+        for choice in prepared.answer.choices:
+            choice.assign_client(client)
+        return prepared, meter
+    except BaseException as error:
+        meter.end(_outcome(error))
+        raise
+
+
+class Delivery:
+    """The delivery of one answer. It calls `close` at its end, also after an error.
+
+    `outcome` is the finish reason, `refused` or `error`, and `cancelled` until then. With `opened` the client has the
+    opening of the stream already.
+    """
+
+    def __init__(
+        self, api: Api, prepared: PreparedAnswer, meter: RequestMeter, *, opened: bool = False
+    ) -> None:
+        self._answer = prepared.answer
+        self._writer = prepared.writer
+        self._meter = meter
+        self._keep_alive = api.options.keep_alive_seconds
+        self._queue = AnswerQueue(api.generator, self._next_requests())
+        self.outcome = "cancelled"
+        self._opened = opened
+
+    async def send_whole(self, request: Request) -> Response:
+        """Return the complete answer, unless the client disconnects before."""
+        with closing(self):
+            try:
+                while not self._answer.done:
+                    self._apply(await self._next_event(DISCONNECT_POLL_SECONDS))
+                    if await request.is_disconnected():
+                        return Response(status_code=CLIENT_DISCONNECTED)
+                self._record_success()
+                return JSONResponse(self._writer.whole(), headers={"X-Request-Id": self._answer.id})
+            except Exception as error:
+                self.outcome = _outcome(error)
+                raise
+
+    async def stream(self) -> Response:
+        """Return the answer as a stream. An error before the first event has its own status, a later one an event."""
+        # A request in a long queue starts its stream after this wait.
+        first = await self.first_event(self._keep_alive)
+        return AnswerStream(
+            self.chunks(first), self._answer.id, self.close, self._writer.media_type
+        )
+
+    async def first_event(self, seconds: float) -> IndexedEvent:
+        """Return the first event, or None after `seconds`. The engine rejects a request at once, which raises."""
+        try:
+            return await self._next_event(seconds)
+        except BaseException as error:
+            self.outcome = _outcome(error)
+            self.close()
+            raise
+
+    async def chunks(self, item: IndexedEvent) -> AsyncGenerator[bytes, None]:
+        """Yield the stream from its first event on. An error is its last event."""
+        try:
+            while True:
+                content = self._sign_of_life(item) + self._writer.write(self._apply(item))
+                if content := self._after_opening(content):
+                    yield content
+                if self._answer.done:
+                    break
+                item = await self._next_event(self._keep_alive)
+            self._record_success()
+            yield self._writer.closing()
+        except Exception as error:
+            if not isinstance(error, ClusterError):
+                log.exception("stream failed", extra={"request_id": self._answer.id})
+            self.outcome = _outcome(error)
+            yield self._after_opening(self._writer.error(error))
+
+    def _next_requests(self) -> list[GenerationRequest]:
+        if self._answer.done:
+            return []
+        return [choice.next_request for choice in self._answer.choices]
+
+    def _after_opening(self, content: bytes) -> bytes:
+        """Return `content`, preceded by the stream's opening the first time. The opening knows the cached tokens."""
+        if self._opened:
+            return content
+        self._opened = True
+        return self._writer.opening() + content
+
+    def _sign_of_life(self, item: IndexedEvent) -> bytes:
+        match item:
+            case None:
+                return self._writer.keep_alive()
+            case (_, PrefillProgress(done=done, total=total)):
+                return self._writer.progress(done, total)
+            case _:
+                return b""
+
+    async def _next_event(self, seconds: float) -> IndexedEvent:
+        """Return `AnswerQueue.next_event`. A field that the engine rejects gets the client's name."""
+        try:
+            return await self._queue.next_event(seconds)
+        except RequestError as error:
+            if error.param is not None:
+                error.param = self._answer.settings.client_name(error.param)
+            raise
+
+    def _apply(self, item: IndexedEvent) -> list[AnswerEvent]:
+        if item is None:
+            return []
+        index, event = item
+        choice = self._answer.choices[index]
+        if choice.done:
+            return []  # the event was in the queue when a stop string ended the choice
+        before = choice.tokens
+        events = choice.apply_event(event)
+        if choice.tokens > before:
+            self._meter.record_tokens(index, choice.tokens - before)
+        if choice.done:
+            self._queue.cancel_request(index)  # the engine does not look for stop strings
+        elif (request := choice.take_continuation()) is not None:
+            self._queue.replace_request(index, request)
+        return events
+
+    def _record_success(self) -> None:
+        self.outcome = self._answer.choices[0].finish_reason or "stop"
+        self._meter.record_prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
+
+    def close(self) -> None:
+        """Stop the requests that still run; record and log the end."""
+        self._queue.close()
+        self._meter.end(self.outcome)
+        log.info(
+            "request ended",
+            extra={
+                "request_id": self._answer.id,
+                "outcome": self.outcome,
+                "prompt_tokens": self._answer.prompt_tokens,
+                "completion_tokens": self._answer.completion_tokens,
+                "seconds": round(self._meter.seconds, 3),
+                **({} if self._answer.user is None else {"user": self._answer.user}),
+            },
+        )
+
+
+class AnswerStream(StreamingResponse):
+    """A streamed response. `on_close` runs after the last chunk or after the client disconnected."""
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        request_id: str,
+        on_close: Callable[[], None],
+        media_type: str,
+    ) -> None:
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # makes nginx forward the stream without buffering
+            "X-Request-Id": request_id,
+        }
+        super().__init__(chunks, headers=headers, media_type=media_type)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+def _outcome(error: BaseException) -> str:
+    """Return the outcome of a failed request for the metrics."""
+    if isinstance(error, ClusterError):
+        return "refused" if error.http_status < 500 else "error"
+    if isinstance(error, HTTPException):
+        return "refused"
+    return "error" if isinstance(error, Exception) else "cancelled"

@@ -1,0 +1,167 @@
+"""Errors as HTTP responses, in the format of each dialect."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.text.calls import Json
+from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError
+
+RETRY_SECONDS = 5.0
+"""Seconds. `Retry-After` while no plan is serving: about the time the cluster needs to make a plan."""
+
+FIELD = "field"
+"""The type of a pydantic error of a whole object that one field causes. Its context names the field."""
+
+_TYPE = re.compile(
+    r"(str|int|float|bool)$|(list|dict|literal|tagged-union|function-\w+)\[|constrained-"
+)
+"""The names of types that pydantic puts into the path of an error in a field of several types."""
+
+ErrorFormat = Callable[[Exception], Json]
+"""A function that returns the error body of a dialect."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt and answer together, exceed the `limit` in tokens of the context or of the K/V memory.
+
+    `max_tokens` is None if the prompt alone exceeds it.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, param: str, *, prompt: int, max_tokens: int | None, limit: int
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.limit = limit
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that this server does not serve."""
+
+    http_status = 404
+    code = "model_not_found"
+
+
+class ModelNotLoadedError(RequestError):
+    """The request names a model that is on this machine and not loaded."""
+
+    http_status = 409
+    code = "model_not_loaded"
+
+
+def field_error(field: str, problem: str) -> PydanticCustomError:
+    """Return the error for a validator of a whole object to raise when `field` is the cause."""
+    return PydanticCustomError(FIELD, "{problem}", {"field": field, "problem": problem})
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of `error`."""
+    if isinstance(error, ClusterError):
+        return error.http_status
+    return error.status_code if isinstance(error, HTTPException) else 500
+
+
+def message_of(error: Exception) -> str:
+    """Return the message for the client: `.public` of our own errors, nothing specific of unexpected ones."""
+    if isinstance(error, ClusterError):
+        return error.public
+    if isinstance(error, HTTPException):
+        return str(error.detail)
+    return "internal server error. See the server's log."
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 429: "server_full", 503: "not_ready"}
+"""OpenAI's names of errors by status. Some classes of errors have a `code` of their own."""
+
+
+def error_body(error: Exception) -> Json:
+    """Return the body `{"error": …}` in OpenAI's format."""
+    status = status_of(error)
+    usual = "invalid_request_error" if status < 500 else "server_error"
+    own_code = getattr(error, "code", None) if isinstance(error, RequestError) else None
+    return {
+        "error": {
+            "message": message_of(error),
+            "type": _TYPES.get(status, usual),
+            "param": error.param if isinstance(error, RequestError) else None,
+            "code": own_code or _CODES.get(status),
+        }
+    }
+
+
+def error_response(error: Exception, error_format: ErrorFormat = error_body) -> JSONResponse:
+    """Return the HTTP response to `error`, with `Retry-After` if a later attempt can succeed."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers.update(error.headers or {})
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, NotReadyError):
+        headers["Retry-After"] = str(math.ceil(RETRY_SECONDS))
+    return JSONResponse(error_format(error), status_of(error), headers)
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """Return pydantic's first finding as a RequestError that names the field as the client wrote it."""
+    errors = error.errors(include_url=False, include_input=False)
+    # Where a field may have several types, the type that fits best has the deepest error.
+    same_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    found = max(same_field, key=lambda each: len(each["loc"]))
+    where = tuple(part for part in found["loc"] if isinstance(part, int) or not _TYPE.match(part))
+    if found["type"] == FIELD:
+        where = (*where, found["ctx"]["field"])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
+    if found["type"] == "extra_forbidden":
+        return RequestError(f"{name}: this server does not support the field. Omit it.", param=name)
+    if found["type"] == "json_invalid":
+        return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
+    message = found["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return RequestError(f"{name}: {message}" if name else message, param=name or None)
+
+
+def _routing_error(request: Request, error: HTTPException) -> HTTPException:
+    """Return `error` with a message that helps if the router raised it."""
+    path, method = request.scope["path"], request.method
+    if error.status_code == 404 and error.detail == "Not Found":
+        message = f"{path}: path not found. docs/API.md lists the paths."
+        return HTTPException(404, message, error.headers)
+    if error.status_code == 405 and (allowed := (error.headers or {}).get("Allow")):
+        message = f"{path}: {method} is not supported. Use {allowed}."
+        return HTTPException(405, message, error.headers)
+    return error
+
+
+def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
+    """Answer every exception of a handler in the format of its dialect.
+
+    `formats` maps path prefixes to formats; other paths use OpenAI's.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        """Return the response to `error` in the format of the request's path."""
+        path = request.scope["path"]
+        if isinstance(error, HTTPException):
+            error = _routing_error(request, error)
+        for prefix, error_format in formats.items():
+            if path.startswith(prefix):
+                return error_response(error, error_format)
+        return error_response(error)
+
+    # Starlette raises an unexpected exception again after the answer, and uvicorn logs it.
+    for kind in (ClusterError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

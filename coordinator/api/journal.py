@@ -1,0 +1,391 @@
+"""The journal of stored answers: an SQLite database behind a thread, off the path of the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored response: enough to continue it after a restart, and its result once it has ended.
+
+    `owner` identifies the API key that made it. `model` is the fingerprint of the checkpoint. `body` is the client's
+    request as JSON. `request` is the engine's request in msgpack's types, with prompt, parameters and seed. A record
+    without `request` was stored at its end and cannot be continued. `history` is the conversation. `result` is the
+    object that clients retrieve. `events` are the numbered events of the stream. `tokens` are those used so far.
+    """
+
+    id: str
+    owner: str
+    model: str
+    created: int
+    body: str
+    request: Json = field(default_factory=dict)
+    history: Json = field(default_factory=dict)
+    background: bool = False
+    ended: bool = False
+    result: Json = field(default_factory=dict)
+    events: list[bytes] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+
+
+VERSION = 2
+"""The version of the tables. A file of another version is not used."""
+
+BUSY_SECONDS = 5.0
+"""Seconds. Bound on waiting for another program, such as the sqlite3 shell, that reads the file."""
+
+_TABLES = """
+CREATE TABLE answers (
+    id TEXT PRIMARY KEY, created INTEGER NOT NULL, ended INTEGER NOT NULL, size INTEGER NOT NULL, content BLOB NOT NULL
+) STRICT;
+CREATE INDEX answers_by_age ON answers (created);
+CREATE TABLE tokens (
+    id TEXT NOT NULL, first INTEGER NOT NULL, tokens BLOB NOT NULL, PRIMARY KEY (id, first)
+) STRICT, WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The limits of the journal: the age of an answer in seconds, and the bytes of all ended answers."""
+
+    seconds: float = 30 * 86400.0
+    nbytes: int = 10**9
+
+
+class Database:
+    """The journal's tables in a file, or in memory."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._deleted = False
+
+    @classmethod
+    def open_file(cls, file: Path) -> Database:
+        """Open or create the database in `file`, readable by its owner only.
+
+        Raises OSError or sqlite3.Error for a file that cannot be used.
+        """
+        # SQLite gives the files beside the database the mode of the database.
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
+        return cls._prepare(sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None))
+
+    @classmethod
+    def in_memory(cls) -> Database:
+        """Return an empty database that ends with the process."""
+        return cls._prepare(sqlite3.connect(":memory:", isolation_level=None))
+
+    @classmethod
+    def _prepare(cls, connection: sqlite3.Connection) -> Database:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"its version is {version}, this release reads {VERSION}")
+        # Deleted content is overwritten, and the file shrinks.
+        for setting in ("auto_vacuum=FULL", "secure_delete=ON", "journal_mode=WAL"):
+            connection.execute(f"PRAGMA {setting}")
+        # A commit survives the end of the process without a flush to the disk, which the loss of power requires only.
+        connection.execute("PRAGMA synchronous=NORMAL")
+        if version == 0:
+            connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")
+        return cls(connection)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit the changes of the block, or none of them if it raises."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        if self._deleted:
+            # The log still holds the pages from before the deletion.
+            self._deleted = False
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def save(self, record: Record) -> None:
+        """Write `record`, in place of an earlier one with its id. The tokens of an ended answer are dropped."""
+        content = _pack(record)
+        row = (record.id, record.created, record.ended, len(content), content)
+        self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+        if record.ended:
+            self._connection.execute("DELETE FROM tokens WHERE id = ?", (record.id,))
+
+    def append_tokens(self, answer_id: str, first: int, tokens: tuple[int, ...]) -> None:
+        """Write the next tokens of an answer. `first` is the number of tokens before them."""
+        content = struct.pack(f"<{len(tokens)}I", *tokens)
+        self._connection.execute(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", (answer_id, first, content)
+        )
+
+    def find(self, answer_id: str) -> Record | None:
+        """Return the record with this id and its tokens, or None."""
+        found = self._connection.execute(
+            "SELECT content FROM answers WHERE id = ?", (answer_id,)
+        ).fetchone()
+        return None if found is None else self._with_tokens(_unpack(found[0]))
+
+    def count(self) -> int:
+        """Return the number of records."""
+        (count,) = self._connection.execute("SELECT count(*) FROM answers").fetchone()
+        return int(count)
+
+    def unfinished(self) -> list[Record]:
+        """Return the answers that have not ended, the oldest first."""
+        rows = self._connection.execute(
+            "SELECT content FROM answers WHERE NOT ended ORDER BY created, rowid"
+        ).fetchall()
+        return [self._with_tokens(_unpack(content)) for (content,) in rows]
+
+    def delete(self, answer_id: str) -> None:
+        """Delete a record and its tokens."""
+        self._connection.execute("DELETE FROM tokens WHERE id = ?", (answer_id,))
+        self._connection.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
+        self._deleted = True
+
+    def delete_old(self, retention: Retention) -> None:
+        """Delete the answers that exceed the retention: by age, and the oldest ended ones by size."""
+        oldest = int(time.time() - retention.seconds)
+        old = self._connection.execute(
+            "SELECT id FROM answers WHERE ended AND created < ?", (oldest,)
+        ).fetchall()
+        # The sum runs from the newest answer to the older ones.
+        large = self._connection.execute(
+            "SELECT id FROM (SELECT id, sum(size) OVER (ORDER BY created DESC, rowid DESC) AS total FROM answers"
+            " WHERE ended) WHERE total > ?",
+            (retention.nbytes,),
+        ).fetchall()
+        for (answer_id,) in {*old, *large}:
+            self.delete(answer_id)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def _with_tokens(self, record: Record) -> Record:
+        rows = self._connection.execute(
+            "SELECT first, tokens FROM tokens WHERE id = ? ORDER BY first", (record.id,)
+        ).fetchall()
+        tokens: list[int] = []
+        for first, content in rows:
+            if first != len(tokens):
+                break
+            tokens += struct.unpack(f"<{len(content) // 4}I", content)
+        return replace(record, tokens=tuple(tokens))
+
+
+_AS_JSON = ("history", "result")
+"""The fields of a record that clients decide. Their numbers and strings may exceed what msgpack can hold."""
+
+
+def _pack(record: Record) -> bytes:
+    content = {f.name: getattr(record, f.name) for f in fields(Record) if f.name != "tokens"}
+    content |= {name: json.dumps(content[name]) for name in _AS_JSON}
+    return zlib.compress(msgpack.packb(content), 1)
+
+
+def _unpack(content: bytes) -> Record:
+    found: Json = msgpack.unpackb(zlib.decompress(content), strict_map_key=False)
+    found |= {name: json.loads(found[name]) for name in _AS_JSON}
+    return Record(**found)
+
+
+T = TypeVar("T")
+
+BATCH_SECONDS = 0.1
+"""Seconds. Time over which tokens are collected for one commit, and the tokens that a crash loses."""
+
+RETENTION_SECONDS = 600.0
+"""Seconds between two deletions of answers that are too old."""
+
+MEMORY_RETENTION = Retention(nbytes=64 * 2**20)
+"""The retention without a file: answers end with the process and may not fill its memory."""
+
+
+class Journal:
+    """The stored answers in `file`, or in memory without one.
+
+    One thread uses the database. It applies each change in a transaction, in the order of the calls. When the file
+    cannot be written, the journal logs one warning and goes on in memory. Methods that write return at once.
+    """
+
+    def __init__(self, file: Path | None = None, retention: Retention | None = None) -> None:
+        self._file = file
+        self._retention = retention or (MEMORY_RETENTION if file is None else Retention())
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._database: Database | None = None
+        self._older: Database | None = None
+        """The file that can no longer be written, for reading."""
+        self._lock: int | None = None
+        self._tokens: list[tuple[str, int, tuple[int, ...]]] = []
+        """The arguments of `Database.append_tokens` that wait for the next commit."""
+        self._cleaning: asyncio.TimerHandle | None = None
+
+    # ---- changes
+
+    def save(self, record: Record) -> None:
+        """Write a record, in place of an earlier one with its id."""
+        self._submit(lambda database: self._save(database, record))
+
+    async def save_now(self, record: Record) -> None:
+        """Write a record like `save`, and return when it is committed."""
+        await self._ask(lambda database: self._save(database, record))
+
+    def append_tokens(self, answer_id: str, first: int, tokens: tuple[int, ...]) -> None:
+        """Write the next tokens of an answer. `first` is the number of tokens before them."""
+        if not self._tokens:
+            asyncio.get_running_loop().call_later(BATCH_SECONDS, self._write_tokens)
+        self._tokens.append((answer_id, first, tokens))
+
+    async def delete(self, answer_id: str) -> None:
+        """Delete a record. Its content is gone from the disk when this returns."""
+
+        def run(database: Database) -> None:
+            """Delete the record, also in the file that can no longer be written, if that is possible."""
+            database.delete(answer_id)
+            if self._older is not None:
+                with contextlib.suppress(sqlite3.Error), self._older.transaction():
+                    self._older.delete(answer_id)
+
+        await self._ask(run)
+
+    # ---- questions
+
+    async def find(self, answer_id: str) -> Record | None:
+        """Return the record with this id, or None."""
+
+        def run(database: Database) -> Record | None:
+            """Look in the present database and in the file that can no longer be written."""
+            found = database.find(answer_id)
+            if found is None and self._older is not None:
+                found = self._older.find(answer_id)
+            return found
+
+        return await self._ask(run)
+
+    async def unfinished(self) -> list[Record]:
+        """Return the answers that have not ended, the oldest first."""
+        return await self._ask(lambda database: database.unfinished())
+
+    # ---- life
+
+    async def close(self) -> None:
+        """Write what is queued and end the thread."""
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await self._ask(lambda database: None)
+            self._cleaning = None
+        if self._database is not None:
+            self._thread.submit(self._database.close)
+            self._database = None
+        self._thread.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _submit(self, run: Callable[[Database], T]) -> Future[T]:
+        """Commit the collected tokens and the changes of `run` together, on the thread."""
+        if self._cleaning is None:
+            self._delete_old_later()
+        tokens, self._tokens = self._tokens, []
+        return self._thread.submit(self._commit, tokens, run)
+
+    async def _ask(self, run: Callable[[Database], T]) -> T:
+        return await asyncio.wrap_future(self._submit(run))
+
+    def _write_tokens(self) -> None:
+        if self._tokens:
+            self._submit(lambda database: None)
+
+    def _delete_old_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._cleaning = loop.call_later(RETENTION_SECONDS, self._delete_old)
+
+    def _delete_old(self) -> None:
+        self._submit(lambda database: database.delete_old(self._retention))
+        self._delete_old_later()
+
+    # ---- the thread
+
+    def _save(self, database: Database, record: Record) -> None:
+        database.save(record)
+        if record.ended:
+            database.delete_old(self._retention)
+
+    def _commit(
+        self, tokens: list[tuple[str, int, tuple[int, ...]]], run: Callable[[Database], T]
+    ) -> T:
+        """Apply changes in one transaction, in memory if the file cannot be written, and return the result of `run`."""
+
+        def apply(database: Database) -> T:
+            """Apply the changes to one database."""
+            with database.transaction():
+                for arguments in tokens:
+                    database.append_tokens(*arguments)
+                return run(database)
+
+        try:
+            self._database = self._database or self._open()
+            try:
+                return apply(self._database)
+            except sqlite3.Error as error:
+                if self._older is not None or self._file is None:
+                    raise
+                self._warn(f"{self._file} cannot be written: {error}")
+                self._older, self._database = self._database, Database.in_memory()
+                return apply(self._database)
+        except Exception:
+            log.exception("stored answers cannot be kept")
+            raise
+
+    def _open(self) -> Database:
+        """Return the database in the file, or one in memory if the file cannot be used."""
+        if self._file is None:
+            return Database.in_memory()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = self._file.with_suffix(".lock")
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            database = Database.open_file(self._file)
+            with database.transaction():
+                database.delete_old(self._retention)
+        except BlockingIOError:
+            self._warn(f"{self._file} is used by another coordinator. Give this one a --state-dir")
+        except (OSError, sqlite3.Error) as error:
+            self._warn(f"{self._file} cannot be used: {error}")
+        else:
+            return database
+        self._file = None
+        return Database.in_memory()
+
+    def _warn(self, reason: str) -> None:
+        log.warning(
+            "journal off: stored answers are kept in memory and end with this process",
+            extra={"reason": reason},
+        )

@@ -1,0 +1,215 @@
+"""The live status of a server, made from the generation loop and the cluster's view, and its frame trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.model_costs import REFERENCE_BANDWIDTH
+from coordinator.cluster.plan import StagePlan
+from coordinator.cluster.view import Member, MemberState, Phase
+from coordinator.cluster.worker_client import WorkerClient
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.status.cluster_status import (
+    ClusterStatus,
+    Health,
+    JobStatus,
+    ModelStatus,
+    NodeStatus,
+)
+from coordinator.status.frame_trace import chrome_trace, step_table
+from proto import cluster_pb2 as pb
+
+
+async def trace_report(loop: GenerationLoop, seconds: float) -> dict[str, Any]:
+    """Return the trace of the last `seconds`. Raises NotReadyError if no plan serves."""
+    processes = await loop.collect_trace(seconds)
+    return {"trace": chrome_trace(processes), "table": step_table(processes)}
+
+
+class LiveStatus:
+    """The StatusSource of a server.
+
+    `manager` is None in single-node mode. `alone()` returns the status of this process while it serves alone.
+    """
+
+    def __init__(
+        self,
+        loop: GenerationLoop,
+        manager: ClusterManager | None,
+        model: str,
+        alone: Callable[[], NodeStatus],
+        architecture: ModelStatus | None = None,
+        machine: Callable[[], pb.MachineState] = pb.MachineState,
+        jobs: Callable[[], tuple[JobStatus, ...]] = tuple,
+    ) -> None:
+        self.loop = loop
+        self.architecture = architecture
+        self.alone = alone
+        self.machine = machine
+        """A function that returns the state of this machine."""
+        self.jobs = jobs
+        """A function that returns the jobs on models."""
+        self.manager = manager
+        self.model = model
+        self._started = loop.clock()
+        self._epoch_offset = time.time() - (manager.clock() if manager else 0.0)
+
+    def status(self) -> ClusterStatus:
+        """See StatusSource."""
+        loop = self.loop.status()
+        return replace(
+            loop,
+            model=self.model,
+            detail=self._detail(loop),
+            nodes=self._nodes(loop),
+            uptime_seconds=self.loop.clock() - self._started,
+            architecture=self.architecture,
+            jobs=self.jobs(),
+            **self._cluster_fields(),
+        )
+
+    def _cluster_fields(self) -> dict[str, Any]:
+        """Return the fields that only a server with a cluster has."""
+        if self.manager is None:
+            return {"phase_seconds": self.loop.clock() - self._started}
+        view, replans = self.manager.view, self.manager.replans
+        return {
+            "phase": view.phase.value,
+            "phase_seconds": view.now - view.since,
+            "replans": replans.answered,
+            "replan_result": replans.result,
+            "workers_wanted": view.settings.nodes,
+        }
+
+    def _detail(self, loop: ClusterStatus) -> str:
+        if self.manager is None or loop.ready:
+            return ""
+        view = self.manager.view
+        return f"{view.phase.value}: {view.problem}" if view.problem else view.phase.value
+
+    def _nodes(self, loop: ClusterStatus) -> tuple[NodeStatus, ...]:
+        times = self.loop.frames.stage_ms()
+        if self.manager is None or (loop.ready and not self.manager.view.serving):
+            weights = self.architecture.weight_bytes if self.architecture else 0
+            alone = replace(
+                self.alone(),
+                stage_ms=sum(times) if times else None,
+                weight_bytes=weights,
+                prefix_bytes=self.loop.scheduler.prefixes.nbytes,
+                **machine_fields(self.machine()),
+            )
+            others = [] if self.manager is None else self._members({}, loop)
+            return (alone, *others)
+        plan = self.manager.plan
+        stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
+        return tuple(self._members(stages, loop))
+
+    def _members(
+        self, stages: dict[str, tuple[int, StagePlan]], loop: ClusterStatus
+    ) -> list[NodeStatus]:
+        assert self.manager is not None
+        members = sorted(
+            self.manager.view.members.values(),
+            key=lambda m: (stages[m.address][0] if m.address in stages else 99, m.address),
+        )
+        return [self._member(m, stages.get(m.address), loop) for m in members]
+
+    def _member(
+        self, member: Member, stage: tuple[int, StagePlan] | None, loop: ClusterStatus
+    ) -> NodeStatus:
+        assert self.manager is not None
+        view, times = self.manager.view, self.loop.frames.stage_ms()
+        client = self.manager.clients.get(member.address)
+        worker_status = client.worker_status if client else None
+        in_use = stage is not None and member.address in view.serving
+        done, total = self.manager.loads.done.get(member.address, (0, 0))
+        loading = view.phase is Phase.STARTING and member.address in view.serving
+        return NodeStatus(
+            name=member.name,
+            address=member.address,
+            span=str(stage[1].span) if stage and in_use else None,
+            layers=self.manager.loads.layers.get(member.address, "") if in_use else "",
+            health=_health(member, in_use=in_use, loading=loading),
+            detail=_detail(member, view.now),
+            memory_used=worker_status.memory_used if worker_status else 0,
+            memory_cached=worker_status.memory_cached if worker_status else 0,
+            memory_limit=member.memory_limit,
+            loaded=done / total if loading and total else None,
+            stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,
+            weight_bytes=stage[1].weight_bytes if stage and in_use else 0,
+            prefix_bytes=self.loop.scheduler.prefixes.nbytes if in_use else 0,
+            chip=member.chip,
+            bytes_per_second=member.speed * REFERENCE_BANDWIDTH,
+            pinned=str(member.pinned) if member.pinned else None,
+            failure_count=member.failure_count,
+            loaded_bytes=done if loading else 0,
+            load_bytes=total if loading else 0,
+            weights_from=self._weights_from(member) if loading else "",
+            ready_at=self._unix_time(member.joined_at) if member.joined_at else None,
+            **_link_fields(client, in_use=in_use),
+            version=member.version,
+            arithmetic=member.arithmetic,
+            **_counters(worker_status),
+        )
+
+    def _unix_time(self, moment: float) -> int:
+        """Return a time of the manager's clock as seconds since 1970."""
+        return round(moment + self._epoch_offset)
+
+    def _weights_from(self, member: Member) -> str:
+        assert self.manager is not None
+        if member.has_files:
+            return "disk"
+        return "coordinator" if self.manager.model.share_weights else "hub"
+
+
+def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]:
+    """Return the fields of a NodeStatus about its link: to the next stage, or to the coordinator."""
+    if client is None:
+        return {}
+    if not in_use or client.hop is None:
+        return {"link_kind": client.route_kind}
+    return {
+        "link_ms": client.hop.seconds * 1000,
+        "link_bytes_per_second": round(client.hop.bytes_per_second) or None,
+        "link_kind": client.hop.kind,
+    }
+
+
+def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
+    """Return the fields of a NodeStatus that the worker counts."""
+    if worker_status is None:
+        return {}
+    return {
+        "busy_seconds": worker_status.busy_us / 1e6,
+        "bytes_in": worker_status.bytes_in,
+        "bytes_out": worker_status.bytes_out,
+        **machine_fields(worker_status.machine),
+    }
+
+
+def machine_fields(state: pb.MachineState) -> dict[str, Any]:
+    """Return the fields of a NodeStatus about the whole machine."""
+    return {"memory_free": state.memory_free, "swap_used": state.swap_used}
+
+
+def _health(member: Member, *, in_use: bool, loading: bool) -> Health:
+    if member.state in (MemberState.LOST, MemberState.REFUSED, MemberState.DRAINING):
+        return cast(Health, member.state.value)
+    if loading:
+        return "loading"
+    return "ready" if in_use else "idle"
+
+
+def _detail(member: Member, now: float) -> str:
+    """Return why a worker is not used, for people."""
+    if member.backoff_until > now:
+        seconds = member.backoff_until - now
+        return f"not used for {seconds:.0f} s, after {member.failure_count} failures"
+    if member.state not in (MemberState.LOST, MemberState.REFUSED):
+        return ""
+    return member.reason.removeprefix(f"{member.address} is lost: ")  # the row shows the address

@@ -1,0 +1,134 @@
+"""`GET /v1/models` in the formats of OpenAI and Anthropic, and the change of the served model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.context import Api, api_of
+from coordinator.api.errors import ModelNotLoadedError
+from coordinator.api.model_catalog import ModelLoader
+from coordinator.api.request_body import HINTS, Body, read_body, require_json
+from coordinator.api.request_settings import check_model
+from coordinator.text.calls import Json
+from coordinator.text.tokenizer import ModelInfo
+from proto.errors import NotReadyError
+
+
+def wants_anthropic_format(request: Request) -> bool:
+    """Return whether a client of Anthropic's API sent the request. All of them send their version of the API."""
+    return "anthropic-version" in request.headers
+
+
+def anthropic_model(entry: Json) -> Json:
+    """Return a model of OpenAI's list in Anthropic's format. Clients show `display_name` and order by `created_at`."""
+    created = datetime.fromtimestamp(entry["created"], UTC).isoformat()
+    return {
+        "type": "model",
+        "id": entry["id"],
+        "display_name": entry["id"],
+        "created_at": created.replace("+00:00", "Z"),
+        "max_input_tokens": entry["max_model_len"],
+        "max_tokens": entry["max_model_len"],
+        "loaded": entry["loaded"],
+    }
+
+
+router = APIRouter()
+
+load_router = APIRouter()
+"""The change of the model. It also answers while no model serves."""
+
+
+class LoadBody(Body):
+    """The model to serve: a listed one, or a repo of the hub, which is downloaded first."""
+
+    model: str = Field(min_length=1, max_length=200)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """List the served model under its id and the names of --served-model-name, then those that can be loaded."""
+    api = api_of(request)
+    served = [{**describe_model(api.model), "id": name} for name in api.model.listed_names]
+    listed = [*served, *await _loadable(api)]
+    if wants_anthropic_format(request):
+        page = {"data": [anthropic_model(entry) for entry in listed], "has_more": False}
+        return JSONResponse(page | {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]})
+    return JSONResponse({"object": "list", "data": listed})
+
+
+@load_router.get("/v1/models/load")
+async def load_report(request: Request) -> Response:
+    """Return the progress of the change of the model, or the result of the last one."""
+    return JSONResponse(asdict(_loader_of(request).report))
+
+
+@load_router.post("/v1/models/load")
+async def load_model(request: Request) -> Response:
+    """Begin to serve another model. `GET` returns the progress."""
+    require_json(request)
+    body = await read_body(request, LoadBody)
+    report = _loader_of(request).start(body.model)
+    return JSONResponse(asdict(report), status_code=202)
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """Describe the model with the id or alias `name`."""
+    api = api_of(request)
+    found = describe_model(api.model)
+    try:
+        check_model(api, name)
+    except ModelNotLoadedError:
+        loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
+        if not loadable:
+            raise
+        found = loadable[0]
+    return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
+
+
+def describe_model(model: ModelInfo) -> Json:
+    """Return the served model in OpenAI's format.
+
+    `max_model_len`, vLLM's name, is the context in tokens. `ignored_fields` are the request fields without effect.
+    """
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "mtp-cluster",
+        "loaded": True,
+        "max_model_len": model.context_length,
+        "ignored_fields": sorted(HINTS),
+    }
+
+
+async def _loadable(api: Api) -> list[Json]:
+    """Return the other models on this machine."""
+    if api.model_loader is None:
+        return []
+    return [
+        {
+            "id": found.name,
+            "object": "model",
+            "created": api.model.created,
+            "owned_by": "mtp-cluster",
+            "loaded": False,
+            "max_model_len": found.context or None,
+        }
+        for found in await api.model_loader.list_models()
+        if found.name not in api.model.listed_names
+    ]
+
+
+def _loader_of(request: Request) -> ModelLoader:
+    loader = api_of(request).model_loader
+    if loader is None:
+        raise NotReadyError("this server cannot change its model")
+    return loader

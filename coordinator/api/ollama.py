@@ -1,0 +1,492 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, and the list of models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, field_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.choice import AnswerEvent, GeneratedCall
+from coordinator.api.context import Api, api_of
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
+from coordinator.api.errors import field_error, message_of
+from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
+from coordinator.api.request_body import Body, Many, Seed, StopString, hint, read_body
+from coordinator.api.request_settings import (
+    ChatRequest,
+    GenerationSettings,
+    check_model,
+    reasoning_of,
+    template_call,
+)
+from coordinator.text.calls import CallEnd, Json
+from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from proto.errors import RequestError
+
+TAG = ":latest"
+"""The tag that Ollama's clients add to a name without one."""
+
+
+def check_name(api: Api, name: str) -> None:
+    """Raise UnknownModelError or ModelNotLoadedError if `name`, with or without the usual tag, is not served."""
+    check_model(api, name if api.model.answers_to(name) else name.removesuffix(TAG))
+
+
+def tagged_name(name: str) -> str:
+    """Return `name` with a tag, as Ollama lists it."""
+    return name if ":" in name else name + TAG
+
+
+def utc_now() -> str:
+    """Return the current time in RFC 3339 format."""
+    return utc_time(datetime.now(UTC).timestamp())
+
+
+def utc_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 in RFC 3339 format."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def ollama_error(error: Exception) -> Json:
+    """Return the error body of Ollama's API."""
+    return {"error": message_of(error)}
+
+
+class Options(Body):
+    """Sampling and limits."""
+
+    num_predict: int | None = Field(None, ge=-2)
+    temperature: float | None = None
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Seed | None = None
+    stop: list[StopString] | None = Field(None, max_length=64)
+
+    # Options of Ollama's own runner. The cluster decides these things when it plans.
+    num_ctx: int | None = hint("options.num_ctx")
+    num_batch: int | None = hint("options.num_batch")
+    num_gpu: int | None = hint("options.num_gpu")
+    main_gpu: int | None = hint("options.main_gpu")
+    num_thread: int | None = hint("options.num_thread")
+    num_keep: int | None = hint("options.num_keep")
+    numa: bool | None = hint("options.numa")
+    low_vram: bool | None = hint("options.low_vram")
+    use_mmap: bool | None = hint("options.use_mmap")
+    use_mlock: bool | None = hint("options.use_mlock")
+    f16_kv: bool | None = hint("options.f16_kv")
+
+    repeat_last_n: Literal[-1] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_is_a_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    def settings(self, prompt_field: str) -> GenerationSettings:
+        """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
+        limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
+        return GenerationSettings(
+            sampling={
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+                "min_p": self.min_p,
+                "repetition_penalty": self.repeat_penalty,
+                "presence_penalty": self.presence_penalty,
+                "frequency_penalty": self.frequency_penalty,
+            },
+            seed=self.seed,
+            max_tokens=limit,
+            stop_strings=self.stop or (),
+            field_names={"prompt": prompt_field, "max_tokens": "options.num_predict"},
+        )
+
+
+class ModelBody(Body):
+    """The fields that all requests for an answer share."""
+
+    model: str
+    stream: bool | None = None
+    options: Options | None = None
+    keep_alive: str | float | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    format: Literal["", "json"] | Json | None = None
+
+    @field_validator("keep_alive", mode="after")
+    @classmethod
+    def _model_stays_loaded(cls, value: str | float | None) -> str | float | None:
+        if str(value).rstrip("smh") in ("0", "0.0"):
+            raise ValueError(
+                "0 would unload the model, which this server keeps until it ends. Omit the field."
+            )
+        return value
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the content."""
+        if not self.format:
+            return None
+        schema = ANY_OBJECT if self.format == "json" else self.format
+        return OutputFormat("json_schema", schema, "format")
+
+    def settings(self, prompt_field: str) -> GenerationSettings:
+        """Return the settings of the internal request."""
+        return (self.options or Options.model_validate({})).settings(prompt_field)
+
+
+class CallFunction(Body):
+    """The function and the arguments of a call in the history."""
+
+    name: str
+    arguments: Json
+    index: int | None = None
+    description: str | None = None
+
+
+class MessageCall(Body):
+    """A call in the history."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallFunction
+
+
+class Message(Body):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Many[MessageCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> Json:
+        """Return the message as chat templates read it."""
+        turn: Json = {"role": self.role, "content": self.content or ""}
+        if self.thinking:
+            turn["reasoning_content"] = self.thinking
+        if self.tool_name:
+            turn["name"] = self.tool_name
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                template_call(call.id or str(number), call.function.name, call.function.arguments)
+                for number, call in enumerate(self.tool_calls)
+            ]
+        return turn
+
+
+class Tool(Body):
+    """A tool that the model may call. Its function goes to the chat template unchanged."""
+
+    type: Literal["function"] | None = None
+    function: Json
+
+    @field_validator("function", mode="after")
+    @classmethod
+    def _function_has_a_name(cls, function: Json) -> Json:
+        if not isinstance(function.get("name"), str):
+            raise field_error("name", "required, as a string")
+        return function
+
+
+class ChatBody(ModelBody):
+    """The body of `POST /api/chat`. Without messages it only asks whether the model is loaded."""
+
+    messages: Many[Message] | None = None
+    tools: Many[Tool] | None = None
+
+
+class GenerateBody(ModelBody):
+    """The body of `POST /api/generate`. Without a prompt it only asks whether the model is loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    # Accepted only without content.
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
+    context: Annotated[list[int], Field(max_length=0)] | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ShowBody(Body):
+    """The body of `POST /api/show`. Older clients send `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+class LineWriter(AnswerWriter):
+    """The writer of `/api/chat` and, with `flat`, of `/api/generate`, which has no message object.
+
+    Ollama's calls have objects as arguments, so a line holds a complete call. A call that the limit cut off is
+    omitted. Ollama's streams have no comments, so there is no sign of life during a pause.
+    """
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, answer: GeneratedAnswer, *, flat: bool) -> None:
+        super().__init__(answer)
+        assert len(answer.choices) == 1
+        self._flat = flat
+
+    def whole(self) -> Json:
+        """See AnswerWriter."""
+        (choice,) = self._answer.choices
+        calls = [_call(call) for call in choice.complete_calls]
+        part = self._part("".join(choice.content), "".join(choice.reasoning), calls)
+        return {**part, **self._end()}
+
+    def progress(self, done: int, total: int) -> bytes:
+        """See AnswerWriter."""
+        return b""
+
+    def keep_alive(self) -> bytes:
+        """See AnswerWriter."""
+        return b""
+
+    def closing(self) -> bytes:
+        """See AnswerWriter."""
+        return json_line({**self._part(), **self._end()})
+
+    def error(self, error: Exception) -> bytes:
+        """See AnswerWriter."""
+        return json_line(ollama_error(error))
+
+    def write_event(self, event: AnswerEvent) -> bytes:
+        """See AnswerWriter."""
+        match event.part:
+            case Content(text):
+                part = self._part(text=text)
+            case Reasoning(text):
+                part = self._part(thinking=text)
+            case CallEnd(complete=True) if event.call:
+                part = self._part(calls=[_call(event.call)])
+            case _:
+                return b""
+        return json_line({**part, "done": False})
+
+    def _part(self, text: str = "", thinking: str = "", calls: Sequence[Json] = ()) -> Json:
+        content: Json = {"response" if self._flat else "content": text}
+        if thinking:
+            content["thinking"] = thinking
+        if calls:
+            content["tool_calls"] = list(calls)
+        head = {"model": self._answer.model, "created_at": utc_now()}
+        if self._flat:
+            return {**head, **content}
+        return {**head, "message": {"role": "assistant", **content}}
+
+    def _end(self) -> Json:
+        (choice,) = self._answer.choices
+        now = time.perf_counter()
+        first = choice.first_token_at or now
+        return {
+            "done": True,
+            "done_reason": "length" if choice.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(now - choice.began),
+            "load_duration": 0,
+            "prompt_eval_count": self._answer.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(first - choice.began),
+            "eval_count": self._answer.completion_tokens,
+            "eval_duration": _nanoseconds(now - first),
+        }
+
+
+def _call(call: GeneratedCall) -> Json:
+    return {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+router = APIRouter()
+
+
+@router.post("/api/chat")
+async def chat(request: Request) -> Response:
+    """Generate the next message of a conversation."""
+    body = await read_body(request, ChatBody)
+    api = api_of(request)
+    check_name(api, body.model)
+    if not body.messages:
+        return _loaded(api, {"message": {"role": "assistant", "content": ""}})
+
+    async def prepare(api: Api, request: Request) -> PreparedAnswer:
+        """Render the conversation. Raises RequestError, naming the invalid field."""
+        messages = [message.for_template() for message in body.messages or ()]
+        tools = [{"type": "function", "function": tool.function} for tool in body.tools or ()]
+        return _prepared(await _chat_answer(api, body, messages, "messages", tools), body)
+
+    return await serve_answer(request, "ollama_chat", prepare)
+
+
+@router.post("/api/generate")
+async def generate(request: Request) -> Response:
+    """Generate the answer to a prompt, or with `raw` the continuation of a text."""
+    body = await read_body(request, GenerateBody)
+    api, prompt = api_of(request), body.prompt
+    check_name(api, body.model)
+    if not prompt:
+        return _loaded(api, {"response": ""})
+
+    async def prepare(api: Api, request: Request) -> PreparedAnswer:
+        """Tokenize the prompt. Raises RequestError, naming the invalid field."""
+        if body.raw:
+            tokens = await api.large_work.run(len(prompt), partial(api.tokenizer.encode, prompt))
+            settings = body.settings("prompt")
+            answer = await text_answer(api, settings, [tokens], new_id("gen-"), output=body.output)
+        else:
+            turns = [("system", body.system), ("user", prompt)]
+            messages = [{"role": role, "content": text} for role, text in turns if text]
+            answer = await _chat_answer(api, body, messages, "prompt")
+        return _prepared(answer, body)
+
+    return await serve_answer(request, "ollama_generate", prepare)
+
+
+async def _chat_answer(
+    api: Api, body: ModelBody, messages: list[Json], prompt_field: str, tools: Sequence[Json] = ()
+) -> GeneratedAnswer:
+    if isinstance(body.think, str):
+        thinking, budget = reasoning_of(body.think)
+    else:
+        thinking, budget = body.think, None
+    chat = ChatRequest(
+        messages=messages,
+        settings=body.settings(prompt_field),
+        tools=tools,
+        thinking=thinking,
+        reasoning_budget=budget,
+        output=body.output,
+    )
+    return await chat_answer(api, chat, new_id("chat-"))
+
+
+def _prepared(answer: GeneratedAnswer, body: ModelBody) -> PreparedAnswer:
+    """Return the answer with its writer. Ollama streams unless the client switches it off."""
+    writer = LineWriter(answer, flat=isinstance(body, GenerateBody))
+    return PreparedAnswer(answer, writer, stream=body.stream is not False)
+
+
+def _loaded(api: Api, content: Json) -> JSONResponse:
+    """Return the answer to a request that only loads the model, which is always loaded."""
+    head = {"model": api.model.id, "created_at": utc_now()}
+    return JSONResponse({**head, **content, "done": True, "done_reason": "load"})
+
+
+OLLAMA_VERSION = "0.12.6"
+"""The version of Ollama whose API this dialect follows. Clients compare it with the versions they require."""
+
+NEVER = 253402300799.0
+"""Seconds since 1970 at the end of the year 9999: the model is not unloaded while the server runs."""
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """Return the version of the API."""
+    return JSONResponse({"version": OLLAMA_VERSION})
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> Response:
+    """List the served model and its aliases, then the other models on this machine."""
+    api = api_of(request)
+    others = [] if api.model_loader is None else await api.model_loader.list_models()
+    entries = _served_entries(api) + [
+        _entry(api, found.name, found.name, found.nbytes, found.family, found.quantization)
+        for found in others
+        if found.name not in api.model.listed_names
+    ]
+    return JSONResponse({"models": entries})
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """List the loaded model, with its size on all nodes and its context."""
+    api = api_of(request)
+    context, expires = api.model.context_length, utc_time(NEVER)
+    extra = {"expires_at": expires, "size_vram": _size(api), "context_length": context}
+    return JSONResponse({"models": [{**entry, **extra} for entry in _served_entries(api)]})
+
+
+@router.post("/api/show")
+async def show(request: Request) -> Response:
+    """Describe the served model."""
+    body = await read_body(request, ShowBody)
+    api = api_of(request)
+    name = body.model or body.name
+    if name is None:
+        raise RequestError("model: required. Send the model's name.", param="model")
+    check_name(api, name)
+    capabilities = ["completion"]
+    capabilities += ["tools"] if api.tokenizer.has_tools else []
+    capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
+    family = api.model.family
+    return JSONResponse(
+        {
+            "details": _details(family, api.model.quantization),
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": api.model.context_length,
+            },
+            "capabilities": capabilities,
+            "modified_at": utc_time(api.model.created),
+        }
+    )
+
+
+def _served_entries(api: Api) -> list[Json]:
+    model, size = api.model, _size(api)
+    return [
+        _entry(api, name, model.id, size, model.family, model.quantization)
+        for name in model.listed_names
+    ]
+
+
+def _entry(api: Api, name: str, model: str, nbytes: int, family: str, quantization: str) -> Json:
+    return {
+        "name": tagged_name(name),
+        "model": tagged_name(name),
+        "modified_at": utc_time(api.model.created),
+        "size": nbytes,
+        "digest": hashlib.sha256(model.encode()).hexdigest(),
+        "details": _details(family, quantization),
+    }
+
+
+def _size(api: Api) -> int:
+    """Return the memory in use on all nodes, in bytes."""
+    return sum(node.memory_used for node in api.status.status().nodes)
+
+
+def _details(family: str, quantization: str) -> Json:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": quantization,
+    }

@@ -1,1 +1,0 @@
-"""The dialect of Ollama's API."""

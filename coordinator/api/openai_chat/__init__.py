@@ -1,1 +1,0 @@
-"""The dialect of OpenAI's chat completions, completions and models."""

@@ -1,0 +1,486 @@
+"""`/v1/responses`: the fields of its bodies, their translation, and stored responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.context import Api, api_of
+from coordinator.api.delivery import PreparedAnswer
+from coordinator.api.errors import field_error
+from coordinator.api.generated_answer import ID_LENGTH, GeneratedAnswer, chat_answer, new_id
+from coordinator.api.journal import Record
+from coordinator.api.request_body import (
+    Body,
+    Label,
+    Many,
+    Seed,
+    hint,
+    number_in_query,
+    read_body,
+)
+from coordinator.api.request_settings import (
+    ChatRequest,
+    GenerationSettings,
+    ReasoningEffort,
+    call_message,
+    check_model,
+    reasoning_of,
+    template_tool,
+    with_system_first,
+)
+from coordinator.api.responses_writer import ResponseWriter
+from coordinator.api.stored_answers import (
+    owner_of,
+    pin_request,
+    serve_storable,
+    stored_of,
+)
+from coordinator.schedule.request import GenerationRequest
+from coordinator.text.calls import Json
+from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from proto.errors import RequestError
+
+
+class WebSearchTool(Body):
+    """OpenAI's web search, a hint: agents offer it by default, and this server has no search to offer to the model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["web_search", "web_search_preview"] = hint("tools[].web_search")
+
+
+class Tool(Body):
+    """A function that the model may call. OpenAI's other hosted tools are rejected."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = hint("tools[].strict")
+
+    def for_template(self) -> Json:
+        """Return the tool in the format of chat templates."""
+        return template_tool(self.name, self.description, self.parameters)
+
+
+class NamedTool(Body):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(Body):
+    """The effort of the reasoning. Summaries are not made: the reasoning itself is in the output."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = hint("reasoning.summary")
+    generate_summary: str | None = hint("reasoning.summary")
+
+
+class TextFormat(Body):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """The format of the text, and a hint."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = hint("verbosity")
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Body):
+    """The body of `POST /v1/responses`."""
+
+    model: str | None = None
+    input: str | Many[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Many[Annotated[Tool | WebSearchTool, Field(discriminator="type")]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Seed | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    user: Label | None = None
+
+    include: list[Literal["reasoning.encrypted_content"]] | None = hint("include")
+    metadata: Json | None = hint("metadata")
+    prompt_cache_key: str | None = hint("prompt_cache_key")
+    prompt_cache_retention: str | None = hint("prompt_cache_retention")
+    safety_identifier: str | None = hint("safety_identifier")
+    service_tier: str | None = hint("service_tier", "auto", "default")
+    client_metadata: Json | None = hint("client_metadata")
+
+    # Accepted only at the default value, because clients send it.
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ResponsesBody:
+        if self.forced_tool is not None and not self.functions:
+            raise field_error("tool_choice", "requires tools")
+        if self.background and self.store is False:
+            raise field_error("background", "requires a stored response. Omit store.")
+        if not self.input:
+            raise field_error("input", "empty. Send a text or at least one item.")
+        return self
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The functions among the tools."""
+        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called, an empty string for any tool, or None."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.name
+        return "" if self.tool_choice == "required" else None
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the content."""
+        found = self.text.format if self.text else None
+        if found is None or found.type == "text":
+            return None
+        schema: Any = ANY_OBJECT if found.schema_ is None else found.schema_
+        return OutputFormat("json_schema", schema, "text.format.schema")
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Body):
+    """Text of a message, of reasoning or of a tool's output."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+class MessageItem(Body):
+    """A message. Items that the server sent may be sent back."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Many[TextPart]
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    namespace: None = None
+
+
+class CallOutputItem(Body):
+    """The output of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Many[TextPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(Body):
+    """The reasoning of an earlier answer. Encrypted reasoning of another model is ignored."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Many[TextPart] | None = None
+    content: Many[TextPart] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class ReferenceItem(Body):
+    """A reference to an output item of a stored response. Clients send it instead of the item."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "")
+    return kind if isinstance(kind, str) else ""
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ReferenceItem, Tag("item_reference")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="send an item of type message, function_call, function_call_output, reasoning or "
+        "item_reference",
+    ),
+]
+
+
+def template_messages(
+    instructions: str | None, items: Sequence[Item], markers: tuple[str, str]
+) -> list[Json]:
+    """Return the conversation as chat templates read it.
+
+    Consecutive items of the assistant (reasoning, messages and calls) become one message.
+    """
+    turns: list[Json] = []
+    if instructions:
+        turns.append({"role": "system", "content": instructions})
+    pending: list[Item] = []
+    for item in items:
+        if _is_assistants(item):
+            pending.append(item)
+            continue
+        turns += _assistant(pending, markers)
+        pending = []
+        if isinstance(item, CallOutputItem):
+            output = item.output if isinstance(item.output, str) else _text(item.output)
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        elif isinstance(item, MessageItem):
+            role = "system" if item.role == "developer" else item.role
+            turns.append({"role": role, "content": _content(item)})
+    return with_system_first([*turns, *_assistant(pending, markers)])
+
+
+def _is_assistants(item: Item) -> bool:
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return isinstance(item, CallItem | ReasoningItem)
+
+
+def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
+    items = list(items)
+    if not items:
+        return []
+    text = "".join(_content(item) for item in items if isinstance(item, MessageItem))
+    calls = [(i.call_id, i.name, i.arguments) for i in items if isinstance(i, CallItem)]
+    turn = call_message(text, calls, markers)
+    thoughts = [_text(i.content or ()) for i in items if isinstance(i, ReasoningItem)]
+    if any(thoughts):
+        turn["reasoning_content"] = "\n".join(thoughts)
+    return [turn]
+
+
+def _content(item: MessageItem) -> str:
+    return item.content if isinstance(item.content, str) else _text(item.content)
+
+
+def _text(parts: Iterable[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+router = APIRouter()
+
+_items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    """Generate a response."""
+    return await serve_storable(request, "responses", prepare)
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(request: Request, response_id: str) -> Response:
+    """Return a stored response, or its events after number `starting_after` and those to come."""
+    after = number_in_query(request, "starting_after", -1)
+    if request.query_params.get("stream") == "true":
+        return await stored_of(request).stream(request, response_id, after)
+    if after >= 0:
+        raise RequestError("starting_after: requires stream=true. Add it.", param="starting_after")
+    record, _ = await stored_of(request).find(request, response_id)
+    return JSONResponse(record.result)
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Cancel a response in the background."""
+    return JSONResponse(await stored_of(request).cancel(request, response_id))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Delete a stored response."""
+    await stored_of(request).delete(request, response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """List the input items of a stored response on one page, the newest first unless `order` is `asc`."""
+    record, _ = await stored_of(request).find(request, response_id)
+    items = [
+        {"id": f"in_{response_id[5:]}{number}", **item}
+        for number, item in enumerate(record.history["input"])
+    ]
+    if request.query_params.get("order", "desc") == "desc":
+        items.reverse()
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    ends = {"first_id": first, "last_id": last, "has_more": False}
+    return JSONResponse({"object": "list", "data": items, **ends})
+
+
+async def prepare(api: Api, request: Request) -> PreparedAnswer:
+    """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
+    body = await read_body(request, ResponsesBody)
+    check_model(api, body.model)
+    before: list[Json] = []
+    if body.previous_response_id is not None:
+        before = await _conversation(request, body.previous_response_id)
+    own = [
+        await _referenced_item(request, item) if isinstance(item, ReferenceItem) else item
+        for item in body.items
+    ]
+    items = [*_items.validate_python(before), *own]
+    answer = await chat_answer(api, _internal_request(api, body, items), new_id("resp_"))
+    writer = ResponseWriter(answer, _repeated_fields(body))
+    record = None if body.store is False else _new_record(request, body, answer, before, own)
+    return PreparedAnswer(answer, writer, bool(body.stream), record)
+
+
+def _new_record(
+    request: Request,
+    body: ResponsesBody,
+    answer: GeneratedAnswer,
+    before: list[Json],
+    own: Sequence[Item],
+) -> Record:
+    """Return the record of a response before its first token."""
+    (choice,) = answer.choices
+    return Record(
+        id=answer.id,
+        owner=owner_of(request),
+        model=api_of(request).model.fingerprint,
+        created=answer.created,
+        body=body.model_dump_json(exclude_none=True, by_alias=True),
+        request=pin_request(choice.request),
+        history={"before": before, "input": [item.model_dump(exclude_none=True) for item in own]},
+        background=bool(body.background),
+    )
+
+
+async def restore(api: Api, record: Record, request: GenerationRequest) -> PreparedAnswer:
+    """Read the body of a record again, and continue the engine's request. See `Restore`."""
+    body = ResponsesBody.model_validate_json(record.body)
+    items = _items.validate_python([*record.history["before"], *record.history["input"]])
+    answer = await chat_answer(api, _internal_request(api, body, items), record.id, request)
+    answer = replace(answer, created=record.created)
+    writer = ResponseWriter(answer, _repeated_fields(body))
+    return PreparedAnswer(answer, writer, stream=True, record=record)
+
+
+async def _conversation(request: Request, response_id: str) -> list[Json]:
+    """Return the items of a stored conversation, the output of the response included."""
+    param = "previous_response_id"
+    record, running = await stored_of(request).find(request, response_id, param)
+    if running is not None:
+        raise RequestError(
+            f"{param}: {response_id!r:.80} is in progress. Wait for its end.", param=param
+        )
+    output: list[Any] = record.result["output"]
+    return [*record.history["before"], *record.history["input"], *output]
+
+
+async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
+    """Return the output item that `reference` names. Its id begins with the id of its response."""
+    number = reference.id.partition("_")[2][:ID_LENGTH]
+    output: list[Json] = []
+    with suppress(RequestError):  # raised for an unknown response
+        record, _ = await stored_of(request).find(request, f"resp_{number}")
+        output = record.result["output"]
+    for item in output:
+        if item["id"] == reference.id:
+            found: Item = _items.validate_python([item])[0]
+            return found
+    raise RequestError(f"input: no stored item has the id {reference.id!r:.80}", param="input")
+
+
+def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:
+    thinking, budget = reasoning_of(body.reasoning.effort if body.reasoning else None)
+    tools = [tool.for_template() for tool in body.functions]
+    return ChatRequest(
+        messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
+        settings=GenerationSettings(
+            sampling={"temperature": body.temperature, "top_p": body.top_p},
+            seed=body.seed,
+            max_tokens=body.max_output_tokens,
+            field_names={"prompt": "input", "max_tokens": "max_output_tokens"},
+        ),
+        tools=[] if body.tool_choice == "none" else tools,
+        thinking=thinking,
+        reasoning_budget=budget,
+        one_call=body.parallel_tool_calls is False,
+        forced_tool=body.forced_tool,
+        output=body.output,
+        user=body.user,
+    )
+
+
+def _repeated_fields(body: ResponsesBody) -> Json:
+    """Return the fields of a response object that repeat its request."""
+    sent = body.model_dump(exclude_none=True, by_alias=True)
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": sent.get("metadata", {}),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None, **sent.get("reasoning", {})},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}, **sent.get("text", {})},
+        "tool_choice": sent.get("tool_choice", "auto"),
+        "tools": sent.get("tools", []),
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "background": bool(body.background),
+    }

@@ -1,0 +1,167 @@
+"""The endpoints for operators and the page: health, status, metrics, plans, traces, models, invitations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.context import api_of
+from coordinator.api.model_jobs import ModelAdmin
+from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
+from coordinator.web.page import feed_of
+from proto.errors import AccessError, NotReadyError, RequestError
+
+open_router = APIRouter()
+"""The routes for load balancers and supervisors, which need no key."""
+
+router = APIRouter()
+
+
+@open_router.get("/health")
+async def health() -> Response:
+    """Answer 200 while the process runs, also before it serves: see /ready."""
+    return JSONResponse({"status": "ok"})
+
+
+@open_router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Answer 200 while a plan is serving, otherwise 503 with Retry-After."""
+    if not api_of(request).status.status().ready:
+        raise NotReadyError("No plan is serving yet. Try again later.")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Return the fields of `ClusterStatus`, with the open and the last requests and the last events."""
+    api, feed = api_of(request), feed_of(request)
+    return JSONResponse(
+        {
+            **asdict(api.status.status()),
+            "open_requests": [asdict(one) for one in api.metrics.request_log.open_requests()],
+            "ended_requests": [asdict(one) for one in api.metrics.request_log.recent],
+            "events": [asdict(event) for event in feed.events.events],
+        }
+    )
+
+
+@router.post("/replan")
+async def replan(request: Request) -> Response:
+    """Make a new plan over the workers that are available. Open answers pause while layers move."""
+    require_json(request)
+    request_plan = api_of(request).replan
+    if request_plan is None:
+        raise RequestError("/replan: this server runs in single-node mode and has no workers")
+    request_plan()
+    return JSONResponse({"status": "planning"}, status_code=202)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' format."""
+    return Response(api_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+MAX_SECONDS = 600.0
+"""Seconds. Longest period of a trace. The processes keep about a minute of a fast stream anyway."""
+
+
+@router.get("/trace")
+async def trace(request: Request) -> Response:
+    """Return the trace of the last `seconds`: `trace` in Chrome's trace format, and `table` with median times."""
+    text = request.query_params.get("seconds", "5")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_SECONDS:
+        raise RequestError(f"seconds={text}: give a number above 0, up to {MAX_SECONDS:g}")
+    collect_trace = api_of(request).collect_trace
+    if collect_trace is None:
+        raise NotReadyError("no plan is serving yet. Try again later")
+    return JSONResponse(await collect_trace(seconds))
+
+
+cluster_router = APIRouter(prefix="/v1/cluster")
+
+MAX_NAME = 200
+"""Characters of a model's name."""
+
+
+class JobBody(Body):
+    """The repo to download."""
+
+    model: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+def admin_of(request: Request) -> ModelAdmin:
+    """Return the models of the server. Raises NotReadyError before the server has any."""
+    admin = api_of(request).model_admin
+    if admin is None:
+        raise NotReadyError("this server has no models to manage")
+    return admin
+
+
+@cluster_router.get("/models")
+async def models(request: Request) -> Response:
+    """List the models on this machine."""
+    admin = admin_of(request)
+    found = await admin.list_models()
+    return JSONResponse({"served": admin.served, "models": [asdict(one) for one in found]})
+
+
+@cluster_router.get("/hub")
+async def hub(request: Request) -> Response:
+    """Search the hub for the text in `search`. Without a text, list the supported families."""
+    found = await admin_of(request).search(request.query_params.get("search", ""))
+    return JSONResponse({"models": [asdict(one) for one in found]})
+
+
+@cluster_router.get("/fit")
+async def fit(request: Request) -> Response:
+    """Return the facts of the model named by `model`, and whether and how it fits this cluster."""
+    name = request.query_params.get("model", "")
+    if not 0 < len(name) <= MAX_NAME:
+        raise RequestError(f"model: give a name of 1 to {MAX_NAME} characters", param="model")
+    facts, found = await admin_of(request).fit(name)
+    return JSONResponse({"model": asdict(facts), "fit": asdict(found)})
+
+
+@cluster_router.post("/jobs")
+async def start_job(request: Request) -> Response:
+    """Start a download. Its progress is in the status, under `jobs`."""
+    require_json(request)
+    body = await read_body(request, JobBody)
+    return JSONResponse(asdict(admin_of(request).download(body.model)), status_code=202)
+
+
+@cluster_router.delete("/jobs/{number}")
+async def cancel_job(request: Request, number: int) -> Response:
+    """Cancel the running download `number`."""
+    admin_of(request).downloads.cancel(number)
+    return JSONResponse({"status": "cancelled"})
+
+
+@cluster_router.post("/invitations")
+async def invite(request: Request) -> Response:
+    """Return the command with which one new machine joins.
+
+    The command holds a secret, so a server without API keys refuses: any user of its machine could read it.
+    """
+    require_json(request)
+    api = api_of(request)
+    if not keys_are_set(api.options):
+        raise AccessError(
+            "invitations need an API key with the scope admin. Create one with mtp-coord key create, or run "
+            "mtp-coord token create on the coordinator's machine"
+        )
+    if api.invite is None:
+        raise NotReadyError("machines cannot join: start mtp-coord serve with --listen")
+    invitation = api.invite()
+    return JSONResponse(asdict(invitation))

@@ -1,0 +1,260 @@
+"""The body of a request: keys, bounds on its size and its values, hints, and the thread for large bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
+from coordinator.api.errors import request_error
+from coordinator.trust.key_ring import Scope
+from proto.errors import ClusterError, RequestError
+
+MAX_FIELDS = 2**16
+"""Objects, lists and fields of objects in a body. The slowest to read are messages, about 0.3 s for all."""
+
+MAX_ITEMS = 2**18
+"""Values of a body after a comma, besides one for each token of the context. Reading as many takes about 0.2 s."""
+
+
+class JsonBounds:
+    """A counter of the values in a JSON text that arrives in parts, without the text of strings.
+
+    The parser lets no other thread of the process run, so it must not receive millions of values.
+    """
+
+    def __init__(self, context: int) -> None:
+        self.fields = 0
+        self.items = 0
+        self._max_items = MAX_ITEMS + context
+        self._in_string = False
+        self._escaped = False
+
+    def add_part(self, part: bytes) -> None:
+        """Count the values in the next part. Raises RequestError above a bound."""
+        if not part:
+            return
+        text = part[self._escaped :].replace(b"\\\\", b"")
+        self._escaped = text.endswith(b"\\")
+        pieces = text.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[self._in_string :: 2])
+        self._in_string ^= len(pieces) % 2 == 0
+        self.fields += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
+        self.items += outside.count(b",")
+        for count, limit, unit in (
+            (self.fields, MAX_FIELDS, "objects, lists and fields"),
+            (self.items, self._max_items, "values"),
+        ):
+            if count > limit:
+                raise RequestError(f"request body: more than {limit} {unit}. Send fewer.")
+
+
+MAX_DIGITS = 15
+"""Maximum digits of a number, so that no text is converted that no list could be so long for."""
+
+
+def number_in_query(request: Request, name: str, default: int) -> int:
+    """Return the whole number `name` of the query. Raises RequestError for other values."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()) or len(text) > MAX_DIGITS:
+        raise RequestError(f"{name}: {text!r:.40} is not a whole number", param=name)
+    return int(text)
+
+
+class Body(BaseModel):
+    """A JSON object that rejects unknown fields and converts no types: `"1"` is not a number, `1` is not a boolean."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose validation ends at the first error. A client could otherwise cause an error object for each byte."""
+
+MAX_LABEL = 256
+"""Maximum length of `user` in characters: it becomes part of a log line."""
+
+
+def _check_label(text: str) -> str:
+    if len(text) > MAX_LABEL or not text.isprintable():
+        raise ValueError(f"the label is logged. Send at most {MAX_LABEL} printable characters.")
+    return text
+
+
+Label = Annotated[str, AfterValidator(_check_label)]
+"""A client's name for the log."""
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+"""A stop string. The end of the text is compared with it at every token."""
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+HINTS = {"messages[].name"}
+"""The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""
+
+
+def hint(name: str, *usual: str) -> Any:
+    """Return a pydantic field that is a hint: any value except the `usual` ones is logged under `name`."""
+    HINTS.add(name)
+    return Field(None, json_schema_extra={"hint": name, "usual": list(usual)})
+
+
+def hints_of(body: BaseModel) -> Iterator[str]:
+    """Yield the hints in a body and in the objects inside it."""
+    for name, field in type(body).model_fields.items():
+        value, extra = getattr(body, name), field.json_schema_extra
+        if isinstance(extra, dict):
+            if value and value not in cast(list[Any], extra["usual"]):
+                yield str(extra["hint"])
+        elif isinstance(value, BaseModel):
+            yield from hints_of(value)
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for member in value:
+                yield from hints_of(member)
+
+
+ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
+ADMIN_PREFIX = "/v1/cluster/"
+METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
+"""Paths that need another scope than inference."""
+
+
+def keys_are_set(options: ApiOptions) -> bool:
+    """Return whether requests need a key."""
+    return bool(options.api_keys or (options.key_ring and options.key_ring.stored_keys()))
+
+
+async def require_key(request: Request) -> AsyncIterator[None]:
+    """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
+
+    Raises AccessError for a named key without the scope of the request, and CapacityError above a limit of the key.
+    The request counts as open until its answer has ended.
+
+    The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
+    compared, in constant time. `request.state.owner` becomes a digest of the valid key, and `request.state.key_name`
+    the name of a named one.
+    """
+    options = api_of(request).options
+    ring = options.key_ring
+    if not keys_are_set(options):
+        yield
+        return
+    content = _sent_key(request)
+    request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
+    matches = [secrets.compare_digest(content, key.encode()) for key in options.api_keys]
+    named = ring.find(content) if ring else None
+    if any(matches):
+        yield
+    elif ring and named:
+        request.state.key_name = named.name
+        # Other requests read or cancel a stored answer.
+        starts_answer = request.method == "POST" and not request.url.path.endswith("/cancel")
+        owner = request.state.owner if starts_answer else ""
+        with ring.open_request(named, scope_of(request.url.path), owner):
+            yield
+    else:
+        raise HTTPException(
+            401,
+            "API key: missing or invalid. Send Authorization: Bearer KEY.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _sent_key(request: Request) -> bytes:
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = credentials if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return sent.strip().encode("latin-1")  # headers are bytes that Starlette decodes as Latin-1
+
+
+def scope_of(path: str) -> Scope:
+    """Return the scope that a request for `path` needs."""
+    if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX):
+        return Scope.ADMIN
+    return Scope.METRICS if path in METRICS_PATHS else Scope.INFERENCE
+
+
+def require_json(request: Request) -> None:
+    """Raise RequestError for another content type, which a web page could send across sites without permission."""
+    if request.headers.get("content-type") != "application/json":
+        raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
+
+
+async def read_body(request: Request, kind: type[B]) -> B:
+    """Return the request's JSON body as a `kind`, and log its hints.
+
+    Raises RequestError for invalid content, HTTPException 413 for a body that is too large and 408 for one that is
+    too slow.
+    """
+    api = api_of(request)
+    options, context = api.options, api.model.context_length
+    with api.large_work.reading() as reserve:
+        try:
+            async with asyncio.timeout(options.body_seconds):
+                content = await _read_bytes(
+                    request, options.max_body_bytes, JsonBounds(context), reserve
+                )
+        except TimeoutError:
+            raise HTTPException(
+                408, f"request body: not complete after {options.body_seconds:g} s. Send it faster."
+            ) from None
+        except ClientDisconnect:
+            raise HTTPException(
+                400, "request body: the client disconnected while sending"
+            ) from None
+
+        def parse() -> tuple[B, set[str]]:
+            """Return the body and its hints."""
+            body = parse_body(kind, content)
+            return body, set(hints_of(body))
+
+        large = len(content) > LARGE_BYTES
+        body, hints = await api.large_work.run(len(content), parse) if large else parse()
+        for name in hints:
+            api.report_hint(name)
+        return body
+
+
+def parse_body(kind: type[B], content: bytes | bytearray) -> B:
+    """Return `content` as a `kind`. Raises RequestError for invalid content."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise request_error(error) from error
+
+
+async def _read_bytes(
+    request: Request, limit: int, bounds: JsonBounds, reserve: Callable[[int], None]
+) -> bytearray:
+    """Return the body. `bounds` counts its values, and `reserve` is called for the bytes of a large one.
+
+    A body that one of them refuses is read to its end, because most clients read no answer before.
+    """
+    content, size, refusal = bytearray(), 0, None
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise HTTPException(413, f"request body: exceeds {limit} bytes. Send a shorter one.")
+        if refusal is not None:
+            continue
+        try:
+            bounds.add_part(chunk)
+            if size > LARGE_BYTES:
+                reserve(len(chunk))
+            content += chunk
+        except ClusterError as error:
+            refusal = error
+            content.clear()
+    if refusal is not None:
+        raise refusal
+    return content

@@ -1,0 +1,385 @@
+"""The internal request that all dialects share: messages, tools, sampling, limits, stops and forced output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from coordinator.api.context import Api
+from coordinator.api.errors import ContextLengthError, ModelNotLoadedError, UnknownModelError
+from coordinator.schedule.prompts import most_waiting
+from coordinator.schedule.request import GenerationRequest
+from coordinator.text.calls import Json
+from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
+from coordinator.text.tokenizer import ChatPrompt
+from proto.errors import RequestError
+from proto.params import SamplingParams
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+BUDGETS = {"minimal": 256, "low": 1024, "medium": 8192}
+"""Tokens. Maximum reasoning per level. `high` and `xhigh` have no limit of their own."""
+
+
+def reasoning_of(effort: ReasoningEffort | None) -> tuple[bool | None, int | None]:
+    """Return whether the model reasons, None for the template's default, and the maximum number of reasoning tokens."""
+    if effort is None:
+        return None, None
+    if effort == "none":
+        return False, None
+    return True, BUDGETS.get(effort)
+
+
+MAX_CHOICES = 128
+"""Maximum number of answers to one HTTP request; OpenAI's limit on `n`."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """The settings of one HTTP request, in any dialect. None and empty values mean that the client omitted a field.
+
+    `sampling` holds fields of SamplingParams. `logit_bias` has token ids as strings, as JSON has them. `logprobs` is
+    the number of alternatives per token. Every prompt gets `n` answers; answer i has the seed plus i. `field_names`
+    maps names of GenerationRequest's fields to the names in the client's request.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    n: int = 1
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop_strings: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    field_names: Mapping[str, str] = field(default_factory=dict)
+
+    def client_name(self, engine_name: str) -> str:
+        """Return the client's name of a field of the engine."""
+        return self.field_names.get(engine_name, engine_name)
+
+
+def check_model(api: Api, name: str | None) -> None:
+    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model."""
+    if name is not None and not api.model.answers_to(name):
+        if api.model_loader is not None and api.model_loader.can_load(name):
+            raise ModelNotLoadedError(
+                f"model: {name!r} is not loaded, {api.model.id!r} is. Change the model with mtp-coord load or POST "
+                "/v1/models/load.",
+                param="model",
+            )
+        raise UnknownModelError(
+            f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
+        )
+
+
+def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return the stop tokens of a request for the engine, and its stop strings.
+
+    A stop string that is a control token, such as `<|im_end|>`, has no text and becomes a stop token. Raises
+    RequestError for a token outside the vocabulary.
+    """
+    _check_tokens(api, settings.stop_token_ids, "stop_token_ids")
+    tokens = set(settings.stop_token_ids)
+    if not settings.ignore_eos:
+        tokens |= api.tokenizer.eos_ids
+    strings = []
+    for string in settings.stop_strings:
+        control = api.tokenizer.control_id(string)
+        if control is None:
+            strings.append(string)
+        else:
+            tokens.add(control)
+    return frozenset(tokens), tuple(strings)
+
+
+def requests_of(
+    api: Api,
+    settings: GenerationSettings,
+    prompts: Sequence[tuple[int, ...]],
+    request_id: str,
+    stop_tokens: frozenset[int],
+    forced: Json,
+) -> list[GenerationRequest]:
+    """Return `n` requests per prompt, in the order of their choices. `forced` has the fields of a grammar.
+
+    Raises RequestError, naming the client's field, for a request that can never be served.
+    """
+    maximum = _max_choices(api)
+    if len(prompts) * settings.n > maximum:
+        raise RequestError(
+            f"n: {len(prompts)} prompts with n {settings.n} exceed {maximum} choices. Send fewer.",
+            param="n",
+        )
+    params = replace(_sampling_params(api, settings), **forced)
+    seed = settings.seed if settings.seed is not None else secrets.randbits(64)
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        limit = _token_limit(api, settings, len(prompt))
+        for i in range(settings.n):
+            requests.append(
+                GenerationRequest(
+                    prompt=prompt,
+                    max_tokens=limit,
+                    params=replace(params, seed=(seed + i) % 2**64),
+                    stop_tokens=stop_tokens,
+                    request_id=f"{request_id}-{len(requests)}",
+                )
+            )
+    return requests
+
+
+def check_prompt(api: Api, prompt: Sequence[int]) -> tuple[int, ...]:
+    """Return a prompt that the client sent as tokens. Raises RequestError for a token outside the vocabulary."""
+    _check_tokens(api, prompt, "prompt")
+    return tuple(prompt)
+
+
+def _max_choices(api: Api) -> int:
+    """Return the maximum number of choices of one request: an idle server must be able to run or queue them all."""
+    status = api.status.status()
+    if not status.running_limit or status.waiting_limit is None:
+        return MAX_CHOICES
+    return min(MAX_CHOICES, most_waiting(status.running_limit + status.waiting_limit))
+
+
+def _sampling_params(api: Api, settings: GenerationSettings) -> SamplingParams:
+    chosen: Json = {name: value for name, value in settings.sampling.items() if value is not None}
+    if "top_k" in chosen:
+        chosen["top_k"] = max(chosen["top_k"], 0)  # vLLM's clients send -1 for no limit
+    if settings.logit_bias:
+        chosen["logit_bias"] = _logit_bias(api, settings.logit_bias)
+    if chosen.get("xtc_probability"):
+        # As in mlx-lm's server: without line breaks code and lists lose their form.
+        chosen["xtc_exempt"] = api.tokenizer.encode("\n")
+    try:
+        return replace(api.model.defaults, logprobs=settings.logprobs, **chosen)
+    except RequestError as error:
+        if error.param is not None:
+            error.param = settings.client_name(error.param)
+        raise
+
+
+def _logit_bias(api: Api, bias: Mapping[str, float]) -> dict[int, float]:
+    if wrong := [key for key in bias if not (key.isascii() and key.isdigit()) or len(key) > 10]:
+        raise RequestError(
+            f"logit_bias: {wrong[0]!r:.20} is not a token id. Use numbers as keys.",
+            param="logit_bias",
+        )
+    by_token = {int(key): value for key, value in bias.items()}
+    _check_tokens(api, by_token, "logit_bias")
+    return by_token
+
+
+def _check_tokens(api: Api, tokens: Collection[int], param: str) -> None:
+    size = api.tokenizer.vocab_size
+    if wrong := [token for token in tokens if not 0 <= token < size]:
+        raise RequestError(
+            f"{param}: token {wrong[0]} is invalid. The vocabulary has {size} tokens.", param=param
+        )
+
+
+def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
+    """Return the maximum number of tokens of one answer to `prompt` tokens. Raises RequestError if they do not fit."""
+    context = api.model.context_length
+    limit = min(context, api.status.status().kv_limit or context)
+    bound = "the model's context" if limit == context else "the K/V memory of this cluster"
+    prompt_name = settings.client_name("prompt")
+    limit_name = settings.client_name("max_tokens")
+    if prompt == 0:
+        raise RequestError(f"{prompt_name}: empty. Send at least one token.", param=prompt_name)
+    if prompt >= limit:
+        raise ContextLengthError(
+            f"{prompt_name}: {prompt} tokens leave no room for an answer in {bound} of {limit} tokens. Shorten it.",
+            prompt_name,
+            prompt=prompt,
+            max_tokens=None,
+            limit=limit,
+        )
+    room = limit - prompt
+    if settings.max_tokens and api.options.clamp_max_tokens:
+        return min(settings.max_tokens, room)
+    if settings.max_tokens and settings.max_tokens > room:
+        raise ContextLengthError(
+            f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed {bound} of {limit} tokens. "
+            f"Lower {limit_name}.",
+            limit_name,
+            prompt=prompt,
+            max_tokens=settings.max_tokens,
+            limit=limit,
+        )
+    return settings.max_tokens or min(api.options.default_max_tokens, room)
+
+
+THINKING_SWITCH = "enable_thinking"
+"""The variable with which Qwen's chat templates switch reasoning on and off."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation and the settings of its next message.
+
+    `messages` are dicts as chat templates read them: role, content as text, `reasoning_content`, and `tool_calls`
+    whose arguments are objects. `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
+    off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
+    answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
+    any tool. `output` is the format of the content. `user` is a label for the log.
+    """
+
+    messages: Sequence[Json]
+    settings: GenerationSettings
+    tools: Sequence[Json] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
+    reasoning_budget: int | None = None
+    one_call: bool = False
+    forced_tool: str | None = None
+    output: OutputFormat | None = None
+    user: str | None = None
+
+
+async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
+    """Render the conversation with the checkpoint's template, in a thread.
+
+    Raises RequestError, naming the client's field, if the template rejects the messages.
+    """
+    kwargs = dict(chat.template_kwargs)
+    if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
+        kwargs[THINKING_SWITCH] = chat.thinking
+    render = partial(api.tokenizer.chat_prompt, tools=chat.tools, template_kwargs=kwargs)
+    size = sum(len(message.get("content") or "") for message in chat.messages)
+    prompt = await api.large_work.run(size, partial(render, chat.messages))
+    if any("name" in message for message in chat.messages):
+        without = [{k: v for k, v in m.items() if k != "name"} for m in chat.messages]
+        if await api.large_work.run(size, partial(render, without)) == prompt:
+            api.report_hint("messages[].name")
+    return prompt
+
+
+def template_tool(name: str, description: str | None, parameters: Any) -> Json:
+    """Return a tool in OpenAI's format, as chat templates read it."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def template_call(call_id: str, name: str, arguments: Any) -> Json:
+    """Return a call of the history as chat templates read it. `arguments` is an object."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def call_message(
+    content: str, calls: Iterable[tuple[str, str, str]], markers: tuple[str, str]
+) -> Json:
+    """Return an assistant's message with tool calls, each given as id, name and arguments in JSON.
+
+    A call whose arguments are not a JSON object becomes text between `markers`, so that the model sees its mistake.
+    """
+    message: Json = {"role": "assistant", "content": content}
+    parsed = []
+    for call_id, name, arguments in calls:
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            parsed.append(template_call(call_id, name, value))
+        else:
+            start, end = markers
+            text = f"{start}\n{name}: {arguments}\n{end}"
+            message["content"] = "\n\n".join(part for part in (message["content"], text) if part)
+    if parsed:
+        message["tool_calls"] = parsed
+    return message
+
+
+def with_system_first(turns: Sequence[Json]) -> list[Json]:
+    """Return a conversation whose only system message is the first message.
+
+    The system messages at the beginning are joined. Most templates reject later ones, so these become messages of the
+    user, marked as system text.
+    """
+    rest = list(turns)
+    system = []
+    while rest and rest[0]["role"] == "system":
+        system.append(rest.pop(0)["content"])
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    for index, turn in enumerate(rest):
+        if turn["role"] == "system":
+            text = f"<system>\n{turn['content']}\n</system>"
+            rest[index] = {"role": "user", "content": text}
+    return [*first, *rest]
+
+
+async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json:
+    """Return the fields of SamplingParams that force the chat's output; empty if nothing is forced.
+
+    `thinking` is True if the answer begins inside reasoning: the grammar then starts at the token that closes it.
+    Raises RequestError, naming the client's field, for a format or schema that cannot be compiled.
+    """
+    output = _forced_output(api, chat)
+    if output is None:
+        return {}
+    if chat.settings.ignore_eos:
+        raise RequestError(
+            f"{output.param}: cannot be combined with ignore_eos. Send one of them.",
+            param=output.param,
+        )
+    grammar = await asyncio.to_thread(_compile, api, chat, output)
+    start = api.tokenizer.reasoning_end_id if thinking else None
+    if thinking and start is None:
+        raise RequestError(
+            f"{output.param}: this model's reasoning has no end token. Switch reasoning off.",
+            param=output.param,
+        )
+    return {"grammar": grammar, "grammar_start": start}
+
+
+def _compile(api: Api, chat: ChatRequest, output: OutputFormat) -> bytes:
+    """Compile a format. An error of the calls' grammar names the tool whose schema is the cause."""
+    try:
+        return api.compiler.compile(output)
+    except RequestError:
+        if chat.forced_tool is not None:
+            for path, schema in _tool_schemas(chat):
+                api.compiler.compile(OutputFormat("json_schema", schema, path))
+        raise
+
+
+def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas of the tools' arguments, with their paths in the client's request."""
+    for index, tool in enumerate(chat.tools):
+        schema = tool["function"].get("parameters") or {}
+        yield f"tools[{index}].{chat.settings.client_name('parameters')}", schema
+
+
+def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
+    if chat.forced_tool is None:
+        return chat.output
+    if chat.output is not None:
+        raise RequestError(
+            f"tool_choice: cannot force a call and {chat.output.param} at once. Send one of them.",
+            param="tool_choice",
+        )
+    tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
+    if not tools:
+        raise RequestError(
+            f"tool_choice: no tool is named {chat.forced_tool!r}. Send it in tools.",
+            param="tool_choice",
+        )
+    style = api.tokenizer.call_style
+    if style is None:
+        raise RequestError(
+            "tool_choice: this model's call format cannot be forced. Use auto.", param="tool_choice"
+        )
+    for path, schema in _tool_schemas(chat):
+        check_schema(schema, path)
+    single = chat.one_call or bool(chat.forced_tool)
+    grammar = call_grammar(tools, style, api.tokenizer.tool_markers, single=single)
+    return OutputFormat("lark", grammar, "tools")

@@ -1,0 +1,239 @@
+"""The format of OpenAI's responses, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.delivery import AnswerWriter, sse_event
+from coordinator.api.errors import error_body
+from coordinator.api.generated_answer import GeneratedAnswer
+from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
+from coordinator.text.chat_parser import Content, Reasoning
+
+AnswerStatus = Literal["queued", "in_progress", "ended", "failed", "cancelled"]
+
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class OutputItem:
+    """An output item while it is generated. `kind` is its type, `index` its place in the output.
+
+    `status` is `incomplete` for an item that the limit cut off, and for a call that cannot be parsed.
+    """
+
+    def __init__(self, kind: str, index: int, answer_id: str, call_id: str, name: str) -> None:
+        self.kind = kind
+        self.index = index
+        self.id = f"{PREFIXES[kind]}_{answer_id.partition('_')[2]}{index}"
+        self.open = True
+        self.status = "in_progress"
+        self._call_id = call_id
+        self._name = name
+        self._text: list[str] = []
+
+    @property
+    def event(self) -> str:
+        """The prefix of the events about the item's content."""
+        return EVENTS[self.kind]
+
+    @property
+    def text(self) -> str:
+        """The text or the arguments so far."""
+        return "".join(self._text)
+
+    def append(self, text: str) -> None:
+        """Append to the text or the arguments."""
+        self._text.append(text)
+
+    def part(self) -> Json | None:
+        """Return the content part with the text so far, or None for a tool call."""
+        if self.kind == "message":
+            return {"type": "output_text", "text": self.text, "annotations": []}
+        return {"type": "reasoning_text", "text": self.text} if self.kind == "reasoning" else None
+
+    def final_fields(self) -> Json:
+        """Return the fields of the event that ends the content."""
+        if self.kind == "function_call":
+            return {"name": self._name, "arguments": self.text}
+        return {"text": self.text}
+
+    def close(self, *, complete: bool) -> None:
+        """End the item."""
+        self.open = False
+        self.status = "completed" if complete else "incomplete"
+
+    def as_json(self) -> Json:
+        """Return the item."""
+        item: Json = {"id": self.id, "type": self.kind, "status": self.status}
+        if self.kind == "function_call":
+            call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
+            return item | call
+        item["content"] = [self.part()] if self._text else []
+        own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return item | own
+
+
+class ResponseWriter(AnswerWriter):
+    """The writer of `POST /v1/responses`. `fields` are the fields of the response that repeat the request."""
+
+    def __init__(self, answer: GeneratedAnswer, fields: Json) -> None:
+        super().__init__(answer)
+        assert len(answer.choices) == 1
+        self._fields = fields
+        self._failure: Json | None = None
+        self._items: list[OutputItem] = []
+        self._number = 0
+
+    def whole(self) -> Json:
+        """See AnswerWriter."""
+        (choice,) = self._answer.choices
+        if choice.reasoning:
+            self._add("reasoning").append("".join(choice.reasoning))
+        if choice.content or not choice.calls:
+            self._add("message").append("".join(choice.content))
+        for call in choice.shown_calls:
+            self._add("function_call", call.id, call.name).append(call.arguments)
+        for item in self._items:
+            item.close(complete=item is not self._items[-1] or self._status() == "completed")
+        return self._response(self._status())
+
+    def result(self, status: AnswerStatus) -> Json:
+        """Return the object that clients retrieve, at this moment."""
+        return self._response(self._status() if status == "ended" else status)
+
+    def opening(self) -> bytes:
+        """See AnswerWriter."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def closing(self) -> bytes:
+        """See AnswerWriter."""
+        response = self._response(self._status())
+        return self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: Exception) -> bytes:
+        """See AnswerWriter."""
+        details = error_body(error)["error"]
+        code = details["code"] or details["type"]
+        self._failure = {"code": code, "message": details["message"]}
+        return self._event("response.failed", response=self._response("failed"))
+
+    def cancelled(self) -> bytes:
+        """Return the end of a stream that was cancelled."""
+        return self._event("response.cancelled", response=self._response("cancelled"))
+
+    def interrupted(self, error: Exception) -> bytes:
+        """Return the end of a connection whose stream goes on later. It changes no state."""
+        details = error_body(error)["error"]
+        fields = {"code": details["code"], "message": details["message"], "param": None}
+        return sse_event("error", {"type": "error", "sequence_number": self._number, **fields})
+
+    def write_event(self, event: AnswerEvent) -> bytes:
+        """See AnswerWriter."""
+        match event.part:
+            case Content(text):
+                opened, item = self._open("message")
+            case Reasoning(text):
+                opened, item = self._open("reasoning")
+            case CallStart(name):
+                assert event.call is not None
+                closed = self._close()
+                return closed + self._added(self._add("function_call", event.call.id, name))
+            case CallArguments(text):
+                opened, item = b"", self._items[-1]
+            case CallEnd(complete):
+                return self._close(complete=complete)
+            case ChoiceEnd(reason):
+                return self._close(complete=reason != "length")
+        item.append(text)
+        return opened + self._part_event(item, "delta", delta=text)
+
+    def _open(self, kind: str) -> tuple[bytes, OutputItem]:
+        """Return the open item of `kind`, after the events that close the previous item and open this one."""
+        if self._items and self._items[-1].open and self._items[-1].kind == kind:
+            return b"", self._items[-1]
+        closed = self._close()
+        item = self._add(kind)
+        return closed + self._added(item), item
+
+    def _add(self, kind: str, call_id: str = "", name: str = "") -> OutputItem:
+        item = OutputItem(kind, len(self._items), self._answer.id, call_id, name)
+        self._items.append(item)
+        return item
+
+    def _added(self, item: OutputItem) -> bytes:
+        added = self._event(
+            "response.output_item.added", output_index=item.index, item=item.as_json()
+        )
+        if item.part() is None:
+            return added
+        return added + self._part_event(item, "added", part={**(item.part() or {}), "text": ""})
+
+    def _close(self, *, complete: bool = True) -> bytes:
+        if not self._items or not self._items[-1].open:
+            return b""
+        item = self._items[-1]
+        item.close(complete=complete)
+        content = b""
+        if complete or item.kind != "function_call":  # arguments that were cut off are never done
+            content = self._part_event(item, "done", **item.final_fields())
+        if (part := item.part()) is not None:
+            content += self._event(
+                "response.content_part.done",
+                item_id=item.id,
+                output_index=item.index,
+                content_index=0,
+                part=part,
+            )
+        return content + self._event(
+            "response.output_item.done", output_index=item.index, item=item.as_json()
+        )
+
+    def _part_event(self, item: OutputItem, stage: str, **fields: object) -> bytes:
+        """Return an event about the content of an item: `added`, `delta` or `done`."""
+        name = "response.content_part.added" if stage == "added" else f"{item.event}.{stage}"
+        place: Json = {"item_id": item.id, "output_index": item.index}
+        if item.part() is not None:
+            place["content_index"] = 0
+        return self._event(name, **place, **fields)
+
+    def _event(self, name: str, /, **fields: object) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return sse_event(name, {"type": name, "sequence_number": number, **fields})
+
+    def _status(self) -> str:
+        return "incomplete" if self._answer.choices[0].finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> Json:
+        ended = status in ("completed", "incomplete")
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._answer.id,
+            "object": "response",
+            "created_at": self._answer.created,
+            "status": status,
+            "error": self._failure,
+            "incomplete_details": details,
+            "model": self._answer.model,
+            "output": [item.as_json() for item in self._items] if ended else [],
+            "usage": self._usage() if ended else None,
+            **self._fields,
+        }
+
+    def _usage(self) -> Json:
+        answer = self._answer
+        return {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": answer.choices[0].reasoning_tokens},
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        }

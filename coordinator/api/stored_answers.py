@@ -1,0 +1,436 @@
+"""Stored responses: they go on without their client, and their tokens reach the journal. Each belongs to one key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.api.context import Api, api_of
+from coordinator.api.delivery import (
+    EVENT_STREAM,
+    AnswerStream,
+    Delivery,
+    IndexedEvent,
+    Prepare,
+    PreparedAnswer,
+    read_answer,
+)
+from coordinator.api.journal import Journal, Record
+from coordinator.api.responses_writer import AnswerStatus, ResponseWriter
+from coordinator.schedule.request import GenerationRequest
+from coordinator.status.metrics import RequestMeter
+from coordinator.text.calls import Json
+from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError, StaleEpochError
+from proto.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 10.0
+"""Seconds. An answer that is not in the background is cancelled when all its clients are gone for this long."""
+
+REFUSAL_SECONDS = 0.1
+"""Seconds. Wait for the engine to reject a request in the background. It rejects in its first step."""
+
+RETRY_SECONDS = 1.0
+"""Seconds before a restored answer tries again to enter the queue."""
+
+
+class EventLog:
+    """The events of a stream, numbered from 0. `events` are those of a stream that has ended."""
+
+    def __init__(self, events: Sequence[bytes] = ()) -> None:
+        self.events: list[bytes] = list(events)
+        self._ended = bool(events)
+        self._last = b""
+        self._changed = asyncio.Event()
+
+    def append(self, content: bytes) -> None:
+        """Append the events in `content`. Comments have no number and are left out."""
+        blocks = content.split(b"\n\n")
+        self.events += [b + b"\n\n" for b in blocks if b and not b.startswith(b":")]
+        self._wake_followers()
+
+    def end(self, last: bytes = b"") -> None:
+        """End the stream. `last` is sent to the present clients and has no number."""
+        self._ended, self._last = True, last
+        self._wake_followers()
+
+    async def follow(
+        self, after: int, keep_alive: bytes, seconds: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events after number `after` until the end, and `keep_alive` after `seconds` of silence."""
+        position = after + 1
+        while True:
+            changed = self._changed
+            if position < len(self.events):
+                content = b"".join(self.events[position:])
+                position = len(self.events)
+                yield content
+            elif self._ended:
+                if self._last:
+                    yield self._last
+                return
+            else:
+                try:
+                    async with asyncio.timeout(seconds):
+                        await changed.wait()
+                except TimeoutError:
+                    yield keep_alive
+
+    def _wake_followers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def pin_request(request: GenerationRequest) -> Json:
+    """Return `request` in the types of msgpack."""
+    return {
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "params": request.params.to_wire(),
+        "stop_tokens": tuple(request.stop_tokens),
+        "request_id": request.request_id,
+        "turn": request.turn,
+        "continued": request.continued,
+    }
+
+
+def pinned_request(content: dict[str, Any]) -> GenerationRequest:
+    """Invert `pin_request`. Raises ProtocolError for invalid parameters."""
+    return GenerationRequest(
+        **{
+            **content,
+            "prompt": tuple(content["prompt"]),
+            "params": SamplingParams.from_wire(content["params"]),
+            "stop_tokens": frozenset(content["stop_tokens"]),
+        }
+    )
+
+
+class StoredAnswer:
+    """A stored answer in progress. `on_end` is called after its end; `log` has its events."""
+
+    def __init__(
+        self, api: Api, prepared: PreparedAnswer, journal: Journal, on_end: Callable[[], object]
+    ) -> None:
+        assert prepared.record is not None
+        assert len(prepared.answer.choices) == 1, "the order of events must follow from the tokens"
+        self.record = prepared.record
+        self.writer = writer_of(prepared)
+        self.log = EventLog()
+        self._api = api
+        self._prepared = prepared
+        self._choice = prepared.answer.choices[0]
+        self._journal = journal
+        self._on_end = on_end
+        self._status: AnswerStatus = "queued"
+        self._written = 0  # tokens in the journal
+        self._clients = 0
+        self._task: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._cancellation: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    async def start(self, meter: RequestMeter) -> None:
+        """Begin to generate. Raises the engine's refusal."""
+        delivery = Delivery(self._api, self._prepared, meter)
+        wait = REFUSAL_SECONDS if self.record.background else self._api.options.keep_alive_seconds
+        first = await delivery.first_event(wait)
+        # Before the client learns the id.
+        await self._journal.save_now(self.record)
+        self._task = asyncio.create_task(self._run(delivery, first), name=self.record.id)
+
+    def restore(self) -> None:
+        """Continue after the tokens of the record, as soon as the engine has room."""
+        events = self._choice.replay(self.record.tokens)
+        self._written = len(self.record.tokens)
+        self.log.append(self.writer.opening() + self.writer.write(events))
+        self._task = asyncio.create_task(self._run_restored(), name=self.record.id)
+
+    async def cancel(self) -> None:
+        """Cancel the answer and wait for its end."""
+        await self._stop("cancelled")
+
+    async def suspend(self, error: ClusterError) -> None:
+        """Stop without an end, so that the next start continues. Present clients receive `error`."""
+        await self._stop("in_progress")
+        self.log.end(self.writer.interrupted(error))
+
+    async def fail(self, error: ClusterError) -> None:
+        """End the answer with `error`."""
+        if self._task is not None and not self._task.done():
+            await self._stop("failed", self.writer.error(error))
+
+    # ---- clients
+
+    def result(self) -> Json:
+        """Return the object that clients retrieve now."""
+        return self.writer.result(self._status)
+
+    @property
+    def has_clients(self) -> bool:
+        """True while a client reads the events."""
+        return self._clients > 0
+
+    def stream(self, after: int = -1) -> Response:
+        """Return the stream of the events after number `after`."""
+        self._clients += 1
+        if self._expiry is not None:
+            self._expiry.cancel()
+        seconds = self._api.options.keep_alive_seconds
+        events = self.log.follow(after, self.writer.keep_alive(), seconds)
+        return AnswerStream(events, self.record.id, self._lose_client, EVENT_STREAM)
+
+    def _lose_client(self) -> None:
+        self._clients -= 1
+        if self._clients or self.record.background or self._task is None or self._task.done():
+            return
+        self._expiry = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self._expire)
+
+    def _expire(self) -> None:
+        if not self._clients and self._task is not None and not self._task.done():
+            log.info("request cancelled: no client reconnected", extra={"id": self.record.id})
+            self._cancellation = asyncio.create_task(self.cancel())
+
+    # ---- the task
+
+    async def _run_restored(self) -> None:
+        seconds = self._api.options.keep_alive_seconds
+        while True:
+            meter = self._api.metrics.begin("responses")
+            delivery = Delivery(self._api, self._prepared, meter, opened=True)
+            try:
+                complete = self._prepared.answer.done
+                first = None if complete else await delivery.first_event(seconds)
+            except (CapacityError, NotReadyError) as error:
+                await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))
+            except ClusterError as error:
+                self._end("failed", self.writer.error(error))
+                return
+            else:
+                log.info("answer restored", extra={"id": self.record.id, "tokens": self._written})
+                await self._run(delivery, first)
+                return
+
+    async def _run(self, delivery: Delivery, first: IndexedEvent) -> None:
+        self._status = "in_progress"
+        try:
+            async for content in delivery.chunks(first):
+                self.log.append(content)
+                self._write_tokens()
+        finally:
+            delivery.close()
+        self._end("failed" if delivery.outcome in ("error", "refused") else "ended")
+
+    def _write_tokens(self) -> None:
+        """Queue the new tokens for the journal."""
+        new = tuple(self._choice.generated[self._written :])
+        if new:
+            self._journal.append_tokens(self.record.id, self._written, new)
+            self._written += len(new)
+
+    async def _stop(self, status: AnswerStatus, last: bytes = b"") -> None:
+        if self._task is None or self._task.done():
+            return
+        self._status = status
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if status == "in_progress":
+            self._write_tokens()
+        else:
+            self._end(status, last or self.writer.cancelled())
+
+    def _end(self, status: AnswerStatus, last: bytes = b"") -> None:
+        self._status = status
+        if last:
+            self.log.append(last)
+        self.record = replace(
+            self.record, ended=True, result=self.writer.result(status), events=self.log.events
+        )
+        self._journal.save(self.record)
+        self.log.end()
+        self._on_end()
+
+
+def writer_of(prepared: PreparedAnswer) -> ResponseWriter:
+    """Return the writer of a response."""
+    return cast(ResponseWriter, prepared.writer)
+
+
+Restore = Callable[[Api, Record, GenerationRequest], Awaitable[PreparedAnswer]]
+"""A function that reads the body of a record again and continues the engine's request."""
+
+
+class UnknownAnswerError(RequestError):
+    """The request names an answer that is not stored, or that belongs to another key."""
+
+    http_status = 404
+
+
+class StoredAnswers:
+    """The stored answers of one app."""
+
+    def __init__(self, api: Api, journal: Journal, restore: Restore) -> None:
+        self.journal = journal
+        self._api = api
+        self._restore = restore
+        self._running: dict[str, StoredAnswer] = {}
+        if api.options.key_ring is not None:
+            api.options.key_ring.count_background = self.count_background
+
+    # ---- life
+
+    async def resume(self) -> None:
+        """Continue the answers that an earlier process did not end. The engine must serve."""
+        for record in await self.journal.unfinished():
+            if record.id not in self._running:
+                await self._resume_answer(record)
+
+    async def suspend(self) -> None:
+        """Stop all answers without an end; the next start continues them."""
+        error = NotReadyError("the server is ending. Reconnect when it is back.")
+        running = list(self._running.values())
+        await asyncio.gather(*(answer.suspend(error) for answer in running))
+
+    async def fail_all(self, error: ClusterError) -> None:
+        """End all answers with `error`."""
+        await asyncio.gather(*(answer.fail(error) for answer in list(self._running.values())))
+
+    def count_background(self, owner: str) -> int:
+        """Return the answers of `owner` in progress that have no client."""
+        running = self._running.values()
+        return sum(one.record.owner == owner and not one.has_clients for one in running)
+
+    async def _resume_answer(self, record: Record) -> None:
+        try:
+            if record.model != self._api.model.fingerprint:
+                raise StaleEpochError("the server serves another model since its restart")
+            prepared = await self._restore(self._api, record, pinned_request(record.request))
+            self._add(prepared).restore()
+            return
+        except Exception as error:
+            known = isinstance(error, ClusterError)
+            details = {"id": record.id, "error": str(error)}
+            log.warning("stored answer ended", extra=details, exc_info=not known)
+            message = "the stored request cannot be read by this release"
+            if isinstance(error, ClusterError):
+                message = error.public
+        failure = {"code": "server_error", "message": message}
+        result = {**record.result, "status": "failed", "error": failure}
+        self.journal.save(replace(record, ended=True, result=result))
+
+    def _add(self, prepared: PreparedAnswer) -> StoredAnswer:
+        assert prepared.record is not None
+        answer_id = prepared.record.id
+        forget = partial(self._running.pop, answer_id, None)
+        answer = StoredAnswer(self._api, prepared, self.journal, forget)
+        self._running[answer_id] = answer
+        return answer
+
+    # ---- answers
+
+    async def start(self, prepared: PreparedAnswer, meter: RequestMeter) -> StoredAnswer:
+        """Start an answer that goes on without its client. Raises the engine's refusal."""
+        assert prepared.record is not None
+        record = replace(prepared.record, result=writer_of(prepared).result("queued"))
+        answer = self._add(replace(prepared, record=record))
+        try:
+            await answer.start(meter)
+        except BaseException:
+            del self._running[record.id]
+            raise
+        return answer
+
+    def keep(self, prepared: PreparedAnswer) -> None:
+        """Store an answer that is complete and was not streamed."""
+        assert prepared.record is not None
+        result = writer_of(prepared).result("ended")
+        self.journal.save(replace(prepared.record, ended=True, request={}, result=result))
+
+    async def find(
+        self, request: Request, answer_id: str, param: str | None = None
+    ) -> tuple[Record, StoredAnswer | None]:
+        """Return the record of an answer of the request's key, and the answer if it is in progress.
+
+        Raises UnknownAnswerError, which names the client's field `param`.
+        """
+        running = self._running.get(answer_id)
+        record = running.record if running else await self.journal.find(answer_id)
+        if record is None or record.owner != owner_of(request):
+            raise UnknownAnswerError(
+                f"{answer_id!r:.80}: not found. It was not stored, or is too old.", param=param
+            )
+        if running := self._running.get(answer_id):
+            record = replace(record, result=running.result())
+        return record, running
+
+    async def stream(self, request: Request, answer_id: str, after: int) -> Response:
+        """Return the events of an answer after number `after`, and those to come."""
+        record, running = await self.find(request, answer_id)
+        if running is not None:
+            return running.stream(after)
+        if not record.ended:
+            raise NotReadyError("The answer is being restored. Try again later.")
+        if not record.events:
+            raise RequestError(
+                f"{answer_id!r:.80}: was not created as a stream. Retrieve it without stream.",
+                param="stream",
+            )
+        events = EventLog(record.events).follow(after, b"", 1.0)
+        return AnswerStream(events, record.id, lambda: None, EVENT_STREAM)
+
+    async def cancel(self, request: Request, answer_id: str) -> Json:
+        """Cancel an answer in the background and return its object. An ended answer stays as it is."""
+        record, running = await self.find(request, answer_id)
+        if not record.background:
+            raise RequestError(
+                f"{answer_id!r:.80}: only a response in the background can be cancelled. Close its connection."
+            )
+        if running is None:
+            return record.result
+        await running.cancel()
+        return running.result()
+
+    async def delete(self, request: Request, answer_id: str) -> None:
+        """Delete an answer. One in progress is cancelled first."""
+        _, running = await self.find(request, answer_id)
+        if running is not None:
+            await running.cancel()
+        await self.journal.delete(answer_id)
+
+
+def stored_of(request: Request) -> StoredAnswers:
+    """Return the stored answers of the app that received `request`."""
+    return cast(StoredAnswers, request.app.state.stored_answers)
+
+
+def owner_of(request: Request) -> str:
+    """Return the owner of the answers of a request: a digest of its API key, empty without keys."""
+    return str(getattr(request.state, "owner", ""))
+
+
+async def serve_storable(request: Request, endpoint: str, prepare: Prepare) -> Response:
+    """Answer one request. A stored stream, and an answer in the background, go on without the client."""
+    api, stored = api_of(request), stored_of(request)
+    prepared, meter = await read_answer(request, endpoint, prepare)
+    record = prepared.record
+    if record is not None and (prepared.stream or record.background):
+        answer = await stored.start(prepared, meter)
+        if prepared.stream:
+            return answer.stream()
+        return JSONResponse(answer.result(), headers={"X-Request-Id": record.id})
+    delivery = Delivery(api, prepared, meter)
+    if prepared.stream:
+        return await delivery.stream()
+    response = await delivery.send_whole(request)
+    if record is not None and response.status_code == 200:
+        stored.keep(prepared)
+    return response

@@ -1,0 +1,346 @@
+"""`mtp-coord inspect`, `convert` and `add-mtp`: checkpoints and their MTP heads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.cli.options import ModelArgument, ModelOption, required_model
+from coordinator.schedule.local_generator import missing_head_tensors, repair_hint
+from mtp.checkpoint.convert.add_head import HeadAddition, plan_head_addition
+from mtp.checkpoint.convert.convert import ConversionResult
+from mtp.checkpoint.convert.convert import convert as convert_checkpoint
+from mtp.checkpoint.convert.converted_weights import (
+    FloatType,
+    HeadBits,
+    Mode,
+    Quantization,
+    Recipe,
+    Settings,
+)
+from mtp.checkpoint.convert.foreign import open_source
+from mtp.checkpoint.convert.output import HEAD_FILE
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.names import join_names
+from mtp.checkpoint.format.parts import Norms, head_norms, missing_from_backbone
+from mtp.checkpoint.format.report import report
+from mtp.checkpoint.hub.remote_checkpoint import fetch_head, open_model, open_remote_head
+from mtp.checkpoint.hub.repo import HubRepo
+from mtp.checkpoint.hub.resolve import find_model, resolve_model
+from proto.errors import UsageError
+from proto.terminal.progress import byte_bar, format_size
+
+
+def inspect(
+    argument: ModelArgument = None,
+    option: ModelOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a checkpoint's layers, sizes, quantization and MTP head.
+
+    The last line says whether the head is complete and its norms are right. For a hub repo that is not on this machine,
+    only headers are read. mtp-coord plan shows what each machine would hold, and generate how many drafts are accepted.
+    """
+    model = required_model(argument, option)
+    if find_model(model) is None:
+        typer.echo(f"{model} is not on this machine: asking the hub for its headers …", err=True)
+    checkpoint = open_model(model)
+    health = assess_head(checkpoint)
+    facts = {**report(checkpoint), "health": asdict(health)}
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console(emoji=False)
+    console.print(_summary(model, facts))
+    console.print(_COLOURS[health.works] + escape(health.verdict), soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class HeadHealth:
+    """The verdict on a head. `works` is None where the norms were not read or look wrong. `head_norms` may be None."""
+
+    works: bool | None
+    verdict: str
+    head_norms: Norms | None = None
+
+
+def assess_head(checkpoint: Checkpoint) -> HeadHealth:
+    """Assess the head of `checkpoint` by its tensors and its norms, without a pass of the model."""
+    if missing := missing_from_backbone(checkpoint):
+        return HeadHealth(
+            False, f"this checkpoint cannot run: {checkpoint.missing_tensors_error(missing)}"
+        )
+    if not checkpoint.mtp.present:
+        return HeadHealth(False, f"head missing. {repair_hint(checkpoint, replace=False)}")
+    hint = repair_hint(checkpoint, replace=True)
+    if not checkpoint.mtp.complete:
+        lacks = missing_head_tensors(checkpoint)
+        return HeadHealth(False, f"head incomplete, it lacks {lacks}. {hint}")
+    if not checkpoint.path.is_dir():
+        repo = checkpoint.path
+        verdict = f"head complete. Its norms were not read, because {repo} is not on this machine"
+        return HeadHealth(None, f"{verdict}. Download it with: hf download {repo}")
+    norms = head_norms(checkpoint)
+    if norms == "as they should be":
+        return HeadHealth(True, "head complete, and its norms look right", norms)
+    fault = (
+        "norms look double-shifted"
+        if norms == "shifted twice"
+        else "norms look unshifted: the head is raw, the model is converted"
+    )
+    return HeadHealth(None, f"{fault}. {hint}", norms)
+
+
+_COLOURS = {True: "[green]", False: "[red]", None: "[yellow]"}
+
+
+def _summary(model: str, facts: dict[str, Any]) -> Table:
+    table = Table(title=escape(model), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    kinds = Counter(facts["layer_kinds"])
+    sizes = facts["bytes"]
+    table.add_row("architecture", facts["model_type"])
+    table.add_row(
+        "layers",
+        f"{facts['num_layers']}: {kinds['gdn']} GatedDeltaNet, {kinds['attention']} full attention",
+    )
+    table.add_row("parameters", f"{facts['parameters']:,}")
+    table.add_row("context", f"{facts['max_positions']:,} tokens")
+    table.add_row(
+        "stored as", ", ".join(f"{d} {format_size(n)}" for d, n in facts["dtypes"].items())
+    )
+    table.add_row("quantization", _quantization(facts["quantization"]))
+    for part, packed in facts["packed"].items():
+        table.add_row(f"  {part}", ", ".join(_counted(n, what) for what, n in packed.items()))
+    table.add_row("norms", _NORMS[facts["norms"]])
+    table.add_row("MTP head", _mtp(facts["mtp"]))
+    table.add_row("embedding", format_size(sizes["embed"]))
+    table.add_row("a layer", _range(sizes["layers"]))
+    table.add_row(
+        "lm_head", "tied" if facts["tie_word_embeddings"] else format_size(sizes["lm_head"])
+    )
+    table.add_row("MTP", format_size(sizes["mtp"]))
+    table.add_row("all parts", format_size(sizes["total"]))
+    if sizes["vision"]:
+        table.add_row("vision", f"{format_size(sizes['vision'])}, not used")
+    if missing := facts["missing_tensors"]:
+        table.add_row(
+            "incomplete", f"[red]{_tensors(missing)} missing: {escape(join_names(missing))}[/red]"
+        )
+    if unknown := facts["unknown_tensors"]:
+        table.add_row(
+            "unknown", f"[red]{_tensors(unknown)} of no part: {escape(join_names(unknown))}[/red]"
+        )
+    return table
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
+
+
+def _counted(count: int, packed: str) -> str:
+    return f"{count} {packed}" if packed == "unquantized" else f"{count} at {packed}"
+
+
+_NORMS = {
+    "raw": "raw (offsets from 1, as Qwen publishes them)",
+    "shifted": "shifted (as used; converted for MLX)",
+}
+
+
+def _quantization(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    text = f"{found['bits']} bit, groups of {found['group_size']}, {found['mode']}"
+    overrides = Counter(
+        "unquantized" if o is False else f"{o['bits']} bit" for o in found["overrides"].values()
+    )
+    return "; ".join([text, *(f"{n} modules {what}" for what, n in sorted(overrides.items()))])
+
+
+def _mtp(mtp: dict[str, Any]) -> str:
+    missing = mtp["missing"]
+    if mtp["complete"]:
+        return "complete"
+    if mtp["present"]:
+        return f"[red]incomplete[/red]: {_tensors(missing)} missing: {escape(join_names(missing))}"
+    if mtp["announced"]:
+        return "[yellow]none[/yellow]: config.json announces one, its tensors are missing"
+    return "none"
+
+
+def _range(sizes: list[int]) -> str:
+    smallest, largest = format_size(min(sizes)), format_size(max(sizes))
+    return smallest if smallest == largest else f"{smallest} to {largest}"
+
+
+def convert(
+    hf_path: Annotated[
+        str,
+        typer.Option(
+            "--hf-path", "--model", help="What to convert: a directory, a hub repo, or 'builtin'."
+        ),
+    ],
+    mlx_path: Annotated[Path, typer.Option(help="New directory to write.")] = Path("mlx_model"),
+    quantize: Annotated[
+        bool, typer.Option("-q", "--quantize", help="Quantize the weights.")
+    ] = False,
+    q_bits: Annotated[int | None, typer.Option(help="Bits per weight.  [default: 4]")] = None,
+    q_group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale.  [default: 64]")
+    ] = None,
+    q_mode: Annotated[Mode, typer.Option(help="How weights are packed.")] = "affine",
+    quant_predicate: Annotated[
+        Recipe | None,
+        typer.Option(help="A recipe of mlx-lm: few bits for most weights, more for the delicate."),
+    ] = None,
+    dtype: Annotated[
+        FloatType | None,
+        typer.Option(
+            help="Type of what is not quantized: float16 for an M1, whose GPU has no bfloat16.  "
+            "[default: as stored]"
+        ),
+    ] = None,
+    mtp_bits: Annotated[
+        HeadBits | None,
+        typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
+    ] = None,
+    mtp_dtype: Annotated[
+        FloatType | None, typer.Option(help="Type of the head's.  [default: as --dtype]")
+    ] = None,
+) -> None:
+    """Convert a checkpoint for MLX, and keep its MTP head.
+
+    The output works here and in mlx-lm, which ignores the head. Converting needs the memory of the largest layer's
+    experts, not of the model. After an interruption, the same command continues.
+
+    Weights that another program packed (FP8, NVFP4, MXFP4, GPTQ, AWQ, AutoRound, compressed-tensors) keep their bits
+    where MLX has their format and --q-bits are not fewer. Otherwise they are dequantized, and -q quantizes them.
+
+    `mtp-coord convert --hf-path Qwen/Qwen3.5-27B --mlx-path Qwen3.5-27B-4bit -q`
+    """
+    _check_needs_quantize(quantize, q_bits, q_group_size, q_mode)
+    settings = Settings(
+        quantization=Quantization.of(q_bits, q_group_size, q_mode) if quantize else None,
+        recipe=quant_predicate,
+        dtype=dtype,
+        head_bits=mtp_bits,
+        head_dtype=mtp_dtype,
+    )
+    source = open_source(resolve_model(hf_path))
+    with byte_bar("converting") as on_progress:
+        outcome = convert_checkpoint(source, mlx_path, settings, on_progress)
+    for line in _convert_command_summary(outcome):
+        typer.echo(line)
+
+
+def _check_needs_quantize(
+    quantize: bool, bits: int | None, group_size: int | None, mode: Mode
+) -> None:
+    given = {"--q-bits": bits, "--q-group-size": group_size, "--q-mode": mode != "affine" or None}
+    for flag, value in given.items():
+        if value is not None and not quantize:
+            raise UsageError(f"{flag} needs --quantize")
+
+
+def _convert_command_summary(outcome: ConversionResult) -> list[str]:
+    lines = [f"{outcome.path}: {format_size(outcome.nbytes)}"]
+    if outcome.resumed:
+        lines[0] += f", {format_size(outcome.resumed)} of them from an earlier run"
+    lines += [f"{count} weights {way}" for way, count in sorted(outcome.ways.items())]
+    if outcome.has_head:
+        lines.append(f"MTP head: kept. mtp-coord inspect {outcome.path} shows it.")
+    else:
+        lines.append(
+            "MTP head: the source has none; mtp-coord add-mtp adds one from a raw checkpoint."
+        )
+    if "BF16" in outcome.dtypes:
+        lines.append("For an M1, convert with --dtype float16: its GPU has no bfloat16.")
+    return lines
+
+
+_DOWNLOADS = "mtp-source"
+"""Directory inside the checkpoint for downloaded files. It is removed when the head is added."""
+
+
+def add_mtp(
+    mlx_path: Annotated[Path, typer.Option(help="Directory of the MLX checkpoint to add to.")],
+    hf_path: Annotated[
+        str,
+        typer.Option(
+            help="The checkpoint with the head, from which the model was converted: a directory, a hub repo, or "
+            "'builtin'."
+        ),
+    ],
+    mtp_bits: Annotated[
+        HeadBits | None,
+        typer.Option(help="Bits of the head's layer.  [default: as the model's own layers]"),
+    ] = None,
+    mtp_dtype: Annotated[
+        FloatType | None,
+        typer.Option(help="Type of unquantized weights.  [default: as the model's own]"),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the present head.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check: read no weight, write nothing.")
+    ] = False,
+) -> None:
+    """Add the MTP head to an MLX checkpoint that lacks it.
+
+    From a hub repo, only the bytes of the head are downloaded. The files of the model do not change. The head gets a
+    file of its own, and the index and config.json are updated.
+
+    `mtp-coord add-mtp --mlx-path Qwen3.5-27B-4bit --hf-path Qwen/Qwen3.5-27B`
+    """
+    if not mlx_path.is_dir():
+        raise UsageError(
+            f"--mlx-path {mlx_path}: no such directory. Copy a hub repo first: "
+            f"hf download {mlx_path} --local-dir DIRECTORY"
+        )
+    target = Checkpoint.open(mlx_path)
+    found = find_model(hf_path)
+    if found is not None:
+        source = open_source(found, allow_head_only=True)
+        addition = plan_head_addition(target, source, mtp_bits, mtp_dtype, replace=replace)
+        if not dry_run:
+            _write(addition, source)
+        _tell(addition, hf_path, 0, dry_run)
+        return
+    with HubRepo(hf_path) as hub:
+        head = open_remote_head(hub)
+        addition = plan_head_addition(target, head, mtp_bits, mtp_dtype, replace=replace)
+        if not dry_run:
+            directory = mlx_path / _DOWNLOADS
+            with byte_bar("downloading") as on_progress:
+                source = fetch_head(
+                    hub, head, addition.needed, directory, on_progress, beside=addition.nbytes
+                )
+            _write(addition, source)
+            shutil.rmtree(directory)
+        _tell(addition, hf_path, addition.source_bytes if dry_run else hub.received, dry_run)
+
+
+def _write(addition: HeadAddition, source: Checkpoint) -> None:
+    with byte_bar("adding") as on_progress:
+        addition.write(source, on_progress)
+
+
+def _tell(addition: HeadAddition, source: str, downloaded: int, dry_run: bool) -> None:
+    packed = sorted({how["bits"] for how in addition.quantization.values()})
+    bits = " and ".join(f"{n} bits" for n in packed) or "unquantized"
+    would = "would be " if dry_run else ""
+    typer.echo(f"{addition.target.path / HEAD_FILE}: {would}{format_size(addition.nbytes)}, {bits}")
+    if downloaded:
+        typer.echo(f"{would}downloaded from {source}: {format_size(downloaded)}")
+    if not dry_run:
+        typer.echo(f"mtp-coord inspect {addition.target.path} says whether it works.")

@@ -1,0 +1,193 @@
+"""The commands' side of the HTTP API: calls, event streams, and text as it is shown."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx
+import typer
+
+from proto.errors import (
+    AccessError,
+    ClusterError,
+    NotReadyError,
+    ProtocolError,
+    UsageError,
+    WorkerLostError,
+)
+from proto.trust.node_trust import state_dir
+
+API_KEY = "MTP_API_KEY"
+"""Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+REPLY_SECONDS = 5.0
+"""Seconds. Deadline of one call; the server answers these from memory."""
+
+SILENCE_SECONDS = 600.0
+"""Seconds without a byte after which an answer fails. The server sends keep-alive comments every 10 s."""
+
+MAX_REPLY_BYTES = 4 * 2**20
+"""Bytes. Bound on the memory that an answer may take."""
+
+UrlOption = Annotated[str, typer.Option(help="URL of mtp-coord serve.")]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar=API_KEY, help="One of the server's API keys.")
+]
+
+
+def server_url(url: str) -> str:
+    """Return the root URL of a server, for --url as users write it.
+
+    A missing scheme and a trailing `/v1` are accepted. Raises UsageError for a malformed URL.
+    """
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(f"--url {url!r}: write it as in {DEFAULT_URL}")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def open_client(url: str, api_key: str | None, *, seconds: float = SILENCE_SECONDS) -> httpx.Client:
+    """Return a client of the server at `url` that waits `seconds` for a byte.
+
+    It sends the first of the keys in `api_key`, which may hold several with spaces between. It accepts public
+    authorities and the cluster in this user's state directory.
+    """
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if api_key and api_key.strip():
+        headers["Authorization"] = f"Bearer {api_key.split()[0]}"
+    context = ssl.create_default_context()
+    own = state_dir(None) / "authority" / "authorities.pem"
+    if own.is_file():
+        context.load_verify_locations(own)
+    return httpx.Client(
+        base_url=server_url(url), headers=headers, verify=context, timeout=seconds, trust_env=False
+    )
+
+
+def call(
+    method: str,
+    url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    deadline: float = REPLY_SECONDS,
+    max_bytes: int = MAX_REPLY_BYTES,
+    content: object = None,
+) -> bytes:
+    """Send `method path` to the server at `url` and return the body of the answer.
+
+    Raises the errors of `_refusal`, and NotReadyError if no server answers.
+    """
+    body = b""
+    with open_client(url, api_key, seconds=deadline) as client:
+        try:
+            with client.stream(method, path, json=content) as reply:
+                for part in reply.iter_raw():
+                    body += part
+                    if len(body) > max_bytes:
+                        raise ProtocolError(f"{url}{path}: the answer exceeds {max_bytes} bytes")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise _no_answer(url, error) from error
+    if not reply.is_success:
+        raise _refusal(url, reply.status_code, body)
+    return body
+
+
+def stream_events(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Send a streamed request and yield the data of each event.
+
+    Raises the errors of `_refusal`, NotReadyError if no server answers, and WorkerLostError for an error in the stream.
+    """
+    url = str(client.base_url)
+    try:
+        with client.stream("POST", path, json={**body, "stream": True}) as reply:
+            if reply.status_code != 200:
+                raise _refusal(url, reply.status_code, reply.read())
+            for line in reply.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise WorkerLostError(str(event["error"].get("message", event["error"])))
+                yield event
+    except httpx.TransportError as error:
+        raise _no_answer(url, error) from error
+
+
+def _no_answer(url: str, error: Exception) -> NotReadyError:
+    return NotReadyError(
+        f"no coordinator answers at {url} ({type(error).__name__}). Start mtp-coord serve, or give its --url"
+    )
+
+
+def _refusal(url: str, status: int, body: bytes) -> ClusterError:
+    """Return the error for an answer with `status`.
+
+    It is an AccessError for a refused key, NotReadyError or WorkerLostError if the server fails, UsageError if it
+    refuses the request, and ProtocolError if another program answers.
+    """
+    if status == 401:
+        return AccessError(f"{url} requires an API key. Give one with --api-key or {API_KEY}")
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ProtocolError(
+            f"{url} answered with status {status}. Give the --url of an mtp-coord serve of this release"
+        )
+    if status in (502, 503, 504):
+        return NotReadyError(f"the server is not ready: {message}")
+    if status >= 500:
+        return WorkerLostError(f"the server failed with status {status}: {message}")
+    return UsageError(f"the server refused the request: {message}")
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class ShownText:
+    """The text printed so far. With `enabled` False nothing is printed."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.content = ""
+        self._enabled = enabled
+        self._terminal = sys.stdout.isatty()
+        self._in_reasoning = False
+
+    def show_reasoning(self, text: str) -> None:
+        """Print reasoning in dim characters on a terminal, and not at all in a pipe."""
+        if text and self._terminal:
+            self._in_reasoning = True
+            self._write(f"{DIM}{text}{PLAIN}")
+
+    def show_content(self, text: str) -> None:
+        """Print text of the answer. After reasoning it starts in a new paragraph."""
+        if not text:
+            return
+        if self._in_reasoning:
+            self._in_reasoning = False
+            self._write("\n\n")
+        self.content += text
+        self._write(text)
+
+    def end_line(self) -> None:
+        """End the last line, unless it has ended."""
+        if not self.content.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if self._enabled:
+            sys.stdout.write(text)
+            sys.stdout.flush()

@@ -1,0 +1,315 @@
+"""`mtp-coord status`, `load`, `replan` and `trace`: questions to a running coordinator."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
+from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
+from mtp.device import unlike_machines
+from proto.errors import ClusterError, DeadlineError, NotReadyError, ProtocolError, UsageError
+from proto.terminal.progress import byte_bar, format_size
+
+REFRESH_SECONDS = 1.0
+"""Seconds between two looks at the server."""
+
+SHORT_DETAIL = 32
+"""Characters. A longer reason is printed under the table, where it does not squeeze the columns."""
+
+_FIRST_TOKEN = re.compile(rb"^mtp_time_to_first_token_seconds_(sum|count)(?:{[^}]*})? (\S+)$", re.M)
+
+_COLOURS = {
+    "ready": "green",
+    "loading": "yellow",
+    "idle": "dim",
+    "draining": "yellow",
+    "refused": "red",
+    "lost": "red",
+}
+
+
+def status(
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit, as in a pipe.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and exit.")
+    ] = False,
+) -> None:
+    """Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance. Ctrl-C ends it.
+
+    **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan and keeps
+    loaded layers for the next one; `draining` is leaving; `refused` cannot serve; `lost` does not answer.
+
+    **layers** are inclusive, as in 0-31. **ms a step** is the time of one decode step of that stage. **plan** counts
+    the plans since the start. **recoveries** counts plans that were replaced while serving. **first token** is the
+    mean time from a request to its first token. **acceptance** is the accepted share of the drafts at each position.
+    """
+    url = server_url(url)
+    if as_json:
+        reply = fetch(url, api_key)
+        parse(reply)
+        typer.echo(reply.decode())
+        return
+    console = Console(emoji=False)
+    if once or not sys.stdout.isatty():
+        console.print(_look(url, api_key))
+        return
+    with Live(_look(url, api_key), console=console, screen=False) as live:
+        while True:
+            time.sleep(REFRESH_SECONDS)
+            live.update(_look(url, api_key))
+
+
+def _look(url: str, api_key: str | None) -> RenderableType:
+    return render(parse(fetch(url, api_key)), fetch_first_token(url, api_key))
+
+
+def fetch(url: str, api_key: str | None) -> bytes:
+    """Return the body of `/status`. Raises the errors of `call`."""
+    return call("GET", url, "/status", api_key)
+
+
+def fetch_first_token(url: str, api_key: str | None) -> float | None:
+    """Return the mean seconds to the first token from `/metrics`; None before the first answer."""
+    try:
+        body = call("GET", url, "/metrics", api_key)
+    except ClusterError:
+        return None
+    sums = {b"sum": 0.0, b"count": 0.0}
+    for name, value in _FIRST_TOKEN.findall(body):
+        sums[name] += float(value)
+    return sums[b"sum"] / sums[b"count"] if sums[b"count"] else None
+
+
+def parse(body: bytes) -> ClusterStatus:
+    """Return the status in the body of an answer. Raises ProtocolError."""
+    try:
+        return TypeAdapter(ClusterStatus).validate_json(body)
+    except ValidationError as error:
+        raise ProtocolError(
+            f"the answer is not the status of a cluster: {error.error_count()} fields are wrong. "
+            "Give the --url of an mtp-coord serve of this release"
+        ) from error
+
+
+def render(cluster: ClusterStatus, first_token: float | None = None) -> Group:
+    """Return the cluster for a terminal: a table of facts, a table of nodes, and the long reasons."""
+    reasons = [
+        Text(f"{node.name} ({node.address}): {node.detail}")
+        for node in cluster.nodes
+        if len(node.detail) > SHORT_DETAIL
+    ]
+    return Group(_facts(cluster, first_token), _nodes(cluster.nodes), *reasons)
+
+
+def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    state = "[green]serving[/]" if cluster.ready else "[yellow]not ready[/]"
+    since = f" for {duration(cluster.phase_seconds)}" if cluster.phase_seconds else ""
+    detail = f", {escape(cluster.detail)}" if cluster.detail else ""
+    table.add_row("cluster", f"{state}{since}, plan {cluster.epoch}{detail}")
+    recoveries = f"{cluster.recoveries} recover{'y' if cluster.recoveries == 1 else 'ies'}"
+    table.add_row("server", f"up for {duration(cluster.uptime_seconds)}, {recoveries}")
+    table.add_row("model", escape(cluster.model))
+    table.add_row(
+        "requests",
+        f"{_of(cluster.running, cluster.running_limit)} running, "
+        f"{_of(cluster.waiting, cluster.waiting_limit)} waiting",
+    )
+    table.add_row("K/V tokens", _of(cluster.kv_tokens, cluster.kv_limit))
+    first = "" if first_token is None else f", first token after {first_token:.2f} s"
+    table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}{first}")
+    table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
+    for prompt in cluster.prefilling:
+        left = prompt.seconds_left
+        expected = "" if left is None or left < 1 else f", about {duration(left)} left"
+        progress = f"{prompt.done}/{prompt.total}{expected}"
+        table.add_row("prefill", f"{escape(prompt.request_id)} {progress}")
+    idle = [node.name for node in cluster.nodes if node.health == "idle" and not node.detail]
+    if idle and cluster.ready:  # otherwise the server looks for a plan anyway
+        names = escape(", ".join(idle))
+        table.add_row("idle", f"{names}: mtp-coord replan looks for a better plan with all workers")
+    computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
+    if unlike := unlike_machines(computing):
+        table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: `12 s`, `3 min`, `5 h`, `2 days`."""
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def _nodes(nodes: tuple[NodeStatus, ...]) -> Table:
+    table = Table(box=SIMPLE, show_edge=False)
+    table.add_column("node", overflow="fold")
+    for title in ("layers", "health", "memory", "ms a step"):
+        table.add_column(title)
+    table.add_column("address", no_wrap=True)  # users copy it
+    for node in nodes:
+        loaded = "" if node.loaded is None else f" {node.loaded:.0%}"
+        short = node.detail and len(node.detail) <= SHORT_DETAIL
+        detail = f": {escape(node.detail)}" if short else ", see below" if node.detail else ""
+        limit = "" if node.memory_limit is None else f" of {format_size(node.memory_limit)}"
+        table.add_row(
+            escape(node.name),
+            node.span or "-",
+            f"[{_COLOURS[node.health]}]{node.health}[/]{loaded}{detail}",
+            format_size(node.memory_used) + limit,
+            "-" if node.stage_ms is None else f"{node.stage_ms:.1f}",
+            escape(node.address or "this process"),
+        )
+    return table
+
+
+def _of(count: int, limit: int | None) -> str:
+    return f"{count:,}" if limit is None else f"{count:,} of {limit:,}"
+
+
+def _acceptance(cluster: ClusterStatus) -> str:
+    """Return the acceptance by draft position, such as `83 / 65 / 49 %`."""
+    rates = cluster.acceptance_by_position
+    if not any(rate is not None for rate in rates):
+        return "not known yet"
+    return " / ".join("-" if rate is None else f"{rate * 100:.0f}" for rate in rates) + " %"
+
+
+POLL_SECONDS = 0.25
+"""Seconds between two looks at the progress."""
+
+PATH = "/v1/models/load"
+
+
+def load(
+    model: Annotated[
+        str, typer.Argument(help="A model that GET /v1/models lists, or a repo of the hub.")
+    ],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the model; 0 does not wait.")
+    ] = 3600.0,
+) -> None:
+    """Serve another model without a restart. The key needs the scope admin.
+
+    The present model serves until the files of the new one are there, and its open answers have a minute to finish. If
+    the new model cannot be loaded, the present one is loaded again.
+    """
+    url = server_url(url)
+    report = _report(call("POST", url, PATH, api_key, content={"model": model}))
+    deadline = time.monotonic() + wait
+    while report.running and time.monotonic() < deadline:
+        phase = report.phase
+        with byte_bar(f"{phase}: {model}") as show:
+            while report.phase == phase and time.monotonic() < deadline:
+                show(report.done, report.total)
+                time.sleep(POLL_SECONDS)
+                report = _report(call("GET", url, PATH, api_key))
+    if report.phase == "failed":
+        raise NotReadyError(f"the model was not changed: {report.error}")
+    if report.running and wait:
+        raise DeadlineError(f"no result after {wait:g} s. The server goes on with the change")
+    typer.echo("the server changes the model" if report.running else f"{model} serves")
+
+
+def _report(body: bytes) -> LoadReport:
+    return LoadReport(**json.loads(body))
+
+
+def replan(
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the result; 0 does not wait.")
+    ] = 600.0,
+) -> None:
+    """Look for a better plan over all workers, and show the result.
+
+    It counts workers that joined since. If there is a better one, open answers pause while layers move, and continue.
+    Otherwise the plan stays as it is.
+    """
+    url = server_url(url)
+    before = parse(fetch(url, api_key))
+    call("POST", url, "/replan", api_key)
+    if wait == 0:
+        typer.echo("looking for a better plan; mtp-coord status shows the plan that serves")
+        return
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        status = parse(fetch(url, api_key))
+        if status.replans > before.replans and (status.ready or status.phase == "without a plan"):
+            typer.echo(_result(status))
+            return
+        time.sleep(POLL_SECONDS)
+    raise DeadlineError(
+        f"no result after {wait:g} s. The server goes on; mtp-coord status shows its state"
+    )
+
+
+def _result(status: ClusterStatus) -> str:
+    nodes = ", ".join(f"{node.name} {node.span}" for node in status.nodes if node.span)
+    return f"{status.replan_result}. Layers: {nodes}" if nodes else status.replan_result
+
+
+TRACE_SECONDS = 30.0
+"""Seconds. Deadline of the call: the coordinator collects the times of all workers first."""
+
+MAX_TRACE_BYTES = 256 * 2**20
+"""Bytes. Bound on the answer: 8192 frames through 64 stages stay below."""
+
+
+def trace(
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Seconds before now to show.")
+    ] = 5.0,
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
+) -> None:
+    """Write the path of every frame of the last seconds to a file.
+
+    Open the file at https://ui.perfetto.dev or chrome://tracing. A table of the median times goes to stdout.
+    """
+    body = call(
+        "GET",
+        server_url(url),
+        f"/trace?seconds={seconds:g}",
+        api_key,
+        deadline=TRACE_SECONDS,
+        max_bytes=MAX_TRACE_BYTES,
+    )
+    try:
+        found = json.loads(body)
+        table, events = found["table"], found["trace"]
+    except (ValueError, KeyError, TypeError):
+        raise ProtocolError(f"{url} did not answer with a trace") from None
+    try:
+        output.write_text(json.dumps(events))
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror}") from error
+    typer.echo(table)
+    typer.echo(
+        f"\n{len(events['traceEvents'])} events in {output}. Open it at https://ui.perfetto.dev"
+    )

@@ -1,0 +1,69 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mtp.checkpoint.hub.resolve import BUILTIN
+from proto.errors import UsageError
+from proto.params import Acceptance
+
+DraftVocabOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto|off",
+        help="Draft from the tokenizer's N lowest tokens and the words of recent texts only, which reads less of "
+        "lm_head for each draft. auto does so while it pays. Answers do not change.",
+    ),
+]
+
+
+ExactOption = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Compute every token with the same arithmetic, so that drafts, other requests and the number of equal "
+        "machines never change an answer. Costs speed on GPUs, most of it for long prompts.",
+    ),
+]
+
+
+def checked_exact(exact: bool, acceptance: Acceptance) -> bool:
+    """Return `exact`. Raises UsageError together with the ratio rule, whose tokens depend on the drafts."""
+    if exact and acceptance == "ratio":
+        raise UsageError(
+            "--exact with --acceptance ratio: under this rule the tokens depend on the drafts. Use coupled"
+        )
+    return exact
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="A directory, a hub repo, or 'builtin'.", show_default=False
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")
+]
+
+
+def required_model(argument: str | None, option: str | None) -> str:
+    """Return the model named by argument or option. Raises UsageError if none is named, or two."""
+    model = _named_model(argument, option)
+    if model is None:
+        raise UsageError("name one model: a directory, a hub repo, or 'builtin'")
+    return model
+
+
+def model_or_builtin(argument: str | None, option: str | None) -> str:
+    """Return the model named by argument or option, or `builtin`. Raises UsageError if two are named."""
+    return _named_model(argument, option) or BUILTIN
+
+
+def _named_model(argument: str | None, option: str | None) -> str | None:
+    if argument is not None and option is not None:
+        raise UsageError(f"name one model, not both {argument!r} and --model {option!r}")
+    return argument if option is None else option

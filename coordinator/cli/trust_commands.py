@@ -1,0 +1,176 @@
+"""`mtp-coord token`, `node`, `key` and `ca`: who may join and who may ask."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.trust.authority import Authority
+from coordinator.trust.key_ring import KeyRing, Scope
+from coordinator.trust.registry import Registry
+from proto.announcement import join_address, parse_address
+from proto.errors import UsageError
+from proto.trust import node_trust as state_directory
+from proto.trust.joining import new_token
+from proto.trust.node_trust import STATE_DIR, state_dir
+
+StateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        envvar=STATE_DIR,
+        help="Directory of the cluster's certificates and keys.",
+        show_default="the user's state directory",
+    ),
+]
+
+
+def open_authority(given: Path | None) -> tuple[Path, Authority]:
+    """Return the state directory and its authority. Raises UsageError when there is no cluster yet."""
+    state = state_dir(given)
+    authority = Authority.open(state)
+    if authority is None:
+        raise UsageError(
+            f"{state} has no cluster yet. Start mtp-coord serve with --listen once, or name the right --state-dir"
+        )
+    return state, authority
+
+
+def shown_time(seconds: float) -> str:
+    """Return a time in seconds since the epoch as `2026-01-31 12:30 UTC`."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def token(
+    action: Annotated[str, typer.Argument(help="create, list or revoke.")],
+    token_id: Annotated[str | None, typer.Argument(help="The id of the token to revoke.")] = None,
+    ttl: Annotated[
+        str, typer.Option(help="Time for which it is valid, as in 30m, 1h or 2d.")
+    ] = "1h",
+    uses: Annotated[int, typer.Option(min=1, max=1000, help="Machines that may join by it.")] = 1,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where machines join.  [default: serve's --listen]"),
+    ] = None,
+    state_dir: StateOption = None,
+) -> None:
+    """Create, list or revoke the tokens with which machines join the cluster.
+
+    `create` prints one line: pass it to `mtp-worker --join` on the new machine. It is a secret until it is used.
+    """
+    state, authority = open_authority(state_dir)
+    registry = Registry(state)
+    match action, token_id:
+        case "create", None:
+            where = (
+                join_address(*parse_address("--address", address))
+                if address
+                else registry.address()
+            )
+            if not where:
+                raise UsageError(
+                    "the address where machines join is unknown. Start mtp-coord serve --listen first, or pass "
+                    "--address"
+                )
+            new = new_token(authority.cluster, authority.fingerprint, where)
+            registry.add_token(new, _seconds(ttl), uses)
+            typer.echo(str(new))
+        case "list", None:
+            for known, facts in registry.tokens().items():
+                until = shown_time(facts["expires"])
+                typer.echo(f"{known}  {facts['uses']} uses left  valid until {until}")
+        case "revoke", str(known):
+            registry.revoke_token(known)
+        case _:
+            raise UsageError(
+                "mtp-coord token: write token create, token list, or token revoke with an id"
+            )
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,6})([smhd])", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise UsageError(f"--ttl {text!r:.40}: write a time as in 30m, 1h or 2d")
+    return float(int(match[1]) * _UNITS[match[2]])
+
+
+def node(
+    action: Annotated[str, typer.Argument(help="list or remove.")],
+    name: Annotated[str | None, typer.Argument(help="Name or node id to remove.")] = None,
+    state_dir: StateOption = None,
+) -> None:
+    """List the machines of the cluster, or remove one.
+
+    A removed machine is refused by every other machine within a second. It can join again with a new token.
+    """
+    state, _ = open_authority(state_dir)
+    registry = Registry(state)
+    match action, name:
+        case "list", None:
+            for known in registry.nodes():
+                until = "removed" if known.removed else f"valid until {shown_time(known.expires)}"
+                typer.echo(
+                    f"{known.node_id}  {known.name}  joined {shown_time(known.joined)}  {until}"
+                )
+        case "remove", str(text):
+            for removed in registry.remove_nodes(text):
+                typer.echo(f"removed {removed.name} ({removed.node_id})")
+        case _:
+            raise UsageError("mtp-coord node: write node list, or node remove with a name")
+
+
+def key(
+    action: Annotated[str, typer.Argument(help="create, list or revoke.")],
+    name: Annotated[str | None, typer.Argument(help="The name of the key.")] = None,
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(
+            help="A kind of calls that the key permits; repeatable.  [default: inference]"
+        ),
+    ] = None,
+    requests_per_minute: Annotated[
+        int, typer.Option(min=0, help="Maximum requests per minute; 0 is no limit.")
+    ] = 0,
+    streams: Annotated[
+        int, typer.Option(min=0, help="Maximum requests at the same time; 0 is no limit.")
+    ] = 0,
+    state_dir: StateOption = None,
+) -> None:
+    """Create, list or revoke the API keys of HTTP clients. A running server needs no restart.
+
+    `create` prints the key once. Only its hash is stored.
+    """
+    ring = KeyRing(state_directory.state_dir(state_dir))
+    match action, name:
+        case "create", str(new):
+            scopes = frozenset(scope or [Scope.INFERENCE])
+            typer.echo(ring.create(new, scopes, requests_per_minute, streams))
+        case "list", None:
+            for known in ring.stored_keys():
+                scopes_text = ",".join(sorted(known.scopes))
+                typer.echo(f"{known.name}  {scopes_text}  created {shown_time(known.created)}")
+        case "revoke", str(known_name):
+            ring.revoke(known_name)
+        case _:
+            raise UsageError("mtp-coord key: write key create NAME, key list, or key revoke NAME")
+
+
+def ca(
+    action: Annotated[str, typer.Argument(help="rotate.")], state_dir: StateOption = None
+) -> None:
+    """Rotate the certificate authority of the cluster.
+
+    The machines get new certificates, and the old authority stays valid for 30 days.
+    """
+    if action != "rotate":
+        raise UsageError("mtp-coord ca: write ca rotate")
+    _, authority = open_authority(state_dir)
+    authority.rotate()
+    typer.echo(f"new authority, SHA-256 {authority.fingerprint.hex()}")

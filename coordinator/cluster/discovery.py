@@ -1,0 +1,336 @@
+"""The workers on this network: found by zeroconf or by macOS's own responder, and which of them run here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import psutil
+from zeroconf import Error as ZeroconfError
+from zeroconf import IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from proto.announcement import SERVICE_TYPE, Announcement, is_loopback, join_address, parse_address
+from proto.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+
+def on_this_machine(address: str) -> bool:
+    """Return whether the host of `HOST:PORT` is loopback or an address of one of this machine's interfaces."""
+    host, _ = parse_address("--worker", address)
+    if is_loopback(host):
+        return True
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return host in own
+
+
+SCAN_SECONDS = 3.0
+"""Seconds. `dns-sd` never ends by itself, and a local answer takes about one."""
+
+STOP_SECONDS = 2.0
+"""Seconds. Longest wait for `dns-sd` to end."""
+
+_SRV = re.compile(r"^(\S+)\s+SRV\s+\d+\s+\d+\s+(\d+)\s+(\S+?)\.?\s*(?:;.*)?$")
+_TXT = re.compile(r"^(\S+)\s+TXT\s+(.*)$")
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_DECIMAL = re.compile(rb"\\(\d{3})")
+
+
+@dataclass(frozen=True)
+class ServiceRecord:
+    """One announced service: its instance, host name, port and TXT record."""
+
+    instance: str
+    host: str
+    port: int
+    txt: dict[bytes, bytes | None]
+
+
+async def scan(service: str, seconds: float = SCAN_SECONDS) -> list[ServiceRecord]:
+    """Return the services of type `service`, such as `_http._tcp`, that answer within `seconds`.
+
+    Raises OSError if the program `dns-sd` is missing.
+    """
+    process = await asyncio.create_subprocess_exec(
+        "dns-sd",
+        "-Z",
+        service,
+        "local.",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    reading = asyncio.create_task(process.stdout.read())
+    try:
+        await asyncio.wait({reading}, timeout=seconds)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+                output = await reading
+        except TimeoutError:
+            process.kill()
+            reading.cancel()
+            output = b""
+    return parse_zone(output.decode(errors="replace"))
+
+
+def parse_zone(text: str) -> list[ServiceRecord]:
+    """Return the services in the zone file that `dns-sd -Z` prints. Lines of other kinds are ignored."""
+    places: dict[str, tuple[str, int]] = {}
+    records: dict[str, dict[bytes, bytes | None]] = {}
+    for line in text.splitlines():
+        if srv := _SRV.match(line):
+            places[srv[1]] = (srv[3], int(srv[2]))
+        elif txt := _TXT.match(line):
+            records[txt[1]] = _entries(txt[2])
+    return [
+        ServiceRecord(instance, host, port, records.get(instance, {}))
+        for instance, (host, port) in places.items()
+    ]
+
+
+def _entries(text: str) -> dict[bytes, bytes | None]:
+    """Return the quoted `key=value` strings of a TXT record. A key without `=` has the value None."""
+    found: dict[bytes, bytes | None] = {}
+    for quoted in _QUOTED.findall(text):
+        raw = _DECIMAL.sub(lambda m: bytes([int(m[1]) % 256]), quoted.encode())
+        key, equals, value = re.sub(rb"\\(.)", rb"\1", raw).partition(b"=")
+        found[key] = value if equals else None
+    return found
+
+
+RESOLVE_SECONDS = 3.0
+"""Seconds. Maximum wait for the address and the TXT record of an announced worker."""
+
+RESCAN_SECONDS = 5.0
+"""Seconds between two scans of the network interfaces, and between two attempts after multicast failed."""
+
+CLOSE_SECONDS = 3.0
+MAX_CANDIDATES = 256
+"""Bounds the candidates, against a network that announces arbitrarily many workers. No cluster is as large."""
+
+MAX_ADDRESSES = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The possible addresses of one worker. `id` is the mDNS instance, or the address that the user named.
+
+    `addresses` are host:port, the most likely first. The address whose Describe returns `announcement.worker_id`
+    is the worker's. `announcement` is None for an address that the user named.
+    """
+
+    id: str
+    addresses: tuple[str, ...]
+    announcement: Announcement | None = None
+
+    @property
+    def name(self) -> str:
+        """The announced name, or the address."""
+        return self.announcement.name if self.announcement else self.addresses[0]
+
+    @property
+    def node(self) -> str:
+        """The announced node id, which only a handshake verifies; empty if unknown."""
+        return self.announcement.node if self.announcement else ""
+
+
+class Discovery:
+    """The current candidates. `async with Discovery(...) as discovery:` keeps `discovery.candidates()` up to date.
+
+    The addresses in `static` are always candidates, and mDNS records for them are ignored. Raises UsageError for a
+    malformed address. If multicast is unavailable, one warning says so.
+    """
+
+    def __init__(self, static: Sequence[str] = (), *, mdns: bool = True) -> None:
+        self._static = tuple(
+            dict.fromkeys(join_address(*parse_address("--worker", text)) for text in static)
+        )
+        self._mdns = mdns
+        self._known: dict[str, Candidate] = {}
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._browser: asyncio.Task[None] | None = None
+        self._warned_full = False
+
+    async def __aenter__(self) -> Self:
+        for address in self._static:
+            self._add_candidate(Candidate(address, (address,)))
+        if self._mdns:
+            self._browser = asyncio.create_task(self._browse(), name="mdns browser")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._resolving.values(), *([self._browser] if self._browser else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception():
+                log.error("discovery failed", exc_info=task.exception())
+
+    def candidates(self) -> list[Candidate]:
+        """Return the current candidates in the order of their discovery.
+
+        A worker whose announcement ended or expired is not a candidate, although it may still run.
+        """
+        return list(self._known.values())
+
+    # ---- mDNS
+
+    async def _browse(self) -> None:
+        """Browse until cancelled. Start again when multicast fails."""
+        warned = False
+        while True:
+            try:
+                async with _browsing(self._on_change) as zeroconf:
+                    while True:
+                        await asyncio.sleep(RESCAN_SECONDS)
+                        await zeroconf.zeroconf.async_update_interfaces()
+            except (OSError, RuntimeError, ZeroconfError) as error:  # RuntimeError: no interface
+                if sys.platform == "darwin":
+                    with contextlib.suppress(OSError):  # no dns-sd
+                        await self._browse_by_dns_sd()
+                if not warned:
+                    log.warning(
+                        "mDNS is unavailable. Name workers with --worker HOST:PORT",
+                        extra={"error": f"{type(error).__name__}: {error}"},
+                    )
+                warned = True
+                await asyncio.sleep(RESCAN_SECONDS)
+
+    async def _browse_by_dns_sd(self) -> None:
+        """Ask macOS's own responder until cancelled. Raises OSError if the program `dns-sd` is missing."""
+        service = SERVICE_TYPE.removesuffix(".local.")
+        earlier: set[str] = set()
+        while True:
+            records = await scan(service, SCAN_SECONDS)
+            for record in records:
+                await self._add_record(record)
+            names = {record.instance for record in records}
+            for name in earlier - names:
+                self._known.pop(name, None)
+            earlier = names
+            await asyncio.sleep(RESCAN_SECONDS)
+
+    async def _add_record(self, record: ServiceRecord) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            announcement = Announcement.from_txt(record.txt, record.port)
+            found = await loop.getaddrinfo(record.host, record.port, family=socket.AF_INET)
+        except (ProtocolError, OSError) as error:
+            details = {"instance": record.instance, "error": str(error)}
+            log.debug("mDNS record ignored", extra=details)
+            return
+        hosts = order_hosts([str(entry[4][0]) for entry in found], own_networks())
+        addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
+        if addresses and not set(addresses) & set(self._static):
+            self._add_candidate(Candidate(record.instance, tuple(addresses), announcement))
+
+    def _on_change(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
+        """Handle the change of one service instance, on the event loop."""
+        earlier = self._resolving.pop(name, None)
+        if earlier is not None:
+            earlier.cancel()
+        if change is ServiceStateChange.Removed:
+            self._known.pop(name, None)
+        elif len(self._resolving) < MAX_CANDIDATES:
+            self._resolving[name] = asyncio.create_task(self._resolve(zeroconf, name))
+
+    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
+        try:
+            info = AsyncServiceInfo(SERVICE_TYPE, name)
+            if not await info.async_request(zeroconf, RESOLVE_SECONDS * 1000):
+                log.debug("mDNS name without an address", extra={"instance": name})
+                return
+            announcement = Announcement.from_txt(info.properties, info.port)
+            hosts = order_hosts(info.parsed_addresses(IPVersion.V4Only), own_networks())
+            hosts += info.parsed_scoped_addresses(IPVersion.V6Only)
+            addresses = [join_address(h, announcement.port) for h in hosts[:MAX_ADDRESSES]]
+            if addresses and not set(addresses) & set(self._static):
+                self._add_candidate(Candidate(name, tuple(addresses), announcement))
+        except (ProtocolError, ValueError, OSError, ZeroconfError) as error:
+            log.debug("mDNS record ignored", extra={"instance": name, "error": str(error)})
+        finally:
+            if self._resolving.get(name) is asyncio.current_task():
+                del self._resolving[name]
+
+    # ---- candidates
+
+    def _add_candidate(self, candidate: Candidate) -> None:
+        if candidate.id in self._known or len(self._known) < MAX_CANDIDATES:
+            self._known[candidate.id] = candidate
+        elif not self._warned_full:
+            self._warned_full = True
+            log.warning(
+                "too many mDNS records: new ones are ignored. Name workers with --worker HOST:PORT",
+                extra={"limit": MAX_CANDIDATES},
+            )
+
+
+@contextlib.asynccontextmanager
+async def _browsing(
+    on_change: Callable[[Zeroconf, str, ServiceStateChange], None],
+) -> AsyncIterator[AsyncZeroconf]:
+    """Run a browser. Raises the errors of zeroconf."""
+
+    def handler(
+        zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
+        """Forward a change of one service instance."""
+        on_change(zeroconf, name, state_change)
+
+    zeroconf = AsyncZeroconf()
+    browser = None
+    try:
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[handler])
+        yield zeroconf
+    finally:
+        with contextlib.suppress(OSError, TimeoutError, ZeroconfError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if browser is not None:
+                    await browser.async_cancel()
+                await zeroconf.async_close()
+
+
+def own_networks() -> list[ipaddress.IPv4Network]:
+    """Return the IPv4 networks of this machine, without loopback."""
+    return [
+        ipaddress.IPv4Network(f"{entry.address}/{entry.netmask}", strict=False)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and entry.netmask
+        if not ipaddress.ip_address(entry.address).is_loopback
+    ]
+
+
+def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network]) -> list[str]:
+    """Return `hosts` with those of `networks` first and loopback last, which no other machine can reach."""
+
+    def rank(host: str) -> int:
+        """Return 0 for a host of `networks`, 2 for loopback and 1 for any other."""
+        address = ipaddress.ip_address(host)
+        if address.is_loopback:
+            return 2
+        return 0 if any(address in network for network in networks) else 1
+
+    return sorted(dict.fromkeys(hosts), key=rank)
+
+
+async def collect(discovery: Discovery, seconds: float) -> list[Candidate]:
+    """Wait `seconds` and return the candidates."""
+    await asyncio.sleep(seconds)
+    return discovery.candidates()

@@ -1,0 +1,93 @@
+"""The model that a cluster serves, with the options of every Load request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from coordinator.cluster.capacity import DEFAULT_SEQUENCES, Capacity, plan_capacity, reserve_bytes
+from coordinator.cluster.model_costs import model_costs
+from coordinator.cluster.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
+from coordinator.cluster.view import Member
+from coordinator.cluster.weight_provider import WeightProvider
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from proto import cluster_pb2 as pb
+
+SMALLEST_CONTEXT = 4096
+"""Tokens of K/V that every plan must have room for. A shorter context is of little use to clients."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One checkpoint and its load options.
+
+    `ref` identifies the checkpoint to workers. `dtype` None keeps the stored type. `kv_bits` 0 leaves keys and values
+    unquantized. With `with_head` the last stage loads the MTP head, if the checkpoint has one. With `exact` an answer
+    has the same bits on any number of equal machines.
+    """
+
+    checkpoint: Checkpoint
+    ref: pb.ModelRef
+    dtype: str | None
+    kv_bits: int
+    with_head: bool
+    draft_depth: int
+    max_sequences: int = DEFAULT_SEQUENCES
+    prefix_cache: bool = True
+    share_weights: bool = False
+    exact: bool = False
+    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+
+    @cached_property
+    def provider(self) -> WeightProvider:
+        """Source of weights for workers that lack the checkpoint's files."""
+        return WeightProvider(self.checkpoint, self.ref, self.share_weights)
+
+    @cached_property
+    def costs(self) -> ModelCosts:
+        """Bytes and times of the checkpoint's parts, for the planner."""
+        return model_costs(
+            self.checkpoint,
+            dtype=self.dtype,
+            kv_bits=self.kv_bits or None,
+            with_head=self.with_head,
+        )
+
+    def planner(self) -> Callable[[Sequence[Member], int], Plan]:
+        """Return a function from members and an epoch to a plan, whose stages name members by address."""
+        workload = Workload(
+            sequences=1,
+            kv_tokens=min(self.checkpoint.config.max_positions, SMALLEST_CONTEXT),
+            draft_depth=self.draft_depth,
+            reserve_bytes=reserve_bytes(self.costs),
+        )
+
+        def plan(members: Sequence[Member], epoch: int) -> Plan:
+            """Return the plan of `epoch` over `members`."""
+            speeds = _speeds(members)
+            nodes = [
+                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members
+            ]
+            return make_plan(self.costs, nodes, workload=workload, epoch=epoch)
+
+        return plan
+
+    def capacity(self, plan: Plan) -> Capacity:
+        """Return the room of the plan's stages. Raises MemoryLimitError if one sequence does not fit."""
+        context = self.checkpoint.config.max_positions
+        return plan_capacity(
+            self.costs, plan.stages, context, self.max_sequences, self.prefix_cache
+        )
+
+
+def _speeds(members: Sequence[Member]) -> dict[str, float]:
+    """Return the speed of each member by address.
+
+    Machines with the same chip are equally fast. The best measurement counts, because the others were disturbed.
+    """
+    best: dict[str, float] = {}
+    for member in members:
+        best[member.chip] = max(member.speed, best.get(member.chip, 0.0))
+    return {m.address: best[m.chip] if m.chip else m.speed for m in members}

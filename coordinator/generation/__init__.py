@@ -1,1 +1,0 @@
-"""The generation loop and its scheduler: requests become frames, outcomes become tokens."""

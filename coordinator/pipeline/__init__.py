@@ -1,1 +1,0 @@
-"""The carriers of frames behind one protocol: stages in this process, or a chain of workers."""

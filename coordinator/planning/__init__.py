@@ -1,1 +1,0 @@
-"""The assignment of layers to machines, from costs and memory limits. Pure functions."""

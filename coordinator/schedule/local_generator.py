@@ -1,0 +1,116 @@
+"""A generator in this process: all stages of a model, and the loop that serves requests over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import mlx.core as mx
+
+from coordinator.cluster.local_pipeline import LocalModel, LocalPipelines, LocalSource
+from coordinator.cluster.model_costs import even_spans
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.scheduler import Scheduler
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.names import join_names
+from mtp.checkpoint.hub.resolve import snapshot_of
+from mtp.depth.controller import Controller, MtpMode
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from proto.errors import UsageError
+from proto.terminal.progress import OnProgress
+
+log = logging.getLogger(__name__)
+
+
+def missing_head_tensors(checkpoint: Checkpoint) -> str:
+    """Return the missing tensors of the head, for use in a sentence."""
+    missing = checkpoint.mtp.missing
+    return join_names(missing) if checkpoint.mtp.present else f"all {len(missing)} mtp.* tensors"
+
+
+def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
+    """Return how to get a working head: a command to copy, or the source of a complete checkpoint.
+
+    `replace` is set for a head that is present but incomplete or wrong. The sentence has no full stop.
+    """
+    if checkpoint.layout == "raw":
+        return "Download the checkpoint again, or use the one that Qwen publishes"
+    path, copy = str(checkpoint.path), ""
+    if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
+        # Files in the hub's cache must not be changed, so the head goes into a copy.
+        repo, _ = snapshot_of(checkpoint.path) or (path, "")
+        path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "
+    flag = " --replace" if replace else ""
+    return f"Run {copy}mtp-coord add-mtp{flag} --mlx-path {path} --hf-path RAW-CHECKPOINT"
+
+
+AUTO = MtpMode()
+"""The default mode: draft where it pays, and decode without drafts if there is no head."""
+
+
+@asynccontextmanager
+async def local_generator(
+    checkpoint: Checkpoint,
+    *,
+    stages: int = 1,
+    dtype: mx.Dtype | None = None,
+    mtp: MtpMode = AUTO,
+    kv_bits: int | None = None,
+    exact: bool = False,
+    draft_vocab: DraftVocabularySize | None = None,
+    prefix_cache: bool = True,
+    limits: Limits | None = None,
+    vocabulary: bytes = b"",
+    on_progress: OnProgress | None = None,
+) -> AsyncIterator[GenerationLoop]:
+    """Load `checkpoint` in `stages` even stages, and serve requests until the block is left.
+
+    `dtype` None keeps the stored type, and `kv_bits` 4 or 8 quantizes keys and values. With `exact` a row has the
+    same bits with any rows beside it. `draft_vocab` None drafts from all words. Without `prefix_cache` every prompt is
+    computed from its first token. Requests with a grammar need the packed `vocabulary`. The loading thread calls
+    `on_progress(done, total)` with bytes. Raises SpanError for more stages than layers, UsageError for drafts without a
+    head, and the errors of loading.
+    """
+    mode = effective_mtp_mode(checkpoint, mtp)
+    model = LocalModel(
+        checkpoint,
+        even_spans(checkpoint, stages, "--stages"),
+        dtype,
+        kv_bits,
+        with_head=mode.depth != 0,
+        prefix_cache=prefix_cache,
+        exact=exact,
+        draft_vocab=draft_vocab or DraftVocabularySize(),
+    )
+    limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
+    make = partial(LocalPipelines(model).make, on_progress=on_progress)
+    loop = GenerationLoop(LocalSource(make), Scheduler(limits, Controller(mode), vocabulary))
+    try:
+        await loop.start()
+        yield loop
+    finally:
+        await loop.close()
+
+
+def effective_mtp_mode(checkpoint: Checkpoint, requested: MtpMode) -> MtpMode:
+    """Return the part of `--mtp` that this checkpoint supports.
+
+    `auto` continues without drafts and logs a warning if the head is missing. Any other request for drafts raises
+    UsageError then.
+    """
+    if requested.depth == 0 or checkpoint.mtp.complete:
+        return requested
+    missing = missing_head_tensors(checkpoint)
+    if requested == AUTO:
+        log.warning(
+            "decoding without drafts: this checkpoint has no complete MTP head",
+            extra={"missing": missing},
+        )
+        return MtpMode(0)
+    raise UsageError(
+        f"--mtp {requested}: this checkpoint has no complete MTP head. Missing: {missing}. "
+        f"{repair_hint(checkpoint, replace=checkpoint.mtp.present)}. Or use --mtp off"
+    )

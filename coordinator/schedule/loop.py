@@ -1,0 +1,313 @@
+"""The generation loop: it passes requests to the scheduler, frames to the pipeline, and events to the clients.
+
+The loop knows nothing of tokenization, HTTP or the place where stages run. When a pipeline fails, the loop keeps every
+running request as its tokens and continues it on the next pipeline. Clients see a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from coordinator.cluster.pipeline import Pipeline, PipelineSource
+from coordinator.schedule.backup_transfer import BackupTransfer
+from coordinator.schedule.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+)
+from coordinator.schedule.scheduler import FrameOutcome, Scheduler
+from coordinator.schedule.sequence import Sequence
+from coordinator.status.cluster_status import ClusterStatus, PrefillStatus
+from coordinator.status.frame_records import FrameRecords
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
+from proto.errors import ClusterError, NotReadyError, StaleEpochError
+from proto.frame import Frame
+from proto.frame_stamps import CoordinatorStep, FrameStamps
+
+log = logging.getLogger(__name__)
+
+METAL = "[METAL]"
+"""Start of MLX's error text for a failed command buffer."""
+
+CAUSES = ("Timeout", "Impacting Interactivity", "ImpactingInteractivity", "OutOfMemory")
+"""Metal's names for work that took too long, or needed too much memory. Shorter chunks help against each."""
+
+
+def is_gpu_timeout(message: str) -> bool:
+    """Return whether the text of a pipeline's error names a chunk that was too long for a Metal GPU."""
+    return METAL in message and any(cause in message for cause in CAUSES)
+
+
+MAX_FAILURES = 4
+"""Consecutive pipeline failures after which the running requests are failed, because one of them may be the cause."""
+
+LONG_PREFILL_SECONDS = 5.0
+"""Seconds. Expected time to the first token from which the log announces it."""
+
+Deliver = Callable[[GenerationEvent], None]
+"""The function that takes the events of one request."""
+
+RETRY_SECONDS = 1.0
+"""Seconds. Delay before retrying `acquire`, to avoid a busy loop on a source that fails at once."""
+
+
+class GenerationLoop:
+    """A server of requests over the pipelines of a source. Call `start` before and `close` after its use.
+
+    All its code runs on the event loop's thread, so the scheduler needs no lock.
+    """
+
+    def __init__(
+        self,
+        source: PipelineSource,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source = source
+        self.scheduler = scheduler
+        self.clock = clock
+        self.pipeline: Pipeline | None = None
+        self._listeners: dict[int, tuple[Sequence, Deliver]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._backups = BackupTransfer(scheduler, clock)
+        self.frames = FrameRecords()
+        self.recoveries = 0
+        self._failures = 0
+        """Pipeline failures since a frame last returned."""
+        self._rebuilding: list[Sequence] = []
+        """Sequences of the previous plan whose prompt the present plan has not yet computed."""
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Acquire the first pipeline and begin to serve. Raises ClusterError if the source has none."""
+        await self._adopt_pipeline(await self.source.acquire())
+        self._task = asyncio.create_task(self._serve(), name="generation loop")
+
+    async def close(self, reason: str = "the server is shutting down") -> None:
+        """End every open request with the error `reason` and stop."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._backups.close()
+        self._fail_requests(reason)
+        if self.pipeline is not None:
+            await self.pipeline.close()
+            self.pipeline = None
+
+    def status(self) -> ClusterStatus:
+        """Return the figures of the loop. The server adds the model and the machines."""
+        scheduler, frames, now = self.scheduler, self.frames, self.clock()
+        running = scheduler.running.values()
+        return ClusterStatus(
+            ready=self.pipeline is not None,
+            model="",
+            epoch=scheduler.epoch,
+            mtp=str(scheduler.controller.mode),
+            running=len(running),
+            running_limit=scheduler.capacity.sequences,
+            waiting=len(scheduler.waiting),
+            waiting_limit=scheduler.queue_limit,
+            kv_tokens=sum(s.capacity for s in running),
+            kv_limit=scheduler.capacity.kv_tokens,
+            tokens_per_second=frames.tokens_per_second(now),
+            drafted_by_position=tuple(frames.drafts.drafted),
+            accepted_by_position=tuple(frames.drafts.accepted),
+            prefilling=tuple(
+                PrefillStatus(
+                    s.request.request_id or str(s.seq_id),
+                    s.computed_tokens,
+                    s.prefill_tokens,
+                    scheduler.prompts.expected_seconds(s.prefill_tokens - s.computed_tokens),
+                )
+                for s in running
+                if s.computed_tokens < s.prefill_tokens
+            ),
+            recoveries=self.recoveries,
+            mtp_choices=scheduler.controller.report(),
+        )
+
+    async def collect_trace(self, seconds: float) -> list[ProcessTrace]:
+        """Return the traces of all processes of the plan over the last `seconds`.
+
+        Raises NotReadyError if no plan serves, and WorkerLostError if a worker does not answer.
+        """
+        if self.pipeline is None:
+            raise NotReadyError("no plan is serving yet. Try again later")
+        return await self.pipeline.collect_trace(time.monotonic_ns() - int(seconds * 1e9))
+
+    # ---- requests
+
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> Callable[[], None]:
+        """Queue `request`. See `coordinator.schedule.request.Generator`."""
+        if self._task is None or self._task.done():
+            raise NotReadyError("this server is not serving: it is starting or shutting down")
+        sequence = self.scheduler.submit(request, self.clock())
+        self._listeners[sequence.seq_id] = sequence, deliver
+        expected = self.scheduler.prompts.expected_seconds(len(request.prompt))
+        if expected is not None and expected >= LONG_PREFILL_SECONDS:
+            log.info(
+                "long prompt: the first token is expected in %.0f s",
+                expected,
+                extra={"id": request.request_id, "tokens": len(request.prompt)},
+            )
+        log.debug("request queued", extra={"seq_id": sequence.seq_id, "id": request.request_id})
+        self._backups.restore_prefix(self.pipeline, sequence, self._send_frames)
+        self._send_frames()
+        return partial(self._cancel_request, sequence.seq_id)
+
+    def _cancel_request(self, seq_id: int) -> None:
+        """Remove a sequence whose client has left. A finished sequence is removed already."""
+        if self._listeners.pop(seq_id, None) is None:
+            return
+        if self.pipeline is not None and self.scheduler.can_skip(seq_id):
+            self.pipeline.broadcast_cancel(seq_id)
+        self.scheduler.cancel_sequence(seq_id)
+        self._send_frames()
+
+    # ---- the loop
+
+    async def _serve(self) -> None:
+        """Receive frames until the server ends, over one pipeline after another."""
+        while True:
+            if self.pipeline is None:
+                await self._acquire_pipeline()
+                continue
+            try:
+                self._process_frame(await self.pipeline.receive_frame())
+            except ClusterError as error:
+                await self._abandon_pipeline(self.pipeline, error)
+                continue
+            except Exception as error:  # a bug here: the state of the running requests is unknown
+                log.exception("the generation loop failed")
+                self._fail_requests("the server failed on one of the requests it was serving")
+                failure = ClusterError(f"{type(error).__name__}: {error}")
+                await self._abandon_pipeline(self.pipeline, failure)
+
+    def _process_frame(self, frame: Frame) -> None:
+        """Apply the outcomes of a returned frame, send the frames that follow, and deliver events to clients."""
+        now = self.clock()
+        sent = self.scheduler.in_flight[0] if self.scheduler.in_flight else None
+        outcome = self.scheduler.apply_outcomes(frame, now)
+        assert self.pipeline is not None
+        stamps = self.pipeline.stamps.find_frame(frame.epoch, frame.number)
+        stamps = stamps or FrameStamps(COORDINATOR, CoordinatorStep)
+        stamps.mark(CoordinatorStep.APPLIED)
+        self._failures = 0
+        # The stages come first: they idle until the next frame, and an event to a client costs as much as a hop.
+        try:
+            for rollback in outcome.rollbacks:
+                self.pipeline.broadcast_rollback(rollback)
+            if outcome.backup is not None:
+                self._backups.read_soon(self.pipeline, outcome.backup)
+            self._send_frames()
+            stamps.mark(CoordinatorStep.SENT_NEXT)
+            self.frames.record_frame(
+                frame,
+                now if sent is None else sent.sent_at,
+                now,
+                speculative=sent is not None and sent.speculative,
+                tokens=outcome.token_count,
+                draft_results=outcome.draft_results,
+            )
+        finally:  # the scheduler has applied these outcomes and will not return them again
+            self._deliver_events(outcome)
+            stamps.mark(CoordinatorStep.DELIVERED)
+        self._log_rebuilt()
+        if not self.scheduler.in_flight and log.isEnabledFor(logging.DEBUG):
+            self.scheduler.check()
+
+    async def _abandon_pipeline(self, pipeline: Pipeline, error: ClusterError) -> None:
+        """Close a failed pipeline. After MAX_FAILURES in a row, also end all requests, so that the next one works."""
+        replaced = isinstance(error, StaleEpochError)  # by another plan, which is not a failure
+        if replaced:
+            log.info("plan replaced", extra={"epoch": pipeline.epoch})
+        else:
+            log.warning("pipeline failed", extra={"epoch": pipeline.epoch, "error": str(error)})
+        self.pipeline = None
+        self.recoveries += 1
+        self.scheduler.backups.record_failure(self.clock())
+        self._failures += not (replaced or self._shorten_chunks(error))
+        if self._failures >= MAX_FAILURES:
+            self._fail_requests(f"{self._failures} plans in a row failed before they gave a token")
+            self._failures = 0
+        self.source.report_failure(pipeline, error)
+        await pipeline.close()
+
+    def _shorten_chunks(self, error: ClusterError) -> bool:
+        """Halve the prompt chunks if a GPU gave up a long one. Return False for another cause, and for short chunks."""
+        limits = self.scheduler.limits.with_shorter_chunks()
+        if limits is None or not is_gpu_timeout(str(error)):
+            return False
+        self.scheduler.limits = limits
+        log.warning("prompt chunks shortened", extra={"tokens": limits.prefill_chunk})
+        return True
+
+    async def _acquire_pipeline(self) -> None:
+        """Acquire the next pipeline. If none is available within the source's deadline, end all requests."""
+        try:
+            await self._adopt_pipeline(await self.source.acquire())
+        except ClusterError as error:
+            log.error("no plan can serve", extra={"error": str(error)})
+            self._fail_requests(error.public)
+            await asyncio.sleep(RETRY_SECONDS)
+        except Exception:  # a bug here: clients must not wait without end
+            log.exception("acquiring a plan failed")
+            self._fail_requests("the server failed while it looked for a plan")
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _adopt_pipeline(self, pipeline: Pipeline) -> None:
+        restored = await self._backups.restore(pipeline)
+        self.pipeline = pipeline
+        self.scheduler.backups.enabled = pipeline.makes_backups
+        now = self.clock()
+        self._rebuilding += self.scheduler.running.values()
+        outcome = self.scheduler.reset(
+            pipeline.stages, pipeline.epoch, pipeline.capacity, now, restored
+        )
+        self._deliver_events(outcome)
+        self._send_frames()
+
+    def _log_rebuilt(self) -> None:
+        """Log once when all sequences of the previous plan are computed again."""
+        if not self._rebuilding:
+            return
+        self._rebuilding = [
+            s
+            for s in self._rebuilding
+            if s.computed_tokens < s.prefill_tokens and s.seq_id in self._listeners
+        ]
+        if not self._rebuilding:
+            log.info("sequences rebuilt", extra={"epoch": self.scheduler.epoch})
+
+    def _send_frames(self) -> None:
+        """Send all frames that the scheduler has now."""
+        if self.pipeline is None:
+            return
+        while (frame := self.scheduler.next_frame(self.clock())) is not None:
+            self.pipeline.send_frame(frame)
+
+    def _deliver_events(self, outcome: FrameOutcome) -> None:
+        for seq_id, event in outcome.events:
+            if seq_id in self._listeners:
+                self._listeners[seq_id][1](event)
+                if isinstance(event, Finished):
+                    self._listeners.pop(seq_id, None)
+
+    def _fail_requests(self, message: str) -> None:
+        """End every open request with an error event.
+
+        A sequence may have left the scheduler while its last event is undelivered, so the loop goes by listeners.
+        """
+        now, listeners = self.clock(), list(self._listeners.values())
+        self._listeners.clear()
+        for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
+            self.scheduler.cancel_sequence(sequence.seq_id)
+        for sequence, deliver in listeners:
+            deliver(Finished("error", sequence.stats(now), error=message))

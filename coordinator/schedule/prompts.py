@@ -1,0 +1,275 @@
+"""The prompts of a plan: limits, admission, order, chunks and expected times. Plain data."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Self
+
+from coordinator.cluster.capacity import Capacity
+from coordinator.schedule.request import GenerationRequest
+from coordinator.schedule.sequence import Sequence
+from proto.errors import CapacityError, RequestError
+from proto.frame import Frame
+
+PIPELINED_CHUNKS = 8
+"""Chunks. Minimum number of chunks of a prompt whose chunks stay above SMALLEST_CHUNK.
+
+N stages then prefill the prompt 8 N / (N + 7) times as fast as one stage.
+"""
+
+SMALLEST_CHUNK = 128
+"""Tokens. Lower bound of a chunk: fewer rows cost a stage almost as much, because it reads all its weights anyway.
+
+This matters most for a mixture of experts.
+"""
+
+
+SHORTEST_CHUNK = 64
+"""Tokens. Shortest chunk after a GPU gave up longer ones. Shorter chunks read the weights too often."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The user's limits. `context` and `vocab` come from the model.
+
+    Up to `queue` requests may wait; None allows as many as suit the plan. A prompt is cut into chunks of at most
+    `prefill_chunk` tokens. Chunks of several prompts share a frame of up to `step_tokens` tokens.
+    """
+
+    context: int
+    vocab: int = 2**31
+    queue: int | None = None
+    prefill_chunk: int = 512
+    step_tokens: int = 2048
+
+    def with_shorter_chunks(self) -> Self | None:
+        """Return these limits with chunks of half the length, or None if the chunks are short already."""
+        if self.prefill_chunk < 2 * SHORTEST_CHUNK:
+            return None
+        return replace(
+            self, prefill_chunk=self.prefill_chunk // 2, step_tokens=max(1, self.step_tokens // 2)
+        )
+
+    def chunk_length(self, prompt: int) -> int:
+        """Return the maximum chunk length for a prompt of `prompt` tokens.
+
+        A short prompt is cut into PIPELINED_CHUNKS smaller chunks, because two chunks of 512 tokens leave half of the
+        stages idle. The length does not depend on the number of stages: some kernels round differently for another
+        number of rows, so the answer would depend on the number of stages.
+        """
+        return min(self.prefill_chunk, max(SMALLEST_CHUNK, -(-prompt // PIPELINED_CHUNKS)))
+
+
+WAITING_PER_PLACE = 8
+"""Requests of one client that may wait for each free place in the queue. One client can take 8 of 9 places.
+
+The other places let a client with few requests be served while another one floods the queue.
+"""
+
+
+def check_request(request: GenerationRequest, context: int, vocab: int, kv_tokens: int) -> None:
+    """Raise RequestError, with the field in `param`, for a request that can never be served.
+
+    `context` and `vocab` are the model's limits in tokens, `kv_tokens` is the K/V memory of the cluster in tokens.
+    """
+    if not request.prompt:
+        raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+    if request.max_tokens < 1:
+        raise RequestError("max_tokens is at least 1", param="max_tokens")
+    if not all(0 <= token < vocab for token in request.prompt):
+        raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt")
+    if any(token >= vocab for token in request.params.logit_bias):
+        raise RequestError(
+            f"a token of logit_bias is outside the vocabulary of {vocab}", param="logit_bias"
+        )
+    assert len(request.emitted) < request.max_tokens, "the answer is complete"
+    total = len(request.prompt) + request.max_tokens
+    field = "prompt" if len(request.prompt) >= min(context, kv_tokens) else "max_tokens"
+    if total > context:
+        raise RequestError(
+            f"prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens}"
+            f" exceed the context of {context} tokens",
+            param=field,
+        )
+    if total > kv_tokens:
+        raise RequestError(
+            f"{total} tokens exceed the K/V memory of this cluster, {kv_tokens} tokens",
+            param=field,
+        )
+
+
+def check_queue(waiting: Collection[Sequence], places: int, client: str, served: int) -> None:
+    """Raise CapacityError if the queue has no place for a request of `client`.
+
+    The queue has `places` places, and the plan serves up to `served` sequences at once.
+    """
+    free = places - len(waiting)
+    own = sum(sequence.request.client == client for sequence in waiting)
+    if free > 0 and own < WAITING_PER_PLACE * free:
+        return
+    whose = f"{len(waiting)} requests are" if free <= 0 else f"{own} requests of this client are"
+    raise CapacityError(
+        f"{whose} waiting already, the queue takes no more",
+        retry_after=1.0 + len(waiting) / max(1, served),
+    )
+
+
+def most_waiting(places: int) -> int:
+    """Return how many requests of one client an empty queue of `places` places takes."""
+    return -(-WAITING_PER_PLACE * places // (WAITING_PER_PLACE + 1))
+
+
+SECONDS_BESIDE_STREAMS = 0.25
+"""Seconds. Time of the prompt frames between two windows of a running stream, in all stages together.
+
+A reader notices longer gaps. A frame of half the tokens costs prompts of a large model about a tenth of their speed,
+because the stages read all weights for each.
+"""
+
+SECONDS_ALONE = 1.0
+"""Seconds. The same while no stream runs, for the chunks after the first of a frame. A short request waits for them."""
+
+SHORTEST_FRAME = 32
+"""Tokens. Lower bound, and unit, of a frame's budget. Reading the weights takes most of the time of a shorter frame."""
+
+FIRST_FRAME = 64
+"""Tokens. Budget before the first measurement. 512 tokens take several seconds on a slow machine."""
+
+RECENT_FRAMES = 5
+"""Frames. The expected time follows their median, so that one slow frame changes nothing."""
+
+OTHER_FRAMES = 3
+"""Prompt frames in a row without the oldest prompt. The next one begins with it, so it gets a quarter at least."""
+
+SHORT_PROMPT = 128
+"""Tokens. Prompts up to this length count as equally short, and the oldest of them is first."""
+
+Running = Mapping[int, Sequence]
+
+
+def has_streams(running: Running) -> bool:
+    """Return whether an answer is being decoded."""
+    return any(sequence.decoding for sequence in running.values())
+
+
+class Prompts:
+    """The order of prompts, admitted or waiting, the time that they take, and the tokens that fit into a frame.
+
+    Answers that a failure has interrupted come first. Then comes the client with the fewest admitted sequences. Among
+    its prompts the shortest rest is first, by powers of two, and the older one of equals.
+    """
+
+    def __init__(self) -> None:
+        self.other_frames = 0
+        """Prompt frames since the oldest prompt was part of one, up to OTHER_FRAMES."""
+        self._seconds_per_token: deque[float] = deque(maxlen=RECENT_FRAMES)
+        """Seconds of a prompt token in the slowest stage, for the newest frames of prompts."""
+
+    def record_frame(self, frame: Frame) -> None:
+        """Record the time of a returned frame, unless it has windows or is shorter than SHORTEST_FRAME."""
+        rows = frame.rows
+        if frame.stage_us and rows >= SHORTEST_FRAME and not any(s.open for s in frame.segments):
+            self._seconds_per_token.append(max(frame.stage_us) / 1e6 / rows)
+
+    def expected_seconds(self, tokens: int) -> float | None:
+        """Return the expected seconds for `tokens` tokens of a prompt; None before the first measurement."""
+        return tokens * median_low(self._seconds_per_token) if self._seconds_per_token else None
+
+    def frame_tokens(self, limits: Limits, stages: int, *, streams: bool) -> int:
+        """Return the maximum of prompt tokens in the next frame.
+
+        `streams` says that a stream is running. Each of the `stages` works on a prompt frame between two of its
+        windows.
+        """
+        pace = self.expected_seconds(stages)
+        if pace is None:
+            return min(limits.step_tokens, FIRST_FRAME)
+        seconds = SECONDS_BESIDE_STREAMS if streams else SECONDS_ALONE
+        units = int(seconds / max(1e-9, pace)) // SHORTEST_FRAME
+        return min(limits.step_tokens, max(1, units) * SHORTEST_FRAME)
+
+    def next_to_admit(
+        self,
+        running: Running,
+        waiting: Collection[Sequence],
+        room: Capacity,
+        limits: Limits,
+        stages: int,
+    ) -> Sequence | None:
+        """Return the waiting sequence that has room and whose prompt is part of the next frame, or None.
+
+        A prompt that waits takes no room, so a shorter one may come before it.
+        """
+        if not waiting or len(running) >= room.sequences:
+            return None
+        left = self.frame_tokens(limits, stages, streams=has_streams(running))
+        for sequence in self._sort_prompts(running, waiting):
+            if sequence.seq_id not in running:
+                reserved = sum(one.capacity for one in (*running.values(), sequence))
+                return sequence if reserved <= room.kv_tokens else None
+            left -= min(limits.chunk_length(sequence.prefill_tokens), sequence.prompt_left)
+            if left <= 0:
+                return None
+        return None
+
+    def next_chunks(
+        self,
+        running: Running,
+        waiting: Collection[Sequence],
+        limits: Limits,
+        stages: int,
+        *,
+        stormy: bool,
+    ) -> list[tuple[Sequence, int]]:
+        """Return the admitted sequences of the next frame with prompts, and the maximum length of their chunks.
+
+        After a failure, a frame has one chunk's tokens. The first prompt continues while the others wait, so the next
+        failure finds some of them advanced. While no stream runs, chunks are whole. So their lengths are a function of
+        the prompts and not of measured times. GPUs round differently for another number of rows.
+        """
+        if not any(sequence.prefilling for sequence in running.values()):
+            return []
+        streams, chunks = has_streams(running), list[tuple[Sequence, int]]()
+        left = self.frame_tokens(limits, stages, streams=streams)
+        prompts = self._sort_prompts(running, waiting)
+        for sequence in prompts:
+            chunk = limits.chunk_length(sequence.prefill_tokens)
+            if stormy:
+                left = min(left, chunk)
+            if sequence.seq_id not in running or left <= 0:
+                continue
+            if streams:
+                chunk = min(chunk, left)
+            elif chunks and min(chunk, sequence.prompt_left) > left:
+                break
+            chunks.append((sequence, chunk))
+            left -= min(chunk, sequence.prompt_left)
+        oldest = min(prompts, key=lambda sequence: sequence.seq_id)
+        served = any(sequence is oldest for sequence, _ in chunks)
+        self.other_frames = 0 if served else min(OTHER_FRAMES, self.other_frames + 1)
+        return chunks
+
+    def _sort_prompts(self, running: Running, waiting: Collection[Sequence]) -> list[Sequence]:
+        """Return the prompts in the order in which the next frame takes them."""
+        prompts = [sequence for sequence in running.values() if sequence.prefilling]
+        prompts += [sequence for sequence in waiting if not sequence.restoring]
+        admitted = Counter(sequence.request.client for sequence in running.values())
+        prompts.sort(key=lambda sequence: _key(sequence, admitted))
+        if prompts and self.other_frames >= OTHER_FRAMES:
+            oldest = min(prompts, key=lambda sequence: sequence.seq_id)
+            prompts.remove(oldest)
+            prompts.insert(0, oldest)
+        return prompts
+
+
+def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, int, int]:
+    rest = max(SHORT_PROMPT, sequence.prompt_left)
+    return (
+        not sequence.emitted,
+        admitted[sequence.request.client],
+        (rest - 1).bit_length(),
+        sequence.seq_id,
+    )

@@ -1,0 +1,407 @@
+"""One request in the pipeline, as the coordinator sees it: tokens and counters, no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
+from mtp.depth.search import DraftCounts, DraftResult
+from mtp.depth.step_costs import Shape
+from proto.control import Rollback
+from proto.frame import Admit, Commit, Outcome
+
+
+@dataclass(eq=False)
+class FrameInFlight:
+    """A frame that has not returned: when it was sent, and which work it carries."""
+
+    number: int
+    sent_at: float
+    """Seconds, in the clock of the scheduler's caller."""
+    alone: bool
+    """No other frame was in flight when this one was sent."""
+    decode_rows: int = 0
+    """Windows in the frame; 0 for prompt chunks."""
+    micro_batches: int = 1
+    """Micro-batches in flight at most, when the frame was sent."""
+    fill: int = 1
+    """Windows in flight per sequence at most, when the frame was sent."""
+    valid_windows: int = 0
+    """Windows in the frame that no outcome has invalidated."""
+    follows: FrameInFlight | None = None
+    """The frame whose windows this one continues, if it had not returned when this one was sent."""
+    returned: bool = False
+    speculative: bool = False
+    """The frame carries a window that was sent before the previous window of its sequence returned."""
+
+    @property
+    def continues(self) -> bool:
+        """True if the windows of this frame continue those of a frame that was in flight."""
+        return self.follows is not None
+
+    @property
+    def waits(self) -> bool:
+        """True while the frame that this one continues is in flight, so that this one is no micro-batch of its own."""
+        return self.follows is not None and not self.follows.returned
+
+
+@dataclass(frozen=True)
+class Window:
+    """A verify window in flight.
+
+    `first` is the position of its first token in the chain of drafts: 0 for the confirmed token, i for the i-th
+    draft. A window with `first` > 0 is speculative: it builds on the unverified windows before it. A window that
+    `continues` has one token, which is unknown until the window before it returns. `drafts` are requested after it. The
+    last stage relays the token after a window that `relays` to the first stage.
+    """
+
+    number: int
+    first: int
+    tokens: tuple[int, ...]
+    frame: FrameInFlight = field(compare=False, repr=False)
+    """The frame that carries the window."""
+    drafts: int = 0
+    continues: bool = False
+    relays: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) + self.continues
+
+
+class WindowResult(Enum):
+    """The result of a returned window for the windows that build on it."""
+
+    ACCEPTED = auto()
+    """All tokens are accepted, and the next window in flight, if any, begins with the target's token."""
+    MISSPECULATED = auto()
+    """All tokens are accepted, and the windows in flight continue with another token or after the end of the text."""
+    REJECTED = auto()
+    """A draft of the window is rejected."""
+
+
+@dataclass(frozen=True)
+class WindowOutcome:
+    """The consequences of a returned window.
+
+    `tokens` are final. `invalidated` are the windows in flight that build on a rejected token. `rollback` is None if
+    no token leaves the end of the sequence.
+    """
+
+    tokens: tuple[int, ...]
+    invalidated: tuple[Window, ...]
+    rollback: Rollback | None
+    draft_results: tuple[DraftResult, ...]
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted drafts."""
+        return sum(result.accepted for result in self.draft_results)
+
+
+@dataclass
+class Sequence:
+    """A request and its state. `tokens` holds the prompt and all emitted tokens: enough to rebuild everything else.
+
+    The last emitted token is computed when it is the first token of a window.
+    """
+
+    seq_id: int
+    request: GenerationRequest
+    arrived_at: float
+    tokens: list[int] = field(default_factory=list)
+    prefill_tokens: int = 0
+    """Tokens to send as prompt chunks: the prompt, or all of `tokens` after a rebuild."""
+    scheduled_tokens: int = 0
+    """Tokens of `prefill_tokens` that are sent into the pipeline."""
+    computed_tokens: int = 0
+    """Tokens of `prefill_tokens` that the last stage has computed."""
+    cached_tokens: int = 0
+    """Tokens of `prefill_tokens` that a prefix entry provided."""
+    restorable_tokens: int = 0
+    """Tokens of a backup that the stages of the present plan have, until it is restored."""
+    expected_prefix: int = 0
+    """Tokens of the prefix entry that the stages had for it when it was queued."""
+    restoring: bool = False
+    """True while the stages receive its backup. It is not admitted meanwhile."""
+    window_count: int = 0
+    admitted: bool = False
+    commit: Commit | None = None
+    """The commit of its last window. The header of its next segment carries it."""
+    prefix_boundaries: list[int] = field(default_factory=list)
+    """Positions in the prompt where a chunk ends so that a prefix entry can be saved, in ascending order."""
+    saved_prefix: int = 0
+    """Tokens of the newest prefix entry saved from this sequence."""
+    drafts: tuple[int, ...] = ()
+    """Drafts of the MTP head for the tokens after `tokens`."""
+    windows_in_flight: deque[Window] = field(default_factory=deque)
+    """The windows in flight that are not invalidated, oldest first."""
+    shape: Shape | None = None
+    """Shape of the next window. The controller chooses it once for each window that returns."""
+    finished: FinishReason | None = None
+    windows_returned: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    first_token_at: float = 0.0
+    """Seconds, in the clock of the scheduler's caller. 0 before the first token."""
+    window_returned_at: float = 0.0
+    """Seconds. When the last window, or before the first window the last chunk, returned."""
+    window_frame: int | None = None
+    """Number of the frame that carried the last returned window in this plan."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = [*self.request.prompt, *self.request.emitted]
+            self.prefill_tokens = len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the request's prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the request still allows."""
+        return self.request.max_tokens - self.emitted
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a stage holds of the sequence, open windows included."""
+        return self.prompt_length + self.request.max_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Prompt chunks are still to be sent."""
+        return self.scheduled_tokens < self.prefill_tokens
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens that are still to be sent as prompt chunks, as far as known before it is admitted."""
+        known = self.scheduled_tokens if self.admitted else self.expected_prefix
+        return self.prefill_tokens - max(known, self.restorable_tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """The whole prompt is computed, and windows follow."""
+        return self.admitted and self.computed_tokens >= self.prefill_tokens
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens in flight, including the last one of `tokens`."""
+        return sum(window.width for window in self.windows_in_flight)
+
+    @property
+    def newest_frame(self) -> FrameInFlight:
+        """The frame of the newest window in flight."""
+        return self.windows_in_flight[-1].frame
+
+    def can_run_ahead(self, *, relayed: bool) -> bool:
+        """Return whether the next window may continue the one in flight, before the token between them is known.
+
+        Over several stages that token must be `relayed` to the first stage.
+        """
+        if not self.windows_in_flight:
+            return not relayed
+        window = self.windows_in_flight[0]
+        if len(self.windows_in_flight) > 1 or window.width > 1 or window.drafts:
+            return False
+        return not self.request.params.needs_host and window.relays >= relayed
+
+    def can_send_window(self, shape: Shape) -> bool:
+        """Return whether a window of `shape` can be sent now: the first one, or a further speculative one."""
+        if not self.windows_in_flight:
+            return True
+        return len(self.windows_in_flight) < shape.fill and self.tokens_in_flight <= min(
+            len(self.drafts), self.remaining - 1
+        )
+
+    def next_window(self, shape: Shape, frame: FrameInFlight, *, relay: bool = False) -> Window:
+        """Put the next window in flight: the confirmed token and drafts, after the windows already in flight.
+
+        Without speculative windows (`shape.fill` of 1) the window takes all drafts, or continues the one in flight.
+        With `relay` a later window may continue this one over several stages, if it is plain.
+        """
+        number, depth = self.next_window_number(), shape.depth
+        relay = relay and not (depth or self.request.params.needs_host)
+        relay = relay and self.tokens_in_flight + 1 < self.remaining
+        if self.windows_in_flight and shape.fill == 1:
+            window = Window(number, 0, (), frame, depth, continues=True, relays=relay)
+            self.windows_in_flight.append(window)
+            return window
+        chain = (self.tokens[-1], *self.drafts[: self.remaining - 1])
+        first = self.tokens_in_flight
+        width = shape.width if shape.fill > 1 else len(chain)
+        tokens = chain[first : first + width]
+        window = Window(number, first, tokens, frame, depth, relays=relay and width == 1)
+        self.windows_in_flight.append(window)
+        return window
+
+    def admit_op(self, vocabulary: bytes = b"") -> Admit:
+        """Return the operation that creates the sequence on the stages."""
+        params = self.request.params
+        return Admit(self.seq_id, self.capacity, self.prompt_length, params, vocabulary)
+
+    def await_backup(self, tokens: int) -> None:
+        """Start from the backup of the first `tokens` tokens, which the stages have, when it is admitted."""
+        self.restorable_tokens, self.restoring = tokens, False
+
+    def start_after(self, tokens: int) -> None:
+        """Continue after the first `tokens` tokens, which the stages restore."""
+        self.scheduled_tokens = self.computed_tokens = self.cached_tokens = tokens
+        self.restorable_tokens = 0
+
+    def next_window_number(self) -> int:
+        """Return the number of the next segment. Numbers count from 0 and are never reused."""
+        self.window_count += 1
+        return self.window_count - 1
+
+    def apply_first_token(self, outcome: Outcome) -> tuple[int, ...]:
+        """Append the token that follows the prompt. Return the emitted tokens."""
+        self.drafts = self._drafts_before_stop(outcome.drafts)
+        return self._append_tokens((_token(outcome),))
+
+    def apply_outcome(self, outcome: Outcome) -> WindowOutcome:
+        """Apply the outcome of the oldest window in flight: append its tokens, then commit and invalidate windows.
+
+        Set `finished` if the text ends. A stop token ends the text and is not emitted.
+        """
+        window = self.windows_in_flight.popleft()
+        chosen = (*window.tokens[1 : outcome.accepted_length], _token(outcome))
+        followed = bool(self.windows_in_flight) and self.windows_in_flight[0].continues
+        if followed:
+            following = self.windows_in_flight[0]
+            self.windows_in_flight[0] = replace(following, tokens=chosen[-1:], continues=False)
+        tokens = self._append_tokens(chosen)
+        self.drafts = self._drafts_before_stop(outcome.drafts)
+        result = self._classify(window, outcome)
+        draft_results = self._draft_results(window, outcome, result, len(tokens))
+        self.commit = Commit(self.seq_id, window.number, outcome.accepted_length)
+        if result is WindowResult.MISSPECULATED:  # then of none of the speculative window after it
+            self.commit = Commit(self.seq_id, self.windows_in_flight[0].number, 0)
+        invalidated = tuple[Window, ...]()
+        if result is not WindowResult.ACCEPTED:
+            invalidated = tuple(self.windows_in_flight)
+            self.windows_in_flight.clear()
+        if followed or not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
+            self.shape = None  # else the windows in flight return before the shape changes
+        self.draft_counts.record_drafts(draft_results)
+        trim = len(window.tokens) - outcome.accepted_length
+        trim += sum(len(one.tokens) for one in invalidated)
+        rollback = None
+        if trim:
+            rollback = Rollback(self.seq_id, self.commit.window, self.commit.accepted_length, trim)
+        return WindowOutcome(tokens, invalidated, rollback, draft_results)
+
+    def _classify(self, window: Window, outcome: Outcome) -> WindowResult:
+        if outcome.accepted_length < len(window.tokens):
+            return WindowResult.REJECTED
+        if not self.windows_in_flight:
+            return WindowResult.ACCEPTED
+        matches = self.windows_in_flight[0].tokens[0] == outcome.token
+        if matches and self.finished is None:
+            return WindowResult.ACCEPTED
+        return WindowResult.MISSPECULATED
+
+    def _draft_results(
+        self, window: Window, outcome: Outcome, result: WindowResult, emitted: int
+    ) -> tuple[DraftResult, ...]:
+        """Return the results of the window's drafts, and of the drafts in flight that they decide.
+
+        Drafts after the end of the text have no result.
+        """
+        ended = self.finished is not None
+        count = min(len(window.tokens) - 1, emitted) if ended else len(window.tokens) - 1
+        results = [
+            DraftResult(window.first + i, i < outcome.accepted_length) for i in range(1, count + 1)
+        ]
+        if ended:
+            return tuple(results)
+        if result is WindowResult.ACCEPTED:
+            following = list(self.windows_in_flight)[:1]
+            results += [DraftResult(w.first, True) for w in following if w.first]
+        else:
+            results += [
+                DraftResult(w.first + i, False)
+                for w in self.windows_in_flight
+                for i in range(len(w.tokens))
+            ]
+        return tuple(results)
+
+    def _drafts_before_stop(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the drafts before the first stop token.
+
+        No window may hold a stop token: the last stage could accept speculative tokens after it, and the other stages
+        drop them.
+        """
+        stops = self.request.stop_tokens
+        end = next((i for i, token in enumerate(drafts) if token in stops), len(drafts))
+        return drafts[:end]
+
+    def _append_tokens(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """Append tokens up to a stop token or the limit. Return the appended tokens."""
+        emitted: list[int] = []
+        for token in chosen:
+            if token in self.request.stop_tokens:
+                self.finished = "stop"
+                break
+            emitted.append(token)
+            if len(emitted) == self.remaining:
+                self.finished = "length"
+                break
+        self.tokens.extend(emitted)
+        return tuple(emitted)
+
+    def reset_for_plan(self) -> None:
+        """Forget the state that stages held: the next plan computes all tokens again."""
+        self.prefill_tokens = len(self.tokens)
+        self.scheduled_tokens = self.computed_tokens = self.window_count = 0
+        self.admitted = False
+        self.commit = None
+        self.cached_tokens = self.saved_prefix = self.restorable_tokens = 0
+        self.expected_prefix = 0
+        self.prefix_boundaries.clear()
+        self.drafts = ()
+        self.windows_in_flight.clear()
+        self.shape = None
+        self.window_frame = None
+
+    def stats(self, now: float) -> GenerationStats:
+        """Return the cost of the request up to `now`, in the clock of the scheduler's caller."""
+        first = self.first_token_at or now
+        return GenerationStats(
+            prompt_tokens=self.prompt_length,
+            completion_tokens=self.emitted,
+            cached_tokens=self.cached_tokens,
+            windows=self.windows_returned,
+            drafted_by_position=tuple(self.draft_counts.drafted),
+            accepted_by_position=tuple(self.draft_counts.accepted),
+            prefill_seconds=first - self.arrived_at,
+            decode_seconds=now - first,
+        )
+
+    def check(self, stages: int) -> None:
+        """Assert the invariants of a running sequence in a plan of `stages` stages."""
+        assert 0 <= self.computed_tokens <= self.scheduled_tokens, self
+        assert self.scheduled_tokens <= self.prefill_tokens <= len(self.tokens), self
+        assert self.cached_tokens <= self.scheduled_tokens, self
+        assert self.remaining > 0 and self.finished is None, self
+        assert self.prefilling or len(self.windows_in_flight) <= max(2, stages), self
+        assert not self.windows_in_flight or self.decoding, self
+        assert self.tokens_in_flight <= self.remaining, self
+        numbers = [window.number for window in self.windows_in_flight]
+        assert numbers == sorted(set(numbers)) and max(numbers, default=0) <= self.window_count, (
+            self
+        )
+        assert all(window.width for window in self.windows_in_flight), self
+
+
+def _token(outcome: Outcome) -> int:
+    assert outcome.token is not None, "a segment with `sample` has a token in its outcome"
+    return outcome.token

@@ -1,0 +1,251 @@
+"""The records of the newest frames. Rates, acceptance, stage times, timeline and log derive from them.
+
+A record is made when its frame returns. While a page is open, the stamps of all processes add the exact times at which
+each stage worked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
+from mtp.depth.search import DraftCounts, DraftResult
+from proto.errors import ClusterError
+from proto.frame import DropPrefix, Frame, Op, Outcome, Segment
+from proto.frame_stamps import StageStep
+
+log = logging.getLogger(__name__)
+frame_log = logging.getLogger("coordinator.frames")
+"""One debug record for each frame that returns. CONTRIBUTING.md explains how to read it."""
+
+MAX_RECORDS = 4000
+"""Records kept: 20 seconds at 200 frames a second."""
+
+RATE_SECONDS = 10.0
+"""Seconds. Period over which tokens per second are averaged."""
+
+STEPS = 20
+"""Decode steps over which the time of a stage is averaged."""
+
+DEADLINE_SECONDS = 1.0
+"""Seconds. Bounds one collection of stamps. Frames without it stay without exact times."""
+
+MARGIN_SECONDS = 0.05
+"""Seconds. A frame reaches its first stage after it was sent, but clocks of machines differ a little."""
+
+MEASURED_FRAMES = 400
+"""Frames that the shares of time cover: about ten seconds of one fast stream."""
+
+FEWEST_FRAMES = 20
+"""Frames below which no share is given: the first ones compile and warm up."""
+
+FrameKey = tuple[int, int]
+"""The epoch and the number of a frame."""
+
+StageSpans = tuple[tuple[float, float], ...]
+"""Start and end of each stage's work, in seconds on the loop's clock."""
+
+FrameKind = Literal["prompt", "decode", "window", "speculative", "invalidated"]
+
+CollectTraces = Callable[[float], Awaitable[list[ProcessTrace]]]
+"""A function that returns the traces of all processes over the last seconds."""
+
+
+@dataclass
+class FrameRecord:
+    """One returned frame. `number` counts all records since the start. Times are seconds on the loop's clock.
+
+    `wasted` of its `rows` were rejected or invalidated, and `tokens` were emitted. `stages` is empty until the stamps
+    of the stages have come.
+    """
+
+    number: int
+    key: FrameKey
+    kind: FrameKind
+    rows: int
+    wasted: int
+    tokens: int
+    sent_at: float
+    returned_at: float
+    stage_us: tuple[int, ...]
+    stages: StageSpans = ()
+
+
+@dataclass
+class FrameRecords:
+    """The last MAX_RECORDS records, oldest first, and the counts of drafts since the start."""
+
+    records: deque[FrameRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
+    count: int = 0
+    """Records since the start."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    def record_frame(
+        self,
+        frame: Frame,
+        sent_at: float,
+        now: float,
+        *,
+        speculative: bool = False,
+        tokens: int = 0,
+        draft_results: Iterable[DraftResult] = (),
+    ) -> None:
+        """Record a returned frame. `speculative` says that its windows were sent on unverified ones."""
+        self.drafts.record_drafts(draft_results)
+        _log_frame(frame)
+        if not frame.segments:  # only operations, such as the end of a sequence
+            return
+        pairs = list(zip(frame.segments, frame.outcomes, strict=True))
+        rows = sum(segment.width for segment in frame.segments)
+        kept = sum(0 if outcome.cancelled else outcome.accepted_length for _, outcome in pairs)
+        kind = _kind_of(frame, speculative=speculative)
+        self.count += 1
+        key = frame.epoch, frame.number
+        self.records.append(
+            FrameRecord(
+                self.count, key, kind, rows, rows - kept, tokens, sent_at, now, frame.stage_us
+            )
+        )
+
+    # ---- figures
+
+    def tokens_per_second(self, now: float) -> float:
+        """Return the rate over the last RATE_SECONDS, or since the first token of that period."""
+        tokens, first = 0, now
+        for record in reversed(self.records):
+            if record.returned_at < now - RATE_SECONDS:
+                break
+            if record.tokens:
+                tokens, first = tokens + record.tokens, record.returned_at
+        return tokens / max(now - first, 0.1)
+
+    def stage_ms(self) -> tuple[float, ...]:
+        """Return the mean milliseconds of each stage in the last decode steps of the plan; empty without one."""
+        steps: list[tuple[int, ...]] = []
+        for record in reversed(self.records):
+            if record.key[0] != self.records[-1].key[0] or len(steps) == STEPS:
+                break
+            if record.tokens and record.kind != "prompt":
+                steps.append(record.stage_us)
+        return tuple(sum(column) / len(steps) / 1000 for column in zip(*steps, strict=True))
+
+    def busy_shares(self) -> list[float]:
+        """Return the share of time in which each stage computed while frames were in flight, at most 1.
+
+        It is empty with too few measured frames of the present plan.
+        """
+        measured: list[FrameRecord] = []
+        for record in reversed(self.records):
+            if record.key[0] != self.records[-1].key[0] or len(measured) == MEASURED_FRAMES:
+                break
+            if record.stages:
+                measured.append(record)
+        if len(measured) < FEWEST_FRAMES:
+            return []
+        active = _covered((record.sent_at, record.returned_at) for record in measured)
+        columns = zip(*(record.stages for record in measured), strict=True)
+        return [min(1.0, _covered(column) / active) for column in columns]
+
+    def since(self, number: int, most: int = MAX_RECORDS) -> list[FrameRecord]:
+        """Return the records after record `number`, at most the `most` newest."""
+        missing = min(self.count - number, most, len(self.records))
+        return [self.records[i] for i in range(len(self.records) - missing, len(self.records))]
+
+    async def add_exact_times(self, after: int, collect: CollectTraces) -> None:
+        """Collect the stamps once if records after number `after` lack their exact times."""
+        waiting = [record for record in self.since(after) if not record.stages]
+        if not waiting:
+            return
+        seconds = time.monotonic() - min(record.sent_at for record in waiting) + MARGIN_SECONDS
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                processes = await collect(seconds)
+        except (ClusterError, TimeoutError) as error:  # the plan changes, or a worker is lost
+            log.debug("no trace", extra={"error": str(error)})
+            return
+        exact = stage_spans(processes)
+        for record in waiting:
+            stages = exact.get(record.key, ())
+            if len(stages) == len(record.stage_us):
+                record.stages = stages
+
+
+def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]:
+    """Return the start and end of each stage's work, in seconds, of the frames that all stages have finished."""
+    stages = sorted(
+        (process for process in processes if process.stage != COORDINATOR),
+        key=lambda process: process.stage,
+    )
+    found: dict[FrameKey, list[tuple[float, float]]] = {}
+    for place, process in enumerate(stages):
+        for frame in process.frames:
+            start, end = frame.times[StageStep.STARTED], frame.times[StageStep.ENCODED]
+            spans = found.setdefault((frame.epoch, frame.number), [])
+            if start and end and len(spans) == place:
+                spans.append((start / 1e9, end / 1e9))
+    return {key: tuple(spans) for key, spans in found.items() if len(spans) == len(stages)}
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that at least one of `intervals` covers."""
+    total, until = 0.0, 0.0
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(until, start))
+        until = max(until, end)
+    return max(total, 1e-9)
+
+
+def _kind_of(frame: Frame, *, speculative: bool) -> FrameKind:
+    if all(outcome.cancelled for outcome in frame.outcomes):
+        return "invalidated"
+    if not all(segment.open for segment in frame.segments):
+        return "prompt"
+    if speculative:
+        return "speculative"
+    return "window" if any(segment.width > 1 for segment in frame.segments) else "decode"
+
+
+# ---- the frame log: counts, positions and times, but no tokens, because these are the user's text
+
+
+def _log_frame(frame: Frame) -> None:
+    """Log a returned frame at debug level."""
+    if not frame_log.isEnabledFor(logging.DEBUG):
+        return
+    done = zip(frame.segments, frame.outcomes, strict=True)
+    frame_log.debug(
+        "frame",
+        extra={
+            "epoch": frame.epoch,
+            "number": frame.number,
+            "rows": frame.rows,
+            "stage_ms": "+".join(f"{us / 1000:.1f}" for us in frame.stage_us),
+            "ops": ", ".join(map(describe_op, frame.ops)),
+            "segments": ", ".join(describe_segment(segment, outcome) for segment, outcome in done),
+        },
+    )
+
+
+def describe_op(op: Op) -> str:
+    """Return the operation and its sequence, such as `admit 3`; for `drop`, the operation and its prefix entry."""
+    return f"{op.kind} {op.entry if isinstance(op, DropPrefix) else op.seq_id}"
+
+
+def describe_segment(segment: Segment, outcome: Outcome) -> str:
+    """Return one line about a segment, such as `3.12@140 accepted 2/4 drafts 3`.
+
+    The example is window 12 of sequence 3 at position 140. Its accepted length is 2 of 4 tokens, and 3 drafts follow.
+    A prompt chunk reads `3.0@0 prompt 512`. A window that builds on a rejected one is `invalidated`.
+    """
+    name = f"{segment.seq_id}.{segment.window}@{segment.position}"
+    if outcome.cancelled:
+        return f"{name} invalidated"
+    if not segment.open:
+        return f"{name} prompt {segment.width}" + (" sampled" if outcome.token is not None else "")
+    return f"{name} accepted {outcome.accepted_length}/{segment.width} drafts {len(outcome.drafts)}"

@@ -1,0 +1,216 @@
+"""Grammars for llguidance: output formats, JSON schemas and forced tool calls, with errors that name the cause."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+
+from coordinator.text.calls import CallStyle, Json
+from coordinator.text.tokenizer import Tokenizer
+from mtp.sampling.grammar import Vocabulary, tokenizer_of
+from proto.errors import RequestError
+from proto.params import MAX_GRAMMAR_BYTES
+
+_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
+
+_MAPS = ("$defs", "definitions", "properties", "patternProperties")
+"""Keywords whose value has a schema for each key."""
+
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+"""Keywords whose value is a list of schemas."""
+
+_SCHEMAS = ("items", "additionalProperties", "not")
+"""Keywords whose value is a schema."""
+
+MAX_LEVELS = 100
+"""Maximum number of schemas inside each other, so that no recursion exceeds Python's limit."""
+
+
+def check_schema(schema: Any, path: str, level: int = 0) -> None:
+    """Raise RequestError with the path of the first value that is not a schema, as far as types show it."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise RequestError(f"{path}: a schema is an object, not {schema!r:.60}", param=path)
+    if level > MAX_LEVELS:
+        raise RequestError(f"{path}: more than {MAX_LEVELS} levels. Use $ref.", param=path)
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise RequestError(f"{path}.type: {kind!r:.60} is not a type", param=f"{path}.type")
+    for names, required in ((_MAPS, dict), (_LISTS, list)):
+        for name in names:
+            if not isinstance(schema.get(name, required()), required):
+                noun = "an object" if required is dict else "a list"
+                raise RequestError(f"{path}.{name}: {noun} is required", param=f"{path}.{name}")
+    for inner, member in _members(schema, path):
+        check_schema(member, inner, level + 1)
+
+
+def _members(schema: Json, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas directly inside `schema`, with their paths."""
+    for name in _MAPS:
+        for key, member in schema.get(name, {}).items():
+            yield f"{path}.{name}.{key}", member
+    for name in _LISTS:
+        for index, member in enumerate(schema.get(name, [])):
+            yield f"{path}.{name}[{index}]", member
+    for name in _SCHEMAS:
+        if name in schema:
+            yield f"{path}.{name}", schema[name]
+
+
+FormatKind = Literal["json_schema", "regex", "lark"]
+
+WHITESPACE = r"[ \t\n\r]{0,20}"
+"""The whitespace between JSON tokens. Without a limit a model may repeat it until the answer's limit."""
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """The format of an answer's content. `content` is a schema, a regular expression or a Lark grammar.
+
+    `param` is the client's field that holds the content, for errors.
+    """
+
+    kind: FormatKind
+    content: Any
+    param: str
+
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of any JSON object."""
+
+
+class GrammarCompiler:
+    """The compiler of output formats for one tokenizer. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    @cached_property
+    def vocabulary(self) -> bytes:
+        """Return the packed vocabulary, which the last stage needs to apply a grammar."""
+        tokenizer = self._tokenizer
+        return Vocabulary(
+            tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)),
+            tuple(sorted(tokenizer.control_ids)),
+            tuple(sorted(tokenizer.eos_ids)),
+        ).pack()
+
+    def compile(self, output: OutputFormat) -> bytes:
+        """Return the grammar of a format. Blocks, up to seconds for large schemas.
+
+        Raises RequestError, naming the client's field, for a format that is invalid, unsupported or too large.
+        """
+        if not self._tokenizer.eos_ids:
+            raise RequestError(
+                f"{output.param}: this checkpoint names no end token, which formats require.",
+                param=output.param,
+            )
+        grammar = _grammar_text(output)
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
+                param=output.param,
+            )
+        with self._lock:
+            tokenizer = tokenizer_of(self.vocabulary)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        if failed:
+            reason = " ".join(" ".join(messages).split())
+            raise RequestError(
+                f"{output.param}: the format cannot be compiled: {reason:.400}", param=output.param
+            )
+        return grammar.encode()
+
+
+def _grammar_text(output: OutputFormat) -> str:
+    match output.kind:
+        case "json_schema":
+            check_schema(output.content, output.param)
+            options: Any = {"whitespace_pattern": WHITESPACE}
+            schema = json.dumps(output.content)
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(str(output.content)))
+        case "lark":
+            return str(LLMatcher.grammar_from_lark(str(output.content)))
+
+
+MAX_CALLS = 16
+"""Maximum number of calls in one forced answer. Without a limit a model may repeat calls until the answer's limit."""
+
+
+def call_grammar(
+    tools: Sequence[Json], style: CallStyle, markers: tuple[str, str], *, single: bool
+) -> str:
+    """Return a Lark grammar of one call, or of one to MAX_CALLS calls, of the given tools.
+
+    `tools` are in OpenAI's format; `markers` are the texts around a call. Arguments follow the tools' schemas.
+    """
+    start, end = markers
+    body = _xml_call if style == "xml" else _json_call
+    rules = [
+        f"call: {_text(start + chr(10))} ({' | '.join(f'f{i}' for i in range(len(tools)))}) {_text(end)}"
+    ]
+    for number, tool in enumerate(tools):
+        rules += body(f"f{number}", tool["function"])
+    more = "" if single else f" ({_text(chr(10))} call){{0,{MAX_CALLS - 1}}}"
+    return "\n".join([f"start: call{more}", *rules])
+
+
+def _json_call(rule: str, function: Json) -> list[str]:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"const": function["name"]},
+            "arguments": function.get("parameters") or {"type": "object"},
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    return [f"{rule}: {rule}_json {_text(chr(10))}", f"{rule}_json: %json {json.dumps(schema)}"]
+
+
+def _xml_call(rule: str, function: Json) -> list[str]:
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    required = set(parameters.get("required") or ())
+    rules, items = [], []
+    for number, (name, schema) in enumerate(properties.items()):
+        item = f"{rule}_p{number}"
+        items.append(item if name in required else f"{item}?")
+        opening = _text(f"<parameter={name}>\n")
+        value, extra = _xml_value(f"{item}_v", schema, parameters)
+        rules += [f"{item}: {opening} {value}", *extra]
+    opening = _text(f"<function={function['name']}>\n")
+    head = f"{rule}: {' '.join([opening, *items, _text('</function>' + chr(10))])}"
+    return [head, *rules]
+
+
+def _xml_value(rule: str, schema: Any, parameters: Json) -> tuple[str, list[str]]:
+    """Return the expression of a value with the end of its parameter, and the rules it uses."""
+    closing = "\n</parameter>\n"
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "string" and isinstance(schema.get("enum"), list):
+        choices = " | ".join(_text(str(choice)) for choice in schema["enum"])
+        return f"({choices}) {_text(closing)}", []
+    if kind == "string" or kind is None:
+        return rule, [f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"]
+    definitions = {
+        name: parameters[name] for name in ("$defs", "definitions") if name in parameters
+    }
+    whole = {**schema, **definitions}
+    return f"{rule} {_text(closing)}", [f"{rule}: %json {json.dumps(whole)}"]
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)

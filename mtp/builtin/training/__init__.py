@@ -1,1 +1,0 @@
-"""The torch programs that trained the built-in model. Not part of the wheel."""

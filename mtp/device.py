@@ -1,0 +1,117 @@
+"""The device that MLX computes on, and everything that the programs choose by it.
+
+This is the only module that asks MLX for its backend. The variants of layers are chosen in `worker.model.choice`.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts that follow from the backend of MLX, outside the layers."""
+
+    backend: str
+    """`metal`, `cuda` or `cpu`."""
+    cadence: int
+    """Layers, after the first ones, that start computing together. On an H200 a pass over 64 layers takes 10.7 ms with
+    1, 10.7 with 4, 11.1 with 8 and 12.8 with 64."""
+    ahead_kv_bytes: int
+    """Bytes. Largest K/V caches of a frame that begins before the frame before it is finished.
+
+    Their copy takes .1 ms on an H200 and 1.3 ms at 400 GB/s, where a step takes tens of milliseconds. On the CPU MLX
+    lets the host wait for single operations while more than 10 are unfinished, so nothing is gained."""
+    compile_seconds: float
+    """Seconds that any work may take because it compiles kernels. On CUDA MLX compiles kernels from source when they
+    first run: 1 to 12 seconds each on an H200. `warm_up` compiles the usual ones while a stage loads, so a frame finds
+    few that are missing. On Metal most come compiled."""
+    probe_matrices: int
+    """Matrices of 64 MB that a probe of the bandwidth reads at once. 16 take 2 ms even at 500 GB/s."""
+    exact_probe_rows: int
+    """Rows of the largest call that the probe of `--exact` tries. A CPU takes seconds for many, and has no ranges."""
+    exact_queries: int | None
+    """Rows of one call of MLX's attention with `--exact`, None for any number. Its kernels on GPUs depend on the rows
+    and on the keys. With one row the keys alone decide, and a row's keys follow from its position."""
+
+    variant: str
+    """The variant of layers that is tried first: `reference`, `joined` or `cuda`."""
+    wires_memory: bool = False
+    """MLX wires memory, and the device recommends a limit."""
+    token_major_exact: bool = False
+    """The attention of `--exact` needs the keys of a token next to each other in memory."""
+    computes_on_host: bool = False
+    """The CPU computes. MLX runs a C++ compiler for functions, multiplies unquantized experts in float32 only, and a
+    recurrence of few operations is the fastest."""
+
+
+_CPU_VARIANT = "reference" if sys.platform == "darwin" else "joined"  # macOS has another BLAS
+
+DEVICES = {
+    device.backend: device
+    for device in (
+        Device("cpu", 1, 0, 0.0, 1, 9, None, _CPU_VARIANT, computes_on_host=True),
+        Device("metal", 4, 2**28, 0.0, 16, 64, 1, "reference", wires_memory=True),
+        Device("cuda", 4, 2**28, 30.0, 16, 512, 1, "cuda", token_major_exact=True),
+    )
+}
+
+
+def this_device() -> Device:
+    """Return MLX's default device."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return DEVICES["cpu"]
+    return DEVICES["metal" if mx.metal.is_available() else "cuda"]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The facts by which MLX chooses kernels: its backend, the architecture of the device, and its version.
+
+    Machines with equal facts give the same bits.
+    """
+
+    backend: str
+    architecture: str
+    version: str
+
+    @classmethod
+    def here(cls) -> Arithmetic:
+        """Return the arithmetic of MLX's default device."""
+        device, known = this_device(), mx.device_info()
+        if device.computes_on_host:
+            # The matrix library chooses its kernels by the processor.
+            architecture = str(known.get("device_name") or platform.processor() or "")
+            architecture = f"{platform.machine()} {architecture}".strip()
+        else:
+            architecture = str(known.get("architecture") or known.get("device_name") or "unknown")
+        return cls(device.backend, architecture, version("mlx"))
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of an Apple GPU: 13 is M1, 17 is M5. None for other devices."""
+        found = re.fullmatch(r"applegpu_g(\d+)[a-z]?", self.architecture)
+        return int(found[1]) if found and self.backend == "metal" else None
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.architecture}, mlx {self.version}"
+
+
+def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
+    """Return which machines round in the same way, for people, or an empty string if all of them do.
+
+    Each machine is a name and the text of its arithmetic, which is empty if unknown.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, arithmetic in machines:
+        groups.setdefault(arithmetic, []).append(name)
+    if len(groups) < 2:
+        return ""
+    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

@@ -1,0 +1,142 @@
+"""The replacement of reference layers by those that run this project's CUDA kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mtp.layers.cuda.attention import (
+    PackedAttentionLayer,
+    can_pack_attention,
+    constants_of,
+    shape_of,
+)
+from mtp.layers.cuda.gated_delta import HEAD_DIM, TAPS, GatedDeltaShape, gated_delta_window
+from mtp.layers.cuda.gdn import PackedGDNLayer, can_pack_gdn
+from mtp.layers.cuda.kernel import HALF_TYPES
+from mtp.layers.cuda.packed_linear import (
+    PackedEmbedding,
+    PackedLinear,
+    can_pack,
+    multiply_rows,
+    pack,
+    pack_mlp,
+    unpack,
+)
+from mtp.layers.cuda.row_attention import SLOTS, attend_rows, prepare_rows
+from mtp.layers.layer import KVFormat, Layer, report_fallback
+from mtp.layers.reference import ReferenceLayer
+
+
+class Packer:
+    """The parts of a stage that the kernels compute. A part whose kernel fails to compile stays as it is."""
+
+    def __init__(self, dtype: mx.Dtype, kv_format: KVFormat) -> None:
+        self._dtype = dtype
+        self._kv_format = kv_format
+        self._trials: dict[str, bool] = {}
+
+    @property
+    def works(self) -> bool:
+        """True if the kernel of the products compiles for the type of the activations."""
+        return self._dtype in HALF_TYPES and self._tries(
+            "packed_linear", lambda: _try_linear(self._dtype)
+        )
+
+    def layer(self, layer: ReferenceLayer) -> Layer:
+        """Return `layer` packed, or itself where no kernel computes it."""
+        module: Any = layer.module
+        mlp = pack_mlp(module.mlp)
+        packed: Layer | None = None
+        if module.is_linear and can_pack_gdn(module.linear_attn, self._dtype):
+            net = module.linear_attn
+            shape = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
+            if self._tries("gated_delta_window", lambda: _try_gdn(shape, self._dtype)):
+                packed = PackedGDNLayer(module, self._dtype, mlp)
+        elif (
+            not module.is_linear
+            and self._kv_format.bits is None
+            and can_pack_attention(module.self_attn, self._dtype)
+            and self._tries("row_attention", lambda: _try_attention(module.self_attn, self._dtype))
+        ):
+            packed = PackedAttentionLayer(module, mlp)
+        if packed is None and mlp is not None:
+            layer.mlp = mlp
+        mx.clear_cache()
+        return packed or layer
+
+    def projection(self, module: Any) -> Any:
+        """Return an lm_head packed, or itself."""
+        return PackedLinear.from_modules([module]) if can_pack([module]) else module
+
+    def embedding(self, module: Any) -> Any:
+        """Return a tied embedding packed, or itself."""
+        return PackedEmbedding.from_modules([module]) if can_pack([module]) else module
+
+    def _tries(self, kernel: str, trial: Callable[[], Any]) -> bool:
+        """Return whether `trial` runs. It runs once for each kernel."""
+        if kernel not in self._trials:
+            self._trials[kernel] = _works(kernel, trial)
+        return self._trials[kernel]
+
+
+def _works(kernel: str, trial: Callable[[], Any]) -> bool:
+    """Return whether `trial` runs, after logging once why it does not."""
+    try:
+        mx.eval(trial())
+    except Exception as error:  # whatever the compiler of a machine finds wrong
+        report_fallback(kernel, f"{type(error).__name__}: {error}"[:500])
+        return False
+    return True
+
+
+def _try_linear(dtype: mx.Dtype) -> list[mx.array]:
+    """Return results of every variant of the kernel that decoding uses."""
+    factors = mx.ones((32, 1), dtype)
+    w, packed = pack(mx.zeros((32, 8), mx.uint32), factors, factors)
+    x = mx.zeros((1, 64), dtype)
+    tokens = mx.zeros((1,), mx.int32)
+    return [
+        multiply_rows(x, w, packed),
+        multiply_rows(x, w, packed, swiglu=True),
+        multiply_rows(x, w, packed, residual=mx.zeros((1, 32), dtype)),
+        unpack(w, packed, dtype),
+        unpack(w, packed, dtype, tokens),
+    ]
+
+
+def _try_gdn(shape: GatedDeltaShape, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    rows = mx.zeros((1, shape.row), dtype)
+    heads = mx.zeros((shape.value_heads,))
+    constants = (
+        mx.zeros((shape.channels, TAPS), dtype),
+        heads,
+        heads,
+        mx.zeros((HEAD_DIM,), dtype),
+        mx.array([1e-6]),
+    )
+    return gated_delta_window(
+        shape,
+        rows,
+        rows,
+        mx.zeros((1, TAPS - 1, shape.channels), dtype),
+        mx.zeros((1, shape.value_heads, HEAD_DIM, HEAD_DIM)),
+        mx.array([[0, 0, 0, 0, 1, 1]], dtype=mx.int32),
+        constants,
+    )
+
+
+def _try_attention(attention: Any, dtype: mx.Dtype) -> list[mx.array]:
+    shape = shape_of(attention)
+    constants = constants_of(attention)
+    width = (2 * shape.query_heads + 2 * shape.kv_heads) * attention.head_dim
+    x = mx.zeros((1, width), dtype)
+    places = mx.zeros((1, 2), mx.int32)
+    caps = mx.array([256] * SLOTS, dtype=mx.int32)
+    held = [mx.zeros((1, shape.kv_heads, 256, attention.head_dim), dtype)]
+    q, k, v = prepare_rows(shape, x, places, constants)
+    scale = mx.array([attention.scale])
+    outputs = [attend_rows(shape, q, x, places, caps, scale, held * n, held * n) for n in (1, 2)]
+    return [*outputs, k, v]

@@ -1,0 +1,1 @@
+"""The layers in few operations, without kernels of this project."""

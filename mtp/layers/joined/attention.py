@@ -1,0 +1,158 @@
+"""Attention whose projections, norms and RoPE take few operations. In fp32 the bits are those of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_5 import DecoderLayer
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
+
+from mtp.layers.joined.products import ColumnLinear, can_store_columns, scaled_rows
+from mtp.layers.kv_cache import KVRows
+from mtp.layers.layer import Hole
+from mtp.layers.reference.attention import AttentionLayer, Projected
+
+FIRST_POSITIONS = 4096
+"""Positions. Length of the first table of RoPE, which doubles as texts grow."""
+
+
+def can_join_attention(attention: Qwen3NextAttention, *, widen: bool) -> bool:
+    """Return whether `JoinedAttentionLayer` computes the layer."""
+    rope = attention.rope
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return (
+        can_store_columns(inputs, widen=widen)
+        and can_store_columns([attention.o_proj], widen=widen)
+        and type(rope) is nn.RoPE
+        and not rope.traditional
+        and attention.q_norm.eps == attention.k_norm.eps
+    )
+
+
+class JoinedAttention(nn.Module):
+    """The products of an attention layer whose query, key, value and gate projections are one.
+
+    Keys, values and queries have `dtype`, so that caches have the type of the checkpoint. The rest is fp32.
+    """
+
+    def __init__(self, attention: Qwen3NextAttention, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.rope = attention.rope
+        self.scale = attention.scale
+        self.heads = attention.num_attention_heads
+        self.kv_heads = attention.num_key_value_heads
+        dim = attention.head_dim
+        queries, gates = _without_gates(attention.q_proj, self.heads, dim)
+        self.inputs = ColumnLinear.from_modules(
+            [queries, attention.k_proj, attention.v_proj, gates]
+        )
+        self.o_proj = ColumnLinear.from_modules([attention.o_proj])
+        norms = [attention.q_norm.weight] * self.heads + [attention.k_norm.weight] * self.kv_heads
+        self._scales = mx.stack(norms).astype(mx.float32)
+        self._eps = attention.q_norm.eps
+        turned = self.heads + self.kv_heads
+        self._ends = [turned * dim, (turned + self.kv_heads) * dim]
+        self._dim = dim
+        mx.eval(self._scales)
+        del attention.q_proj.weight
+
+    def project(
+        self, x: mx.array, turns: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return queries, keys, values `[rows, heads, dim]` and gates `[rows, heads * dim]` of `x [rows, hidden]`.
+
+        Queries and keys are normalized and turned. `turns` are those of the rows, from `turns_of`.
+        """
+        y = self.inputs(x)
+        first, second = self._ends
+        rows = x.shape[0]
+        qk = scaled_rows(y[:, :first].reshape(rows, -1, self._dim), self._scales, self._eps)
+        qk = _turned_rows(qk, turns).astype(self.dtype)
+        values = y[:, first:second].reshape(rows, -1, self._dim).astype(self.dtype)
+        return qk[:, : self.heads], qk[:, self.heads :], values, y[:, second:]
+
+
+class JoinedAttentionLayer(AttentionLayer):
+    """An attention layer whose projections are one. RoPE turns all rows of a frame at once."""
+
+    kind = "joined"
+
+    def __init__(self, layer: DecoderLayer, dtype: mx.Dtype) -> None:
+        super().__init__(layer)
+        self.attention = JoinedAttention(layer.self_attn, dtype)
+
+    def _project(
+        self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
+    ) -> Projected:
+        """Return the projections of `x [rows, hidden]`, queries and keys normalized and turned."""
+        moved = mx.concatenate([hole.count for hole in holes]) if holes else None
+        offsets = [cache.offset for cache in caches]
+        projected: Projected = self.attention.project(
+            x, turns_of(self.attention.rope, offsets, widths, moved)
+        )
+        return projected
+
+    def _turned(
+        self, q: mx.array, k: mx.array, offsets: Sequence[int], holes: Sequence[Hole]
+    ) -> tuple[mx.array, mx.array]:
+        """Return `q` and `k`, which are turned already."""
+        return q, k
+
+
+def _without_gates(projection: nn.Linear, heads: int, dim: int) -> tuple[nn.Linear, nn.Linear]:
+    """Return the projections of the queries and of the gates, which alternate head by head in `projection`."""
+    parts = []
+    for half in range(2):
+        part = nn.Linear(1, 1, bias=False)
+        part.weight = projection.weight.reshape(heads, 2, dim, -1)[:, half].reshape(heads * dim, -1)
+        if "bias" in projection:
+            part.bias = projection.bias.reshape(heads, 2, dim)[:, half].reshape(-1)
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+def _turned_rows(x: mx.array, turns: mx.array) -> mx.array:
+    """Return `x [rows, heads, dim]` after RoPE by `turns [rows, 2, half]`."""
+    half = turns.shape[-1]
+    first, second = _rotated(x[..., :half], x[..., half : 2 * half], turns[:, :1], turns[:, 1:])
+    parts = [first, second] if x.shape[-1] == 2 * half else [first, second, x[..., 2 * half :]]
+    return mx.concatenate(parts, axis=-1)
+
+
+@partial(mx.compile, shapeless=True)
+def _rotated(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def turns_of(
+    rope: nn.RoPE, offsets: Sequence[int], widths: Sequence[int], moved: mx.array | None = None
+) -> mx.array:
+    """Return cosines and sines of rows, where sequence i owns `widths[i]` rows from position `offsets[i]` on.
+
+    With `moved`, int32 `[n]`, every sequence has one row, and row i is `moved[i]` positions earlier. Returns fp32
+    `[rows, 2, half]`.
+    """
+    end = max(offset + width for offset, width in zip(offsets, widths, strict=True))
+    length = FIRST_POSITIONS
+    while length < end:
+        length *= 2
+    table = _table(rope.dims, rope.base, rope.scale, length)
+    if moved is not None:
+        return table[mx.array(list(offsets), dtype=mx.int32) - moved]
+    parts = [table[at : at + width] for at, width in zip(offsets, widths, strict=True)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+@lru_cache(maxsize=4)
+def _table(dims: int, base: float, scale: float, length: int) -> mx.array:
+    """Return cosine and sine of each position and pair: MLX's RoPE of (1, 0)."""
+    shape = (1, 1, length, dims // 2)
+    unit = mx.concatenate([mx.ones(shape), mx.zeros(shape)], axis=-1)
+    turned = mx.fast.rope(unit, dims, traditional=False, base=base, scale=scale, offset=0)
+    table = mx.contiguous(turned.reshape(length, 2, dims // 2))
+    mx.eval(table)
+    return table

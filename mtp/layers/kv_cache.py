@@ -1,0 +1,223 @@
+"""Keys and values of one sequence in one attention layer, and MLX's attention over them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mtp.device import this_device
+from mtp.layers.layer import Hole, KVFormat, LayerCache
+from proto.errors import ProtocolError
+
+SCORE_BYTES = 128 * 2**20
+"""Bytes. Bound of the scores of one tile. MLX's fused kernels for heads of 256 take few queries; for more it holds
+the scores of all of them: 3.2 GB for 512 queries of a 27B model at 128,000 keys."""
+
+
+class KVRows(LayerCache):
+    """The methods that a cache of mlx-lm lacks as the state of a layer. A cache is trimmed by its length."""
+
+    keys: Any
+    values: Any
+    offset: int
+    trim: Callable[[int], int]
+    """Remove the last tokens. mlx-lm implements it."""
+    update_and_fetch: Callable[[mx.array, mx.array], tuple[Any, Any]]
+    """Append keys and values, and return all of them. mlx-lm implements it."""
+
+    @abstractmethod
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+    ) -> mx.array:
+        """Append `k` and `v [1, kv_heads, width, dim]`. Return the attention of `q [1, heads, width, dim]`.
+
+        `queries` bounds the rows of a call of MLX's attention, where given.
+        """
+
+    @abstractmethod
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        """Return keys and values, in quantized form each as three arrays, of the valid tokens from `start` on."""
+
+    @abstractmethod
+    def _set_parts(self, parts: Sequence[mx.array]) -> None:
+        """Invert `_parts`."""
+
+    @abstractmethod
+    def _empty(self) -> Self:
+        """Return an empty cache of the same format."""
+
+    def attend_around(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, hole: Hole
+    ) -> mx.array:
+        """Append one row, and return its attention to all entries but those of `hole`."""
+        k, v = self.update_and_fetch(k, v)
+        places = mx.arange(self.offset)
+        visible = (places < hole.end - hole.count) | (places >= hole.end)
+        out: mx.array = scaled_dot_product_attention(
+            q, k, v, cache=self, scale=scale, mask=visible[None, None, None]
+        )
+        return out
+
+    def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
+        """See `LayerCache.apply_commit`."""
+        if trim:
+            self.trim(trim)
+
+    def copy(self) -> Self:
+        """Return an independent copy with the valid tokens only."""
+        copied = self._empty()
+        copied.offset = self.offset
+        if self.keys is not None:
+            copied._set_parts([mx.contiguous(part) for part in self._parts()])
+        return copied
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, which have room for more tokens."""
+        return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def kv_nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of keys and values."""
+        return self.nbytes
+
+    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
+        """See `LayerCache.backup_arrays`."""
+        return True, [mx.contiguous(part) for part in self._parts(start)]
+
+    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
+        """See `LayerCache.filled`."""
+        arrays = [
+            parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
+            for parts in zip(*states, strict=True)
+        ]
+        filled = self._empty()
+        if any(a.ndim != 4 or a.shape[0] != 1 or a.shape[2] != length for a in arrays):
+            raise ProtocolError(f"the backup of keys and values does not have {length} tokens")
+        filled._set_parts(arrays)
+        filled.offset = length
+        return filled
+
+
+class PlainKV(KVRows, KVCache):
+    """Keys and values in the type of the model, `[1, kv_heads, room, dim]`."""
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+    ) -> mx.array:
+        """See `KVRows.attend`."""
+        offset = self.offset
+        k, v = self.update_and_fetch(k, v)
+        return tiled_attention(q, k, v, offset, scale, queries)
+
+    def arrays(self) -> list[mx.array]:
+        """See `LayerCache.arrays`."""
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        return [part[:, :, start:] if start else part for part in self.keys_and_values()]
+
+    def _set_parts(self, parts: Sequence[mx.array]) -> None:
+        if len(parts) != 2:
+            raise ProtocolError(f"{len(parts)} arrays of keys and values, expected 2")
+        self.keys, self.values = parts
+
+    def _empty(self) -> PlainKV:
+        return PlainKV()
+
+
+class QuantizedKV(KVRows, QuantizedKVCache):
+    """Keys and values in 4 or 8 bits, each as packed values, scales and biases."""
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+    ) -> mx.array:
+        """See `KVRows.attend`."""
+        offset, width = self.offset, q.shape[2]
+        held = self.update_and_fetch(k, v)
+        tile = width if queries is None else queries
+        outputs = []
+        for start in range(0, width, tile):
+            own = q[:, :, start : start + tile]
+            seen = offset + start + own.shape[2]
+            keys, values = (tuple(part[:, :, :seen] for part in parts) for parts in held)
+            mask: Any = (
+                "causal" if own.shape[2] > 1 else None
+            )  # mlx-lm's annotation lacks the string
+            outputs.append(
+                scaled_dot_product_attention(own, keys, values, cache=self, scale=scale, mask=mask)
+            )
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+    def arrays(self) -> list[mx.array]:
+        """See `LayerCache.arrays`."""
+        return [] if self.keys is None else [*self.keys, *self.values]
+
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        keys, values = self.keys_and_values()
+        return [part[:, :, start:] if start else part for part in (*keys, *values)]
+
+    def _set_parts(self, parts: Sequence[mx.array]) -> None:
+        if len(parts) != 6:
+            raise ProtocolError(f"{len(parts)} arrays of quantized keys and values, expected 6")
+        self.keys, self.values = tuple(parts[:3]), tuple(parts[3:])
+
+    def _empty(self) -> QuantizedKV:
+        return QuantizedKV(group_size=self.group_size, bits=self.bits)
+
+
+def new_kv(kv_format: KVFormat) -> KVRows:
+    """Return an empty cache of a format."""
+    if kv_format.bits is None:
+        return PlainKV()
+    return QuantizedKV(group_size=kv_format.group_size, bits=kv_format.bits)
+
+
+def tiled_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    offset: int,
+    scale: float,
+    queries: int | None = None,
+) -> mx.array:
+    """Return the causal attention of `q [1, heads, width, dim]` at `offset`, in tiles of queries.
+
+    Where MLX has no fused kernel it holds the scores of all queries at once; a tile's stay below `SCORE_BYTES`.
+    A tile has at most `queries` queries, where given. The same keys then get the same kernel in any cache.
+    """
+    heads, width = q.shape[1:3]
+    if queries is not None and this_device().token_major_exact:
+        keys, values = _token_major(keys), _token_major(values)
+    end = offset + width
+    tile = max(1, SCORE_BYTES // (heads * end * q.itemsize))
+    tile = tile if queries is None else min(tile, queries)
+    outputs = []
+    for start in range(0, width, tile):
+        stop = min(start + tile, width)
+        seen = offset + stop
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(
+                q[:, :, start:stop],
+                keys[:, :, :seen],
+                values[:, :, :seen],
+                scale=scale,
+                mask="causal" if stop - start > 1 else None,
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _token_major(held: mx.array) -> mx.array:
+    """Return `held [1, heads, tokens, dim]` with the heads of a token next to each other in memory.
+
+    For one query, MLX's CUDA backend takes cuDNN if 256 keys or more are a slice of a buffer for a multiple of 256
+    tokens. Otherwise it takes its own kernel. The buffer depends on the sequence's history. This layout is never such
+    a slice.
+    """
+    return mx.contiguous(held.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)

@@ -1,0 +1,166 @@
+"""The interface of a layer, of the state it keeps for a sequence, and of an MLP."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Protocol, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+"""The kind of the layers that run mlx-lm's modules."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The format of stored K/V. `bits` None is the model's dtype; 4 and 8 quantize in groups along head_dim."""
+
+    bits: int | None = None
+    group_size: int = 64
+
+    @classmethod
+    def of(cls, head_dim: int, bits: int | None) -> KVFormat:
+        """Return the format with the widest groups that divide a head: 64, or 32 for narrower heads."""
+        return cls(bits, group_size=32 if head_dim % 64 else 64)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The rejected rows of a window, which stay in a cache until the host knows how many there are.
+
+    They are the `count` entries before `end`. `count` is int32 `[1]`, lazy. A new row has its position as if they were
+    removed.
+    """
+
+    end: int
+    count: mx.array
+
+
+class LayerCache(ABC):
+    """The state of one sequence in one layer."""
+
+    kv_nbytes: int = 0
+    """Bytes of keys and values, which grow with the sequence."""
+
+    @abstractmethod
+    def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
+        """Make `whole` open windows permanent. With `cut`, keep `cut` tokens of the next one, and drop all later ones.
+
+        `trim` tokens are removed from the end of the sequence in total.
+        """
+
+    @abstractmethod
+    def copy(self) -> Self:
+        """Return an independent copy in its own memory. No window may be open."""
+
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays of the present state, for `mx.eval` and for counting bytes."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the present state."""
+
+    @abstractmethod
+    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
+        """Return copies of the state for a backup.
+
+        True says that they continue an earlier backup of the first `start` tokens. Otherwise they are the whole state.
+        """
+
+    @abstractmethod
+    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> Self:
+        """Return this empty cache with the arrays of its backups in `states`, the oldest first, after `length` tokens.
+
+        Raises ProtocolError for arrays of another number, shape or type.
+        """
+
+
+class Exact(Protocol):
+    """The replacement of products by those that have one arithmetic: `mtp.layers.exact.ExactProducts`."""
+
+    @property
+    def queries(self) -> int | None:
+        """Rows of one call of MLX's attention; None for any number."""
+
+    def replace_children(self, module: nn.Module) -> None:
+        """Replace the products among the descendants of `module`."""
+
+    def replaced(self, module: Any) -> Any:
+        """Return `module` with its products replaced, or what replaces `module` itself."""
+
+    def joined_rows(self, modules: Sequence[Any]) -> nn.Module | None:
+        """Return dense products side by side as one of a kernel with one arithmetic, or None if there is none."""
+
+
+class Layer(ABC):
+    """A decoder layer of the model over flat rows of many sequences: norm, attention or GDN, norm, MLP."""
+
+    kind: ClassVar[str]
+    """The variant, as logs and the status name it."""
+
+    @abstractmethod
+    def new_cache(self, kv_format: KVFormat) -> Any:
+        """Return the empty cache of a new sequence, a LayerCache of this variant."""
+
+    @abstractmethod
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[Any],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """Return `x [rows, hidden]` after the layer. Sequence i owns the next `widths[i]` rows.
+
+        Advances each cache, which is one of `new_cache`. A window that stays open can be cut down later; attention
+        layers do not need `stay_open`. If there are `holes`, which only attention layers have, every cache has one, and
+        every width is 1.
+        """
+
+    @abstractmethod
+    def pin_exact(self, products: Exact) -> None:
+        """Keep the bits of every row independent of the rows beside it."""
+
+
+class MLP(Protocol):
+    """The MLP of a layer with its residual."""
+
+    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return `x [rows, hidden]` plus the MLP of its norm."""
+
+    def pin_exact(self, products: Exact) -> None:
+        """Keep the bits of every row independent of the rows beside it."""
+
+
+class PlainMLP:
+    """An MLP, dense or of experts, that is any module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def add(self, x: mx.array, norm: Callable[[mx.array], mx.array]) -> mx.array:
+        """See `MLP.add`."""
+        y: mx.array = x + self.module(norm(x))
+        return y
+
+    def pin_exact(self, products: Exact) -> None:
+        """See `MLP.pin_exact`."""
+        self.module = products.replaced(self.module)
+
+
+@cache
+def report_fallback(kernel: str, error: str) -> None:
+    """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""
+    log.warning(
+        "kernel unavailable, using the slower operations", extra={"kernel": kernel, "error": error}
+    )

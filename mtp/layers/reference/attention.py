@@ -1,0 +1,118 @@
+"""Gated full attention over flat rows: many sequences in one pass, each with its own cache and length.
+
+The projections process all rows at once. RoPE processes neighbouring sequences of equal width at once. The K/V cache
+and the attention itself are per sequence. The modules and their weights are mlx-lm's own (`Qwen3NextAttention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.qwen3_5 import DecoderLayer
+
+from mtp.layers.kv_cache import KVRows, new_kv
+from mtp.layers.layer import MLP, REFERENCE, Exact, Hole, KVFormat, Layer, PlainMLP
+
+Projected = tuple[mx.array, mx.array, mx.array, mx.array]
+"""Queries, keys and values `[rows, heads, dim]`, and the gates `[rows, …]`."""
+
+
+class AttentionLayer(Layer):
+    """An attention layer that runs the modules of mlx-lm."""
+
+    kind = REFERENCE
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.module = layer
+        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.attention: Any = layer.self_attn
+        self.mlp: MLP = PlainMLP(layer.mlp)
+        self._queries: int | None = None
+
+    def new_cache(self, kv_format: KVFormat) -> KVRows:
+        """See `Layer.new_cache`."""
+        return new_kv(kv_format)
+
+    def pin_exact(self, products: Exact) -> None:
+        """See `Layer.pin_exact`."""
+        products.replace_children(self.attention)
+        self.mlp.pin_exact(products)
+        self._queries = products.queries
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[KVRows],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """See `Layer.add`."""
+        x = x + self._attend(self.norm(x), caches, widths, holes)
+        return self.mlp.add(x, self.mlp_norm)
+
+    def _attend(
+        self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
+    ) -> mx.array:
+        """Return the attention of `x [rows, hidden]`, and append to each cache."""
+        rows, scale = x.shape[0], self.attention.scale
+        q_rows, keys, values, gate = self._project(x, caches, widths, holes)
+        outputs: list[mx.array] = []
+        start = 0
+        # With a bound on the queries, RoPE takes one sequence at a time too.
+        runs = _runs_of(widths) if self._queries is None else ((width, 1) for width in widths)
+        for width, count in runs:
+            own = slice(start, start + width * count)
+            group = caches[len(outputs) : len(outputs) + count]
+            q, k, v = (
+                t[own].reshape(count, width, *t.shape[1:]).transpose(0, 2, 1, 3)
+                for t in (q_rows, keys, values)
+            )
+            q, k = self._turned(q, k, [cache.offset for cache in group], holes)
+            for i, cache in enumerate(group):
+                one = slice(i, i + 1)
+                if holes:
+                    out = cache.attend_around(q[one], k[one], v[one], scale, holes[i])
+                else:
+                    out = cache.attend(q[one], k[one], v[one], scale, self._queries)
+                outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
+            start += width * count
+        merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        y: mx.array = self.attention.o_proj(merged * mx.sigmoid(gate.reshape(rows, -1)))
+        return y
+
+    def _project(
+        self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
+    ) -> Projected:
+        """Return the projections of `x [rows, hidden]`, queries and keys normalized."""
+        attention, rows = self.attention, x.shape[0]
+        q_rows, gate = mx.split(
+            attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
+        )
+        kv_shape = (rows, attention.num_key_value_heads, -1)
+        keys = attention.k_norm(attention.k_proj(x).reshape(kv_shape))
+        return attention.q_norm(q_rows), keys, attention.v_proj(x).reshape(kv_shape), gate
+
+    def _turned(
+        self, q: mx.array, k: mx.array, offsets: Sequence[int], holes: Sequence[Hole]
+    ) -> tuple[mx.array, mx.array]:
+        """Return `q` and `k [n, heads, width, dim]` after RoPE, sequence i from `offsets[i]` on.
+
+        With `holes` they have the positions without these.
+        """
+        rope = self.attention.rope
+        if len(offsets) == 1 and not holes:
+            return rope(q, offset=offsets[0]), rope(k, offset=offsets[0])
+        starts = mx.array(list(offsets), dtype=mx.int32)
+        if holes:
+            starts = starts - mx.concatenate([hole.count for hole in holes])
+        return rope(q, offset=starts), rope(k, offset=starts)
+
+
+def _runs_of(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each width and how many sequences in a row have it."""
+    for width, group in groupby(widths):
+        yield width, len(list(group))

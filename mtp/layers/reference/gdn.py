@@ -1,0 +1,269 @@
+"""GatedDeltaNet over flat rows: many sequences in one pass, each with its own state.
+
+The module and its weights are mlx-lm's (`qwen3_5.GatedDeltaNet`). This project has its own forward pass, which runs
+rows of several sequences at once and records the tape of each open window.
+
+MLX arrays are immutable, so a reference to the state before a window is a snapshot. It costs memory, but no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+
+from mtp.device import this_device
+from mtp.layers.layer import MLP, REFERENCE, Exact, Hole, KVFormat, Layer, LayerCache, PlainMLP
+from proto.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The inputs to advance a state over tokens of a window again, without the projections.
+
+    `conv_before` and `state_before` are the snapshot. `qkv [1, w, conv_dim]` are the inputs of the convolution. `k`,
+    `v`, `a` and `b` are those of the recurrence, `[1, w, heads, dim]` and `[1, w, v_heads]`.
+    """
+
+    conv_before: mx.array
+    state_before: mx.array
+    qkv: mx.array
+    k: mx.array
+    v: mx.array
+    a: mx.array
+    b: mx.array
+
+
+@dataclass
+class GDNCache(LayerCache):
+    """The present state and the tapes of the open windows, oldest first.
+
+    `conv [1, kernel - 1, conv_dim]` are the last inputs of the convolution. `state [1, v_heads, v_dim, k_dim]` is fp32.
+    """
+
+    net: GatedDeltaNet
+    conv: mx.array
+    state: mx.array
+    tapes: list[Tape] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, net: GatedDeltaNet, dtype: mx.Dtype) -> GDNCache:
+        """Return the state before the first token, with `conv` of `dtype`."""
+        conv = mx.zeros((1, net.conv_kernel_size - 1, net.conv_dim), dtype)
+        shape = (1, net.num_v_heads, net.head_v_dim, net.head_k_dim)
+        return cls(net, conv, mx.zeros(shape, mx.float32))
+
+    def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:
+        """Remove the tapes of `whole` accepted windows. With `cut`, keep `cut` tokens of the next window.
+
+        The state then becomes the snapshot of this window, advanced over its first `cut` tokens. This runs only the
+        recurrence, with the same arithmetic. All tapes are removed.
+        """
+        if cut is None:
+            del self.tapes[:whole]
+            return
+        tape = self.tapes[whole]
+        self.tapes.clear()
+        self.conv, self.state = tape.conv_before, tape.state_before
+        if cut == 0:
+            return
+        self.conv = mx.concatenate([self.conv, tape.qkv[:, :cut]], axis=1)[:, cut:]
+        k = tape.k[:, :cut]  # also in place of q, which only the output depends on
+        inputs = k, k, tape.v[:, :cut], tape.a[:, :cut], tape.b[:, :cut]
+        _, self.state = advance_state(*inputs, self.net.A_log, self.net.dt_bias, self.state)
+
+    def copy(self) -> GDNCache:
+        """Return an independent copy in its own memory. Rows that ran together share their memory."""
+        return GDNCache(self.net, mx.contiguous(self.conv), mx.contiguous(self.state))
+
+    def arrays(self) -> list[mx.array]:
+        """See `LayerCache.arrays`."""
+        return [self.conv, self.state]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the present state."""
+        return self.conv.nbytes + self.state.nbytes
+
+    def backup_arrays(self, start: int) -> tuple[bool, list[mx.array]]:
+        """See `LayerCache.backup_arrays`."""
+        return False, self.copy().arrays()
+
+    def filled(self, states: Sequence[Sequence[mx.array]], length: int) -> GDNCache:
+        """See `LayerCache.filled`."""
+        conv, state = checked_state(states[-1], self.arrays())
+        return replace(self, conv=conv, state=state, tapes=[])
+
+
+def checked_state(found: Sequence[mx.array], held: Sequence[mx.array]) -> Sequence[mx.array]:
+    """Return `found` if it has the shapes and types of `held`. Raises ProtocolError otherwise."""
+    if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in held]:
+        raise ProtocolError("the backup of a GDN layer has another shape or type")
+    return found
+
+
+class GDNLayer(Layer):
+    """A GatedDeltaNet layer that runs the modules of mlx-lm."""
+
+    kind = REFERENCE
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.module = layer
+        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.net: Any = layer.linear_attn
+        self.dtype: mx.Dtype = layer.input_layernorm.weight.dtype
+        self.mlp: MLP = PlainMLP(layer.mlp)
+        self._together = True
+
+    def new_cache(self, kv_format: KVFormat) -> GDNCache:
+        """See `Layer.new_cache`."""
+        return GDNCache.empty(self.net, self.dtype)
+
+    def pin_exact(self, products: Exact) -> None:
+        """See `Layer.pin_exact`."""
+        products.replace_children(self.net)
+        self.mlp.pin_exact(products)
+        self._together = products.queries is None
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[GDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """See `Layer.add`. Neighbours of equal width run together, unless the layer is exact."""
+        inputs = self.norm(x)
+        qkv, z, b, a = self._project(inputs)
+        outputs = []
+        start = 0
+        every = list(zip(caches, widths, stay_open, strict=True))
+        groups = [list(group) for _, group in groupby(every, key=lambda row: row[1])]
+        for rows in groups if self._together else [[row] for row in every]:
+            width = rows[0][1]
+            end = start + width * len(rows)
+            inner = [t[start:end].reshape(len(rows), width, -1) for t in (qkv, a, b)]
+            keep = [row[2] for row in rows]
+            if any(keep) and not all(stay_open):
+                # In a frame with prompt chunks, a tape of views would keep the rows of the chunks in memory.
+                inner = [mx.contiguous(part) for part in inner]
+            out = self._advance([row[0] for row in rows], keep, *inner)
+            outputs.append(out.reshape(-1, self.net.num_v_heads, self.net.head_v_dim))
+            start = end
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return self.mlp.add(x + self._finish(out, z, inputs.dtype), self.mlp_norm)
+
+    def _advance(
+        self,
+        caches: Sequence[GDNCache],
+        keep: Sequence[bool],
+        qkv: mx.array,
+        a: mx.array,
+        b: mx.array,
+    ) -> mx.array:
+        """Advance n sequences over `[n, w, …]` inputs. Returns their outputs `[n, w, v_heads, v_dim]`."""
+        count, width = qkv.shape[:2]
+        held = _joined([c.conv for c in caches])
+        qkv = qkv.astype(held.dtype)
+        conv_input = mx.concatenate([held, qkv], axis=1)
+        q, k, v = self._convolve(conv_input)
+        before = _joined([c.state for c in caches])
+        out, state = advance_state(q, k, v, a, b, self.net.A_log, self.net.dt_bias, before)
+        # A contiguous copy, since a view of three rows would keep the inputs of the whole chunk in memory.
+        conv = mx.contiguous(conv_input[:, width:])
+        for i, cache in enumerate(caches):
+            own = slice(i, i + 1)
+            if keep[i]:
+                rows = (t[own] for t in (qkv, k, v, a, b))
+                cache.tapes.append(Tape(cache.conv, cache.state, *rows))
+            cache.conv, cache.state = (conv, state) if count == 1 else (conv[own], state[own])
+        return out
+
+    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return qkv, z, b and a of `x [rows, hidden]`."""
+        net = self.net
+        return net.in_proj_qkv(x), net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x)
+
+    def _convolve(self, conv_input: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return q, k and v `[n, w, heads, dim]` of `conv_input [n, w + 3, channels]`, q and k normalized."""
+        net = self.net
+        conv_out = nn.silu(net.conv1d(conv_input))
+        q, k, v = mx.split(conv_out, [net.key_dim, 2 * net.key_dim], axis=-1)
+        rows = conv_out.shape[:2]
+        q = q.reshape(*rows, net.num_k_heads, net.head_k_dim)
+        k = k.reshape(*rows, net.num_k_heads, net.head_k_dim)
+        v = v.reshape(*rows, net.num_v_heads, net.head_v_dim)
+        q, k = normalize_qk(q, k, inv_scale=net.head_k_dim**-0.5, eps=1e-6)
+        return q, k, v
+
+    def _finish(self, out: mx.array, z: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return the output projection of `out [rows, v_heads, v_dim]`, normalized and gated by `z`."""
+        y: mx.array = self.net.out_proj(
+            self.net.norm(out, z.reshape(out.shape)).reshape(z.shape[0], -1)
+        )
+        return y
+
+
+def _joined(states: Sequence[mx.array]) -> mx.array:
+    """Return the states `[1, …]` of n sequences as one `[n, …]`."""
+    return states[0] if len(states) == 1 else mx.concatenate(list(states))
+
+
+def advance_state(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Advance `state [n, v_heads, v_dim, k_dim]` over `w` tokens. Return the outputs `[n, w, v_heads, v_dim]` and it.
+
+    `q` and `k` are `[n, w, k_heads, k_dim]` after `normalize_qk`, `v` is `[n, w, v_heads, v_dim]`, `a` and `b` are
+    `[n, w, v_heads]`. On the CPU this takes fewer operations than mlx-lm's function, with the same arithmetic.
+    """
+    if not this_device().computes_on_host:
+        found: tuple[mx.array, mx.array] = gated_delta_update(q, k, v, a, b, a_log, dt_bias, state)
+        return found
+    if q.shape[1] == 1:
+        q, k, v, a, b = (x.squeeze(1) for x in (q, k, v, a, b))
+        y, state = _step(q, k, v, a, b, a_log, dt_bias, state)
+        return y[:, None], state
+    outputs = []
+    for t in range(q.shape[1]):
+        y, state = _step(q[:, t], k[:, t], v[:, t], a[:, t], b[:, t], a_log, dt_bias, state)
+        outputs.append(y)
+    return mx.stack(outputs, axis=1), state
+
+
+@mx.compile
+def _step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Advance the state over one token. A key head serves several value heads without being copied."""
+    count, heads, values, keys = state.shape
+    shared = (count, q.shape[1], heads // q.shape[1])
+    decay = mx.exp(-mx.exp(a_log.astype(mx.float32)) * nn.softplus(a + dt_bias))
+    q, k = q[:, :, None, None], k[:, :, None, None]
+    wide = state.reshape(*shared, values, keys) * decay.reshape(*shared, 1, 1)
+    memory = (wide * k).sum(axis=-1)
+    delta = (v.reshape(*shared, values) - memory) * mx.sigmoid(b).reshape(*shared, 1)
+    wide = wide + k * delta[..., None]
+    y = (wide * q).sum(axis=-1)
+    return y.reshape(count, heads, values).astype(q.dtype), wide.reshape(state.shape)

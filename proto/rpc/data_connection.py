@@ -1,0 +1,369 @@
+"""Data connections: one TCP connection per hop, opened by a ticket of a checked call, and measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import math
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from proto.announcement import host_of
+from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
+from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, peer_identity, server_context
+from proto.rpc.network import interface_kind, with_advice
+from proto.trust.certificates import NodeIdentity, Role, host_name
+from proto.trust.node_trust import NodeTrust
+
+log = logging.getLogger(__name__)
+
+SERVICE = "mtpcluster.v1.Pipeline"
+FRAMES = f"/{SERVICE}/Frames"
+RESULTS = f"/{SERVICE}/Results"
+
+
+TOKEN_BYTES = 16
+"""Bytes of a plan token: enough that nothing can guess it during an epoch."""
+
+TICKET_BYTES = 32
+"""Bytes of a ticket: enough that nothing can guess it while its call is open."""
+
+_TICKET = "mtp-ticket-bin"
+_EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-token-bin"
+
+
+@dataclass(frozen=True)
+class StreamBinding:
+    """The values that bind one stream to a plan.
+
+    `stage` is the number of the stage that serves the stream. `sender` is the worker id or coordinator id
+    of the process that opens it. `token` is the plan token that Connect gave to every stage.
+    """
+
+    epoch: int
+    stage: int
+    sender: str
+    token: bytes
+
+    def to_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Return the gRPC metadata that opens the stream."""
+        return (
+            (_EPOCH, str(self.epoch)),
+            (_STAGE, str(self.stage)),
+            (_SENDER, self.sender),
+            (_TOKEN, self.token),
+        )
+
+    @classmethod
+    def from_metadata(cls, metadata: Sequence[tuple[str, str | bytes]]) -> StreamBinding:
+        """Invert `to_metadata`, and ignore all other entries.
+
+        Raises ProtocolError when an entry is missing or malformed.
+        """
+        found = dict(metadata)
+        sender, token = found.get(_SENDER), found.get(_TOKEN)
+        if not isinstance(sender, str) or not 0 < len(sender) <= 64:
+            raise ProtocolError(f"stream metadata {_SENDER} is missing or malformed")
+        if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
+            raise ProtocolError(f"stream metadata {_TOKEN} is missing or malformed")
+        return cls(_decimal(found, _EPOCH), _decimal(found, _STAGE), sender, token)
+
+
+def ticket_metadata(ticket: bytes) -> tuple[tuple[str, bytes], ...]:
+    """Return the initial metadata that gives a caller its ticket."""
+    return ((_TICKET, ticket),)
+
+
+def ticket_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """Invert `ticket_metadata`. Raises ProtocolError when the ticket is missing or malformed."""
+    ticket = dict(metadata or ()).get(_TICKET)
+    if not isinstance(ticket, bytes) or len(ticket) != TICKET_BYTES:
+        raise ProtocolError("the worker sent no ticket for a data connection")
+    return ticket
+
+
+def _decimal(found: dict[str, str | bytes], name: str) -> int:
+    text = found.get(name)
+    if not isinstance(text, str) or not (text.isascii() and text.isdigit()) or len(text) > 19:
+        raise ProtocolError(f"stream metadata {name} is missing or not a number")
+    return int(text)
+
+
+PREAMBLE = b"MTPDATA\x01"
+"""The first bytes of a data connection. TLS and HTTP/2, the other protocols of the port, begin with other bytes."""
+
+
+def dial(
+    address: str, trust: NodeTrust | None, node: str, ticket: bytes, timeout: float
+) -> tuple[socket.socket, HopFigures]:
+    """Open a data connection to a worker and return it with the figures of the hop. Blocks for at most `timeout`.
+
+    With `trust` the worker must be of the same cluster and, if `node` is given, have that node id. Raises AccessError,
+    DeadlineError or WorkerLostError.
+    """
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    due = time.monotonic() + timeout
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection((host, port), timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with _ended_at(connection, due):
+            connection.sendall(PREAMBLE + ticket)
+            if trust is not None:
+                name = host_name(trust.identity.cluster, Role.WORKER, node)
+                connection = client_context(trust).wrap_socket(connection, server_hostname=name)
+            return connection, measure_hop(connection)
+    except (OSError, ProtocolError) as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise AccessError(f"{address} refuses: {error.verify_message}") from error
+        if time.monotonic() >= due or isinstance(error, TimeoutError):
+            raise DeadlineError(
+                f"opening a connection to {address} timed out after {timeout:g} s"
+            ) from error
+        text = with_advice(str(getattr(error, "strerror", None) or error))
+        raise WorkerLostError(f"{address} is lost: {text}") from error
+
+
+async def dial_on_thread(
+    address: str, trust: NodeTrust | None, node: str, ticket: bytes, timeout: float
+) -> tuple[socket.socket, HopFigures]:
+    """Call `dial` on a thread. If the caller is cancelled meanwhile, the thread closes the connection."""
+    dialled: Future[tuple[socket.socket, HopFigures]] = Future()
+    dialled.set_running_or_notify_cancel()  # from now on the cancellation of the caller leaves it alone
+
+    def work() -> None:
+        try:
+            dialled.set_result(dial(address, trust, node, ticket, timeout))
+        except Exception as error:
+            dialled.set_exception(error)
+
+    threading.Thread(target=work, name="dial", daemon=True).start()
+    try:
+        return await asyncio.wrap_future(dialled)
+    except asyncio.CancelledError:
+        dialled.add_done_callback(_close_connection)
+        raise
+
+
+def _close_connection(dialled: Future[tuple[socket.socket, HopFigures]]) -> None:
+    if dialled.exception() is None:
+        dialled.result()[0].close()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The place of one call in DataTickets. `connection` is the data connection once it is open."""
+
+    value: bytes
+    peer: NodeIdentity | None
+    connection: asyncio.Future[socket.socket]
+
+    async def wait_for_connection(self) -> socket.socket:
+        """Return the data connection of the call. Raises DeadlineError without one, and AccessError.
+
+        A connection that arrives as the call ends is closed.
+        """
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
+                return await asyncio.shield(self.connection)
+        except TimeoutError:
+            self.connection.add_done_callback(_close_delivered)
+            raise DeadlineError(
+                f"the caller opened no data connection within {FIRST_MESSAGE_SECONDS:g} s"
+            ) from None
+        except asyncio.CancelledError:
+            self.connection.add_done_callback(_close_delivered)
+            raise
+
+
+class DataTickets:
+    """The calls of a server that wait for their data connections. Only the event loop's thread calls its methods."""
+
+    def __init__(self, trust: NodeTrust | None) -> None:
+        self._trust = trust
+        self._issued: list[Ticket] = []
+
+    @contextmanager
+    def issued(self, peer: NodeIdentity | None) -> Iterator[Ticket]:
+        """Issue a ticket to the caller `peer`, for one connection while the block runs."""
+        future: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(secrets.token_bytes(TICKET_BYTES), peer, future)
+        self._issued.append(ticket)
+        try:
+            yield ticket
+        finally:
+            if ticket in self._issued:
+                self._issued.remove(ticket)
+            future.cancel()
+
+    def accept(self, value: bytes, connection: socket.socket) -> None:
+        """Complete the connection that presented the ticket `value`, on a thread, or close it."""
+        found = [t for t in self._issued if hmac.compare_digest(t.value, value)]
+        if not found:
+            log.warning("data connection refused: its ticket is unknown")
+            connection.close()
+            return
+        self._issued.remove(found[0])
+        loop = asyncio.get_running_loop()
+        work = threading.Thread(
+            target=self._complete,
+            args=(found[0], connection, loop),
+            name="data handshake",
+            daemon=True,
+        )
+        work.start()
+
+    def _complete(
+        self, ticket: Ticket, connection: socket.socket, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Do the server's part of the handshake. Runs on a thread of its own."""
+        error: ClusterError | None = None
+        try:
+            connection.settimeout(FIRST_MESSAGE_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with _ended_at(connection, time.monotonic() + FIRST_MESSAGE_SECONDS):
+                connection = self._secured(connection, ticket.peer)
+                answer_probes(connection)
+        except (OSError, ClusterError) as failure:
+            log.warning("data connection refused", extra={"error": str(failure)})
+            connection.close()
+            error = AccessError("the handshake of the data connection failed")
+        try:
+            loop.call_soon_threadsafe(_deliver, ticket, connection, error)
+        except RuntimeError:  # the loop has ended
+            connection.close()
+
+    def _secured(self, connection: socket.socket, peer: NodeIdentity | None) -> socket.socket:
+        """Return the connection over TLS, if this node belongs to a cluster. The peer must be the caller."""
+        if self._trust is None:
+            return connection
+        secured = server_context(self._trust).wrap_socket(connection, server_side=True)
+        try:
+            found = peer_identity(secured)
+            self._trust.check_peer(found)
+            if found != peer:
+                raise AccessError("the data connection is of another node than its call")
+        except AccessError:
+            secured.close()
+            raise
+        return secured
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection, so that a thread that reads from it or writes to it stops."""
+    with contextlib.suppress(OSError):
+        # Not the method of SSLSocket, which drops the encryption first.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _close_delivered(delivered: asyncio.Future[socket.socket]) -> None:
+    if not delivered.cancelled() and delivered.exception() is None:
+        delivered.result().close()
+
+
+def _deliver(ticket: Ticket, connection: socket.socket, error: ClusterError | None) -> None:
+    """Hand a connection to the call that waits for it. Runs on the event loop."""
+    if ticket.connection.done():
+        connection.close()
+    elif error is not None:
+        ticket.connection.set_exception(error)
+    else:
+        ticket.connection.set_result(connection)
+
+
+@contextmanager
+def _ended_at(connection: socket.socket, due: float) -> Iterator[None]:
+    """Shut `connection` down at `due` in `time.monotonic` unless the block ends before."""
+    # A copy, because TLS takes the socket out of the object that it wraps.
+    copy = connection.dup()
+    timer = threading.Timer(max(0.0, due - time.monotonic()), shut_down, (copy,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        copy.close()
+
+
+ROUND_TRIPS = 3
+"""Round trips that measure the delay. The shortest counts, because other work only makes them longer."""
+
+BURSTS = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Bytes of the bursts that measure the speed. The last one takes 3 ms at 10 Gbit/s."""
+
+LONG_ENOUGH_SECONDS = 4e-3
+"""Seconds. A burst that takes this long is the last one: a slow link is not delayed by longer ones."""
+
+PIECE_BYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class HopFigures:
+    """The figures of one hop: seconds in one direction, bytes a second, and the kind of the network interface."""
+
+    seconds: float
+    bytes_per_second: float
+    kind: str
+
+
+def measure_hop(connection: socket.socket) -> HopFigures:
+    """Return the figures of the hop that `connection` uses. Blocks; the caller bounds the time."""
+    shortest = math.inf
+    for _ in range(ROUND_TRIPS):
+        started = time.monotonic()
+        connection.sendall(b"?")
+        _receive(connection, 1)
+        shortest = min(shortest, time.monotonic() - started)
+    speed = 0.0
+    for nbytes in BURSTS:
+        started = time.monotonic()
+        connection.sendall(_LENGTH.pack(nbytes) + bytes(nbytes))
+        _receive(connection, 1)
+        seconds = time.monotonic() - started
+        speed = max(speed, nbytes / max(seconds - shortest, seconds / 2))
+        if seconds >= LONG_ENOUGH_SECONDS:
+            break
+    connection.sendall(_LENGTH.pack(0))
+    own, peer = connection.getsockname()[0], connection.getpeername()[0]
+    return HopFigures(shortest / 2, speed, interface_kind(own, peer))
+
+
+def answer_probes(connection: socket.socket) -> None:
+    """Do the server's part of `measure_hop`. Raises ProtocolError for more or longer bursts than BURSTS."""
+    for _ in range(ROUND_TRIPS):
+        connection.sendall(_receive(connection, 1))
+    for longest in (*BURSTS, 0):
+        (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+        if nbytes == 0:
+            return
+        if nbytes > longest:
+            raise ProtocolError(f"a burst of {nbytes} bytes exceeds {longest}")
+        left = nbytes
+        while left:
+            left -= len(_receive(connection, min(left, PIECE_BYTES)))
+        connection.sendall(b"!")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Return `count` bytes. Raises ProtocolError if the connection ends before."""
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ProtocolError("the connection ended during its handshake")
+        data += piece
+    return bytes(data)

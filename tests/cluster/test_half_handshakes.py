@@ -1,0 +1,80 @@
+"""Half TLS handshakes of strangers against a secured worker, a real process at a network address of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from coordinator.trust.cluster_trust import ClusterTrust
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.frame import VERSION
+from proto.rpc.channels import open_channel
+from proto.trust.node_trust import NodeTrust
+from tests.cluster.test_join import host as host
+from tests.support.processes.processes import ending, launch_worker
+
+CONNECTIONS = 3000
+"""Half handshakes. A configuration for every connection let a worker live for 204 of them."""
+
+OPEN_AT_ONCE = 30
+CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(5)
+DEADLINE = 120.0
+
+
+async def half_handshake(address: tuple[str, int], wait: float) -> None:
+    """Send the beginning of a ClientHello and leave `wait` seconds later."""
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(CLIENT_HELLO)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+            await asyncio.sleep(wait)
+        writer.transport.abort()
+
+
+async def strangers(address: tuple[str, int]) -> None:
+    """Make CONNECTIONS half handshakes, OPEN_AT_ONCE of them at once, with random ends."""
+    chance = random.Random(7)
+    waits = [chance.uniform(0, 0.02) for _ in range(CONNECTIONS)]
+    places = asyncio.Semaphore(OPEN_AT_ONCE)
+
+    async def visit(wait: float) -> None:
+        async with places:
+            await half_handshake(address, wait)
+
+    async with asyncio.timeout(DEADLINE):
+        await asyncio.gather(*(visit(wait) for wait in waits))
+
+
+async def describe(address: str, trust: NodeTrust) -> pb.WorkerInfo:
+    """Ask the worker at `address` for its description, over a new connection."""
+    channel: grpc.aio.Channel = open_channel(address, trust)
+    async with channel:
+        request = pb.DescribeRequest(protocol_version=VERSION)
+        answer: pb.WorkerInfo = await pb_grpc.WorkerStub(channel).Describe(request, timeout=20)
+        return answer
+
+
+@pytest.mark.smoke
+async def test_half_handshakes_crash_nothing(host: str, tmp_path: Path) -> None:
+    """A worker that strangers leave in mid-handshake lives, and still answers its coordinator."""
+    cluster = ClusterTrust.open(tmp_path / "state", create=True)
+    assert cluster is not None
+    async with cluster.listening(host, 0):  # has the token with which a worker of this user joins
+        worker = launch_worker(
+            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
+        )
+        await asyncio.to_thread(worker.wait_for, "worker ready")
+    with ending(worker):
+        address = str(worker.wait_for("worker ready")["address"])
+        name, _, port = address.rpartition(":")
+        await strangers((name, int(port)))
+        assert worker.running, worker.text()[-2000:]
+        info = await describe(address, cluster.trust)
+        assert info.name == "mac-1"

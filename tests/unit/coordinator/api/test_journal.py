@@ -1,0 +1,170 @@
+"""The journal: what it keeps, what it deletes, and what happens when the disk refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sqlite3
+import stat
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.api.journal import Database, Journal, Record, Retention
+
+SECRET = "a prompt that nobody else may read"
+
+
+def record(answer_id: str, *, created: int | None = None, text: str = SECRET) -> Record:
+    """Return an answer in progress."""
+    return Record(
+        id=answer_id,
+        owner="me",
+        model="f",
+        created=int(time.time()) if created is None else created,
+        body=text,
+        request={"prompt": [1, 2], "params": {"seed": 2**64 - 1, "logit_bias": {3: 0.5}}},
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "journal" / "answers.db"
+
+
+@pytest.fixture
+async def journal(file: Path) -> AsyncIterator[Journal]:
+    journal = Journal(file)
+    yield journal
+    await journal.close()
+
+
+def bytes_on_disk(file: Path) -> bytes:
+    """Return the content of the database and of the files beside it."""
+    return b"".join(one.read_bytes() for one in sorted(file.parent.iterdir()))
+
+
+async def test_records_and_tokens_outlive_the_process(journal: Journal, file: Path) -> None:
+    """A second journal over the same file has the record with all tokens; only the owner reads the files."""
+    journal.save(record("a"))
+    journal.append_tokens("a", 0, (5, 6))
+    journal.append_tokens("a", 2, (2**32 - 1,))
+    schema = {"maximum": 10**40, "minimum": -(2**63) - 1, "half": "\ud800"}
+    journal.save(replace(record("b"), ended=True, result=schema, events=[b"1", b"2"]))
+    await journal.close()
+    modes = {stat.S_IMODE(one.stat().st_mode) for one in file.parent.iterdir()}
+    assert modes == {0o600}
+    again = Journal(file)
+    (found,) = await again.unfinished()
+    assert found == replace(record("a", created=found.created), tokens=(5, 6, 2**32 - 1))
+    ended = await again.find("b")
+    assert ended is not None
+    assert (ended.result, ended.events, ended.tokens) == (schema, [b"1", b"2"], ())
+    await again.close()
+
+
+async def test_a_deleted_answer_leaves_no_byte(journal: Journal, file: Path) -> None:
+    """The owner and the tokens of a deleted answer are neither in the database nor in its log."""
+    owner = "an-owner-that-zlib-cannot-shrink-0123456789"
+    journal.save(replace(record("gone"), owner=owner))
+    journal.append_tokens("gone", 0, (0x41424344,) * 8)
+    assert await journal.find("gone") is not None
+    assert b"DCBADCBA" in bytes_on_disk(file)
+    await journal.delete("gone")
+    assert await journal.find("gone") is None
+    assert b"DCBADCBA" not in bytes_on_disk(file)
+    assert b"gone" not in bytes_on_disk(file)
+
+
+async def test_retention_by_age_and_size(file: Path) -> None:
+    """Old answers are deleted, then the oldest ones above the size; one in progress stays."""
+    now = int(time.time())
+    journal = Journal(file, Retention(seconds=3600, nbytes=1000))
+    journal.save(record("in progress", created=now - 7200))
+    journal.save(replace(record("old", created=now - 7200), ended=True))
+    for number in range(4):
+        content = random.Random(number).randbytes(300).hex()
+        journal.save(replace(record(f"n{number}", created=now + number, text=content), ended=True))
+    found = [
+        one for one in ("in progress", "old", "n0", "n1", "n2", "n3") if await journal.find(one)
+    ]
+    await journal.close()
+    assert found[0] == "in progress"
+    assert "old" not in found
+    assert "n3" in found
+    assert "n0" not in found
+
+
+async def test_a_full_disk_ends_the_journal_but_not_the_answers(
+    journal: Journal, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier answers stay readable, later ones are kept in memory, and the log has one warning."""
+    journal.save(replace(record("before"), ended=True))
+    journal.save(record("during"))
+    assert await journal.find("before") is not None
+    await journal._ask(lambda database: database._connection.execute("PRAGMA max_page_count=1"))
+    for number in range(3):
+        large = random.Random(number).randbytes(20_000).hex()
+        journal.save(replace(record(f"after {number}", text=large), ended=True))
+        assert await journal.find(f"after {number}") is not None
+    journal.append_tokens("during", 0, (1,))
+    journal.save(replace(record("during"), ended=True, result={"done": 1}))
+    found = await journal.find("during")
+    assert found is not None
+    assert found.result == {"done": 1}
+    assert await journal.find("before") is not None
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [r.message.partition(":")[0] for r in warnings] == ["journal off"]
+
+
+async def test_two_coordinators_do_not_share_a_journal(
+    journal: Journal, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one keeps its answers in memory and says so, and continues none of the first one's."""
+    journal.save(record("first"))
+    assert len(await journal.unfinished()) == 1
+    second = Journal(file)
+    assert await second.unfinished() == []
+    assert "another coordinator" in vars(caplog.records[-1])["reason"]
+    await second.close()
+
+
+def test_an_unusable_file_is_reported(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged file, or one of a later release, is left alone."""
+    file.parent.mkdir(parents=True)
+    for content in (b"no database, just text" * 100, None):
+        if content is None:
+            file.unlink()
+            with sqlite3.connect(file) as connection:
+                connection.execute("PRAGMA user_version=99")
+        else:
+            file.write_bytes(content)
+        before = file.read_bytes()
+        asyncio.run(save_and_find(Journal(file)))
+        assert file.read_bytes() == before
+    assert caplog.text.count("journal off") == 2
+
+
+async def save_and_find(journal: Journal) -> None:
+    """Use a journal once."""
+    journal.save(record("a"))
+    assert await journal.find("a") is not None
+    await journal.close()
+
+
+def test_a_failed_transaction_changes_nothing() -> None:
+    """An error in a batch leaves none of its changes."""
+    database = Database.in_memory()
+
+    def fail() -> None:
+        with database.transaction():
+            database.save(record("a"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert database.find("a") is None

@@ -1,0 +1,107 @@
+"""The verdict of `mtp-coord inspect` on a checkpoint's head is correct."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from coordinator.cli.checkpoint_commands import HeadHealth, assess_head
+from coordinator.schedule.local_generator import effective_mtp_mode
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.convert.convert import convert
+from mtp.checkpoint.convert.converted_weights import Settings
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.parts import head_norms
+from mtp.depth.controller import MtpMode
+from proto.errors import UsageError
+from tests.conftest import Checkpoints
+from tests.support.checkpoints.checkpoints import read_tensors
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Convert the built-in model."""
+    path = tmp_path_factory.mktemp("good") / "out"
+    convert(Checkpoint.open(checkpoint_dir()), path, Settings(dtype="float32"))
+    return path
+
+
+def with_head(good: Path, path: Path, shift: float) -> Path:
+    """Copy the checkpoint and add `shift` to the norms of its head."""
+    shutil.copytree(good, path)
+    head = mx.load(str(path / "mtp.safetensors"))
+    assert isinstance(head, dict)
+    mx.eval(head)
+    moved = {n: w + shift if w.ndim == 1 else w for n, w in head.items()}
+    mx.save_safetensors(str(path / "mtp.safetensors"), moved, {"format": "mlx"})
+    return path
+
+
+def examined(path: Path) -> HeadHealth:
+    return assess_head(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize("path", [checkpoint_dir(), None], ids=["raw", "converted"])
+def test_a_good_head_works(path: Path | None, good: Path) -> None:
+    """The built-in model's head is complete, and its norms are right."""
+    health = examined(path or good)
+    assert health.works
+    assert health.verdict == "head complete, and its norms look right"
+    assert health.head_norms == "as they should be"
+
+
+@pytest.mark.parametrize(
+    ("shift", "norms", "words"),
+    [
+        (-1.0, "not shifted", "norms look unshifted: the head is raw"),
+        (1.0, "shifted twice", "norms look double-shifted"),
+    ],
+)
+def test_wrong_norms_are_found(
+    good: Path, tmp_path: Path, shift: float, norms: str, words: str
+) -> None:
+    """Wrong norms are suspected, with the repair hint."""
+    path = with_head(good, tmp_path / "wrong", shift)
+    found = examined(path)
+    assert (found.works, found.head_norms) == (None, norms)
+    assert found.verdict.startswith(words)
+    assert f"Run mtp-coord add-mtp --replace --mlx-path {path}" in found.verdict
+
+
+def test_a_raw_model_with_a_converted_head(tmp_path: Path, good: Path) -> None:
+    """A converted head in a raw model is reported, because its norms would be shifted twice."""
+    path = tmp_path / "mixed"
+    shutil.copytree(checkpoint_dir(), path)
+    weights = read_tensors(path)
+    moved = {n: w + 1 if n.startswith("mtp.") and w.ndim == 1 else w for n, w in weights.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), moved, {"format": "pt"})
+    assert head_norms(Checkpoint.open(path)) == "shifted twice"
+    verdict = examined(path).verdict
+    assert verdict.startswith("norms look double-shifted. Download the checkpoint again")
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        (["mtp.fc.weight"], "Missing: mtp.fc.weight. Run mtp-coord add-mtp --replace --mlx-path"),
+        (None, "Missing: all 15 mtp.* tensors. Run mtp-coord add-mtp --mlx-path"),
+    ],
+)
+def test_drafts_without_a_complete_head_are_refused_with_a_repair_hint(
+    checkpoints: Checkpoints, tmp_path: Path, gone: list[str] | None, words: str
+) -> None:
+    """`--mtp 2` fails with the repair hint of inspect, with --replace if part of the head is present."""
+    path = tmp_path / "lost"
+    shutil.copytree(checkpoints(layout="mlx"), path)
+    weights = read_tensors(path)
+    for name in gone or [name for name in weights if name.startswith("mtp.")]:
+        del weights[name]
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    with pytest.raises(UsageError) as raised:
+        effective_mtp_mode(Checkpoint.open(path), MtpMode(2))
+    assert f"{words} {path} --hf-path RAW-CHECKPOINT. Or use --mtp off" in str(raised.value)

@@ -1,1 +1,0 @@
-"""Tests of `coordinator.models`: the catalog, the hub, the fit, and jobs."""

@@ -1,0 +1,253 @@
+"""The coordinator backs sequences up as often as failures suggest, and the next plan computes only what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from coordinator.cluster.capacity import Capacity
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.schedule.backups import CALM_PAUSE, MAX_IN_FLIGHT, STORM_PAUSE
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
+from coordinator.schedule.scheduler import Scheduler
+from mtp.depth.controller import Controller, MtpMode
+from proto.backup import LayerState, ReceivedStates
+from proto.errors import NotReadyError, WorkerLostError
+from proto.frame import BackUp, Frame, Op, RestoreBackup, RestorePrefix
+from tests.support.protocol.scheduler_drive import Drive
+from tests.support.protocol.simulation import ROOM, SimulatedPipeline, Timing, run_virtually
+from tests.support.stages.fake_last_stage import FakeLastStage, plain
+
+FEW = 4
+
+TRANSFER = 0.05
+"""Seconds of the transfer of a backup, besides its wait for the engine."""
+
+
+@dataclass
+class BackedPipeline(SimulatedPipeline):
+    """A simulated pipeline whose stages transfer backups, each in `transfer` seconds."""
+
+    makes_backups: bool = True
+    transfer: float = TRANSFER
+
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Return the newest backup of a sequence."""
+        if seq_id not in self.last.backups:
+            raise NotReadyError("the sequence has ended")
+        tokens, state = self.last.backups.pop(seq_id)
+        await asyncio.sleep(self.transfer)
+        return ReceivedStates(tokens, [state], TRANSFER)
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Keep a backup until the sequence is admitted."""
+        await asyncio.sleep(TRANSFER)
+        self.last.receive_backup(seq_id, states)
+
+
+@dataclass
+class FailingSource:
+    """A source whose pipelines fail `every` seconds. The next one is ready `down` seconds after a failure."""
+
+    timing: Timing
+    every: float
+    down: float
+    backups: bool
+    room: Capacity = ROOM
+    transfer: float = TRANSFER
+    epoch: int = 0
+    present: SimulatedPipeline | None = None
+
+    async def acquire(self) -> Pipeline:
+        """Return the next pipeline."""
+        if self.epoch:
+            await asyncio.sleep(self.down)
+        self.epoch += 1
+        last = FakeLastStage(self.epoch)
+        self.present = BackedPipeline(
+            self.timing,
+            last,
+            self.epoch,
+            self.room,
+            makes_backups=self.backups,
+            transfer=self.transfer,
+        )
+        return self.present
+
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Forget the failed pipeline."""
+        self.present = None
+
+
+def backups_of(frames: list[Frame]) -> list[BackUp]:
+    """Return the backups that frames make."""
+    return [op for frame in frames for op in frame.ops if isinstance(op, BackUp)]
+
+
+def run(drive: Drive, seconds: float) -> list[Frame]:
+    """Run a drive for `seconds` of its clock, a second for each returned frame. Return the frames sent."""
+    first, until = len(drive.stage.seen), drive.now + seconds
+    drive.fill()
+    while drive.stage.in_flight and drive.now < until:
+        drive.back()
+        drive.fill()
+    return drive.stage.seen[first:]
+
+
+def test_a_new_plan_computes_what_the_backup_lacks() -> None:
+    """After a change of plan, a sequence continues from its backup, and its tokens are those of the whole answer."""
+    drive = Drive(stages=2, depth=2)
+    prompt = range(1, 90)
+    seq_id = drive.submit(prompt, 150)
+    run(drive, 60)
+    kept = drive.scheduler.backups.tokens_of(seq_id)
+    assert kept > len(prompt)
+    drive.new_plan(FakeLastStage(1), stages=3)
+    drive.run()
+    ops = [op for frame in drive.stage.seen for op in frame.ops]
+    assert RestoreBackup(seq_id, kept) in ops
+    first = next(s for frame in drive.stage.seen for s in frame.segments)
+    assert first.position == kept
+    assert drive.tokens(seq_id) == plain(prompt, 150)
+    assert drive.scheduler.backups.kept == {}, "an answer that has ended has no backup"
+
+
+def test_backups_pause_in_proportion_to_their_transfer() -> None:
+    """A calm cluster makes few backups, and after a failure it makes more."""
+    drive = Drive()
+    drive.backup_seconds = 10.0
+    drive.submit(range(40), 800)
+    calm = backups_of(run(drive, 10 * CALM_PAUSE))
+    drive.scheduler.backups.record_failure(drive.now)
+    stormy = backups_of(run(drive, 10 * STORM_PAUSE * 5))
+    assert len(calm) == 1
+    assert 2 <= len(stormy) <= 5
+
+
+def test_sequences_are_backed_up_while_others_wait_for_their_transfer() -> None:
+    """Backups of several sequences are in flight, each of another one. A large one is alone."""
+    drive = Drive(stages=3)
+    for i in range(6):
+        drive.submit(range(60 + i), 40)
+    most = 0
+    with patch("coordinator.schedule.backups.CALM_PAUSE", 0.0):
+        while drive.fill() or drive.stage.in_flight:
+            backups = drive.scheduler.backups
+            most = max(most, len(backups.in_flight))
+            frames = [made.frame for made in backups.in_flight.values()]
+            assert len(set(frames)) == len(frames), "a frame makes one backup"
+            drive.back()
+        assert 1 < most <= MAX_IN_FLIGHT
+        drive.submit(range(60), 40)
+        drive.submit(range(61), 40)
+        with patch("coordinator.schedule.backups.BYTES_IN_FLIGHT", 0):
+            while drive.fill() or drive.stage.in_flight:
+                assert len(drive.scheduler.backups.in_flight) <= 1
+                drive.back()
+
+
+def test_the_oldest_answer_is_rebuilt_first() -> None:
+    """After a change of plan the oldest answer continues while younger ones still wait for their prefill."""
+    drive = Drive()
+    ids = [drive.submit(range(10), 30) for _ in range(FEW)]
+    run(drive, 12)
+    assert all(drive.tokens(seq_id) for seq_id in ids)
+    before = {seq_id: len(drive.tokens(seq_id)) for seq_id in ids}
+    drive.scheduler.backups.record_failure(drive.now)
+    drive.new_plan(FakeLastStage(1))
+    while len(drive.tokens(ids[0])) == before[ids[0]]:
+        drive.fill()
+        drive.back()
+    assert [len(drive.tokens(i)) for i in ids[1:]] == [before[i] for i in ids[1:]]
+    drive.run()
+    assert all(drive.tokens(seq_id) == plain(range(10), 30) for seq_id in ids)
+
+
+def test_a_client_that_leaves_takes_its_backup() -> None:
+    """A sequence that is cancelled while its backup waits on the stages leaves nothing there."""
+    drive = Drive()
+    seq_id = drive.submit(range(60), 40)
+    run(drive, 30)
+    assert drive.scheduler.backups.tokens_of(seq_id)
+    drive.new_plan(FakeLastStage(1))
+    drive.scheduler.cancel_sequence(seq_id)
+    drive.run()
+    assert drive.stage.received == {}
+    assert drive.scheduler.backups.kept == {}
+
+
+PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)
+PROMPT, PREFIX = tuple(range(200)), 192
+"""A prompt, and the tokens of it that the stages save as a prefix entry."""
+
+
+def ops_of(frames: list[Frame]) -> list[Op]:
+    """Return the operations of frames."""
+    return [op for frame in frames for op in frame.ops]
+
+
+def test_a_prompt_is_not_computed_again_by_the_next_plan() -> None:
+    """Its backup outlives its sequence and its plan. A new sequence restores it, and the stages save it again."""
+    drive = Drive(room=PREFIX_ROOM)
+    drive.submit(PROMPT, 5)
+    drive.run()
+    assert drive.scheduler.backups.kept == {}
+    drive.new_plan(FakeLastStage(1), room=PREFIX_ROOM)
+    seq_id = drive.submit(PROMPT, 50)
+    kept = drive.scheduler.backups.kept[seq_id]
+    assert kept.tokens == PREFIX
+    drive.stage.receive_backup(seq_id, kept.states)
+    drive.scheduler.waiting[0].await_backup(kept.tokens)
+    drive.run()
+    restored = ops_of(drive.stage.seen)
+    assert RestoreBackup(seq_id, PREFIX) in restored
+    assert next(s for frame in drive.stage.seen for s in frame.segments).position == PREFIX
+    assert drive.tokens(seq_id) == plain(PROMPT, 50)
+    backed_up = [op for op in restored if isinstance(op, BackUp)]
+    assert all(op.start >= PREFIX for op in backed_up), "the coordinator has the prefix"
+    again = drive.submit(PROMPT, 5)
+    drive.run()
+    ops = ops_of(drive.stage.seen)
+    assert any(isinstance(op, RestorePrefix) and op.seq_id == again for op in ops)
+
+
+async def tokens_of(loop: GenerationLoop, request: GenerationRequest) -> list[int]:
+    """Return the tokens of the answer to `request`."""
+    events = [event async for event in generate(loop, request)]
+    return [token for e in events if isinstance(e, TokenChunk) for token in e.tokens]
+
+
+def test_the_loop_restores_the_prompt_of_a_new_request() -> None:
+    """A request after a change of plan computes only the end of a known prompt. One that leaves leaves no backup."""
+
+    async def work() -> tuple[list[int], list[Frame]]:
+        """Ask twice, and let the plan fail in between."""
+        clock = asyncio.get_running_loop().time
+        source = FailingSource(Timing(2), every=1e6, down=0.1, backups=True, room=PREFIX_ROOM)
+        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+        loop = GenerationLoop(source, scheduler, clock)
+        await loop.start()
+        request = GenerationRequest(PROMPT, 20)
+        await tokens_of(loop, request)
+        assert source.present is not None
+        source.present.fail(WorkerLostError("a fault"))
+        await asyncio.sleep(1.0)
+        leaving = asyncio.create_task(tokens_of(loop, request))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await asyncio.sleep(1.0)
+        assert source.present.last.received == {}, "the stages keep no backup of a client that left"
+        tokens = await tokens_of(loop, request)
+        await loop.close()
+        return tokens, source.present.last.seen
+
+    tokens, seen = run_virtually(work())
+    assert tokens == plain(PROMPT, 20)
+    assert min(s.position for frame in seen for s in frame.segments) == PREFIX

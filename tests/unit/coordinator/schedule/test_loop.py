@@ -1,0 +1,225 @@
+"""Tests of the generation loop over pipelines that fail and change, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from coordinator.cluster.pipeline import Pipeline, PipelineSource
+from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop
+from coordinator.schedule.prompts import Limits
+from coordinator.schedule.request import (
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    TokenChunk,
+    generate,
+)
+from coordinator.schedule.scheduler import FrameOutcome, Scheduler
+from coordinator.status.cluster_status import ClusterStatus
+from mtp.depth.controller import Controller, MtpMode
+from proto.errors import ClusterError, StaleEpochError, WorkerLostError
+from proto.frame import Frame
+from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
+from tests.support.stages.fake_last_stage import plain
+
+PROMPT = (1, 2, 3)
+
+
+class Failing:
+    """A source whose first pipelines fail with the given errors as soon as they are acquired."""
+
+    def __init__(self, errors: list[ClusterError]) -> None:
+        self.errors = errors
+        self.lost = 0
+
+    async def acquire(self) -> Pipeline:
+        pipeline = SimulatedPipeline(Timing(2), epoch=self.lost)
+        pipeline.last.epoch = self.lost
+        if self.lost < len(self.errors):
+            pipeline.fail(self.errors[self.lost])
+        return pipeline
+
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        self.lost += 1
+
+
+class Breaking(Failing):
+    """A source whose only pipeline fails, and which raises when the loop asks for another."""
+
+    async def acquire(self) -> Pipeline:
+        if self.lost:
+            raise RuntimeError("out of memory")
+        return await super().acquire()
+
+
+async def events(errors: list[ClusterError]) -> list[GenerationEvent]:
+    """Return all events of one request."""
+    return await heard(Failing(errors))
+
+
+def told(found: list[GenerationEvent]) -> list[int]:
+    return [token for event in found if isinstance(event, TokenChunk) for token in event.tokens]
+
+
+async def heard(
+    source: PipelineSource, scheduler: Scheduler | None = None
+) -> list[GenerationEvent]:
+    scheduler = scheduler or Scheduler(Limits(100), Controller(MtpMode(1)))
+    loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+    await loop.start()
+    try:
+        return [event async for event in generate(loop, GenerationRequest(PROMPT, 10))]
+    finally:
+        await loop.close()
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [WorkerLostError("gone")] * (MAX_FAILURES - 1),
+        [StaleEpochError("replaced")] * 3 * MAX_FAILURES,
+        [StaleEpochError("replaced"), WorkerLostError("gone")] * (MAX_FAILURES - 1),
+    ],
+)
+def test_a_request_outlives_plans(errors: list[ClusterError]) -> None:
+    """A few failed plans, and any number of replaced ones, change no token."""
+    found = run_virtually(events(errors))
+    assert told(found) == plain(PROMPT, 10)
+
+
+def test_a_request_that_no_plan_survives_ends() -> None:
+    """After MAX_FAILURES failed plans the request ends with an error, and the next plan serves."""
+    found = run_virtually(events([WorkerLostError("gone")] * MAX_FAILURES))
+    (end,) = [event for event in found if isinstance(event, Finished)]
+    assert end.reason == "error"
+    assert "in a row" in (end.error or "")
+
+
+def test_a_source_that_raises_ends_the_waiting_requests() -> None:
+    """Any exception of the source ends the waiting requests. No request waits without end."""
+    (end,) = run_virtually(heard(Breaking([WorkerLostError("gone")])))
+    assert isinstance(end, Finished)
+    assert end.reason == "error"
+
+
+class Careless(Scheduler):
+    """A scheduler that raises once, on the frame after the first that returned."""
+
+    returned = 0
+
+    def apply_outcomes(self, frame: Frame, now: float) -> FrameOutcome:
+        self.returned += 1
+        return super().apply_outcomes(frame, now)
+
+    def next_frame(self, now: float) -> Frame | None:
+        if self.returned == 1:
+            self.returned += 1
+            raise KeyError("a bug")
+        return super().next_frame(now)
+
+
+def test_a_loop_that_raises_ends_its_requests_and_continues() -> None:
+    """After a bug between a returned frame and the next one, the client gets the tokens, then the error."""
+
+    async def two() -> tuple[list[GenerationEvent], list[GenerationEvent]]:
+        scheduler = Careless(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        request = GenerationRequest(PROMPT, 10)
+        try:
+            first = [event async for event in generate(loop, request)]
+            return first, [event async for event in generate(loop, request)]
+        finally:
+            await loop.close()
+
+    first, second = run_virtually(two())
+    assert told(first) == plain(PROMPT, 10)[:1]
+    assert isinstance(first[-1], Finished)
+    assert first[-1].reason == "error"
+    assert told(second) == plain(PROMPT, 10)
+
+
+def test_a_finished_request_gets_its_end_although_the_frame_breaks_the_loop() -> None:
+    """A client gets its last event although the frame that carries it breaks the loop.
+
+    The frame carries two sequences. The first one ends with its last token and leaves the scheduler. The outcome of the
+    second one is invalid.
+    """
+
+    async def last_events() -> list[GenerationEvent]:
+        scheduler = Scheduler(Limits(100), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        assert loop.pipeline is not None
+        receive = loop.pipeline.receive_frame
+
+        async def broken() -> Frame:
+            frame = await receive()
+            ending = scheduler.running.get(0)
+            if len(frame.segments) < 2 or ending is None or ending.remaining > 1:
+                return frame
+            first, second = frame.outcomes
+            return replace(frame, outcomes=(first, replace(second, token=None)))
+
+        async def last(number: int) -> GenerationEvent:
+            async with asyncio.timeout(3600):
+                request = GenerationRequest((1, 2, 3 + number), 5 + 3 * number)
+                return [event async for event in generate(loop, request)][-1]
+
+        with patch.object(loop.pipeline, "receive_frame", broken):
+            found = await asyncio.gather(*map(last, range(4)))
+        await loop.close()
+        return found
+
+    assert all(isinstance(event, Finished) for event in run_virtually(last_events()))
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_an_idle_loop_checks_the_scheduler_at_debug_level(
+    level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At debug level the loop asserts the scheduler's invariants when the pipeline is empty, otherwise never."""
+
+    async def serve_and_idle() -> None:
+        scheduler = Scheduler(Limits(100), Controller(MtpMode(1)))
+        loop = GenerationLoop(Failing([]), scheduler, asyncio.get_running_loop().time)
+        await loop.start()
+        assert [event async for event in generate(loop, GenerationRequest(PROMPT, 10))]
+        await asyncio.sleep(1)  # until the last frame, which evicts the sequence, has returned
+        await loop.close()
+
+    with (
+        caplog.at_level(level, "coordinator.schedule.loop"),
+        patch.object(Scheduler, "check", autospec=True) as check,
+    ):
+        run_virtually(serve_and_idle())
+    assert bool(check.called) == (level == logging.DEBUG)
+
+
+def test_a_status_shows_the_requests_and_the_plan() -> None:
+    """A status is the state of the loop at one moment, and does not change afterwards."""
+
+    async def statuses() -> list[ClusterStatus]:
+        source = Failing([])
+        scheduler = Scheduler(Limits(100, prefill_chunk=2), Controller(MtpMode(1)))
+        loop = GenerationLoop(source, scheduler, asyncio.get_running_loop().time)
+        found = [loop.status()]
+        await loop.start()
+        request = GenerationRequest(PROMPT, 10, request_id="r")
+        async for _ in generate(loop, request):
+            found.append(loop.status())
+        await loop.close()
+        return [*found, loop.status()]
+
+    before, *during, after = run_virtually(statuses())
+    assert (before.ready, after.ready) == (False, False)
+    assert all(one.ready and one.mtp == "1" for one in during)
+    assert during[0].running == 1 and after.running == 0
+    prompts = [prompt for one in during for prompt in one.prefilling]
+    assert {(one.request_id, one.total) for one in prompts} == {("r", len(PROMPT))}
+    assert during[0].kv_tokens == len(PROMPT) + 10 and after.kv_tokens == 0

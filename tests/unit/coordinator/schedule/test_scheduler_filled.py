@@ -1,0 +1,181 @@
+"""Tests of the filled pipeline: several windows of one sequence in flight, all but the first speculative.
+
+The text is that of plain decoding, and no stage holds a token that it should not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.schedule.request import GenerationRequest
+from mtp.depth.controller import Controller, MtpMode
+from mtp.depth.step_costs import Shape
+from proto.frame import Evict
+from proto.params import SamplingParams
+from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode
+from tests.support.stages.fake_last_stage import FakeLastStage, plain
+
+PROMPT = (1, 2, 3, 4, 5)
+
+
+def driven(stages: int, right: int = 3, out_of: int = 5, mtp: str = "filled") -> Drive:
+    """Return a driver of a filled pipeline."""
+    return Drive(stages=stages, stage=FakeLastStage(right=right, out_of=out_of), mtp=mtp)
+
+
+class Fixed(Controller):
+    """A controller that fills the pipeline with windows of `width` tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(MtpMode.parse("filled"))
+        self.width = width
+
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return windows of the fixed width."""
+        return Shape(self.width, fill)
+
+
+def max_in_flight(drive: Drive) -> int:
+    """Run to the end. Return the maximum number of valid windows of one sequence in flight."""
+    most = 0
+    drive.fill()
+    while drive.stage.in_flight:
+        most = max([most, *(len(s.windows_in_flight) for s in drive.scheduler.running.values())])
+        drive.back()
+        drive.fill()
+    return most
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("right", "out_of"), [(0, 5), (1, 2), (4, 5), (5, 5)])
+def test_one_stream_fills_every_stage(stages: int, right: int, out_of: int) -> None:
+    """One window per stage is in flight for any acceptance, and the text is that of plain decoding.
+
+    A single stage runs ahead, so it has two.
+    """
+    drive = driven(stages, right, out_of)
+    seq = drive.submit(PROMPT, tokens=40)
+    assert max_in_flight(drive) == max(2, stages)
+    assert drive.tokens(seq) == plain(PROMPT, 40)
+    assert not drive.stage.sequences
+
+
+def test_right_speculation_costs_one_frame_a_token() -> None:
+    """If every draft is right, no token is taken back, and each window of one token brings its token."""
+    drive = driven(4, right=5, out_of=5)
+    drive.scheduler.controller = Fixed(1)
+    seq = drive.submit(PROMPT, tokens=40)
+    drive.run()
+    assert drive.rollbacks == []
+    assert len([f for f in drive.stage.seen if is_decode(f)]) == 39
+    stats = drive.finished(seq).stats
+    assert stats.accepted == stats.drafted
+
+
+def test_a_misspeculation_is_broadcast_at_once() -> None:
+    """A misspeculation broadcasts a rollback at once.
+
+    It names the first invalidated window, with accepted length 0, and the number of tokens in all invalidated windows.
+    """
+    drive = driven(4, right=0)  # no draft is ever right
+    drive.scheduler.controller = Fixed(1)
+    drive.submit(PROMPT, tokens=10)
+    drive.run()
+    told = [r for r in drive.rollbacks if r.accepted_length == 0]
+    assert told and len(told) == len(drive.rollbacks)
+    assert max(r.trim for r in told) == 3
+    for window in told:
+        frame = next(
+            f for f in drive.stage.seen for s in f.segments if s.open and s.window == window.window
+        )
+        assert frame.segments[0].tokens != ()
+
+
+def test_a_prompt_that_comes_empties_the_stages_for_its_chunks() -> None:
+    """While a prompt is prefilled, a running stream sends one window at a time."""
+    drive = driven(4, right=5)
+    first = drive.submit(PROMPT, tokens=60)
+    for _ in range(10):
+        drive.fill()
+        drive.back()
+    drive.submit(range(1, 60), tokens=1)
+    seen = len(drive.stage.seen)
+    drive.fill()
+    late = [s for f in drive.stage.seen[seen:] for s in f.segments]
+    assert late and not any(s.open and s.seq_id == first for s in late)
+    drive.run()
+    assert drive.tokens(first) == plain(PROMPT, 60)
+
+
+def test_no_more_windows_than_there_is_memory_for() -> None:
+    """A plan with memory for two sequences has room for two open windows and two states: three windows of one.
+
+    With memory for one sequence the stages run ahead with a second window, but no draft is speculative.
+    """
+    for sequences, most in ((1, 2), (2, 3), (16, 8)):
+        room = replace(ROOM, sequences=sequences)
+        drive = Drive(stages=8, room=room, stage=FakeLastStage(right=5), mtp="filled")
+        drive.submit(PROMPT, tokens=40)
+        assert max_in_flight(drive) == most
+
+
+def test_the_ratio_rule_is_never_filled() -> None:
+    """The ratio rule needs the probabilities of the newest drafts, so no window takes drafts, and it runs ahead."""
+    drive = driven(4)
+    params = SamplingParams(temperature=0.7, acceptance="ratio")
+    drive.scheduler.submit(GenerationRequest(PROMPT, 20, params), 0.0)
+    assert max_in_flight(drive) == 2
+    assert not any(s.drafts for frame in drive.stage.seen for s in frame.segments)
+
+
+def test_a_stop_invalidates_the_windows_in_flight() -> None:
+    """Windows after the end of a text emit nothing, and the saved prefix is the state of the stages."""
+    expected = plain(PROMPT, 40)
+    for at in range(1, 39):
+        end = expected.index(expected[at])
+        room = replace(ROOM, prefix_bytes=10**6)
+        drive = Drive(stages=4, room=room, stage=FakeLastStage(right=5), mtp="filled")
+        seq = drive.submit(PROMPT, tokens=40, stop=[expected[at]])
+        drive.run()
+        assert drive.tokens(seq) == expected[:end]
+        assert drive.finished(seq).reason == "stop"
+        assert any(isinstance(op, Evict) for f in drive.stage.seen for op in f.ops)
+        assert not drive.stage.sequences
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_order_of_events(data: st.DataObject) -> None:
+    """Streams that start, leave and change the plan in any order keep the text of every remaining one."""
+    stages = data.draw(st.integers(2, 6))
+    make = st.builds(FakeLastStage, right=st.integers(0, 4), out_of=st.just(4))
+    drive = Drive(stages=stages, stage=data.draw(make), mtp="filled")
+    alive: dict[int, tuple[tuple[int, ...], int]] = {}
+    for _ in range(data.draw(st.integers(5, 40))):
+        match data.draw(
+            st.sampled_from(["submit", "send", "send", "back", "back", "leave", "plan"])
+        ):
+            case "submit" if len(alive) < 4:
+                prompt = tuple(data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=9)))
+                count = data.draw(st.integers(1, 15))
+                alive[drive.submit(prompt, tokens=count)] = prompt, count
+            case "send":
+                drive.send()
+            case "back" if drive.stage.in_flight:
+                drive.back()
+            case "leave" if alive:
+                seq = data.draw(st.sampled_from(sorted(alive)))
+                del alive[seq]
+                drive.scheduler.cancel_sequence(seq)
+            case "plan":
+                stage = data.draw(make)
+                stage.epoch = drive.stage.epoch + 1
+                drive.new_plan(stage, data.draw(st.integers(1, 6)))
+    drive.run()
+    for seq, (prompt, count) in alive.items():
+        assert drive.tokens(seq) == plain(prompt, count)
+    assert not drive.stage.sequences

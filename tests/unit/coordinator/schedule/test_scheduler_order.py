@@ -1,0 +1,229 @@
+"""Tests of the order of frames: chunked prefill, micro-batches, cancellation and refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from coordinator.schedule.request import Finished, PrefillProgress
+from proto.errors import CapacityError, ProtocolError, RequestError
+from proto.frame import Admit, Evict
+from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of, is_decode
+from tests.support.stages.fake_last_stage import plain
+
+# ---- micro-batches and chunks
+
+
+def test_chunks_of_a_prompt_are_pipelined() -> None:
+    """N + 1 chunks are in flight before the first returns, in order, and progress counts computed tokens."""
+    drive = Drive(stages=3)
+    seq_id = drive.submit(range(1, 31), tokens=1)
+    first = drive.fill()
+    assert len(first) == 4
+    drive.run()
+    chunks = chunks_of(drive.stage.seen)
+    assert [c.position for c in chunks] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert [t for c in chunks for t in c.tokens] == list(range(1, 31))
+    assert [c.sample for c in chunks] == [False] * 7 + [True]
+    progress = [e.done for e in drive.events[seq_id] if isinstance(e, PrefillProgress)]
+    assert progress == [4, 8, 12, 16, 20, 24, 28, 30]
+
+
+def test_prompts_share_a_frame_as_whole_chunks() -> None:
+    """Short prompts share a frame up to its limit of tokens, the oldest prompt first. None is cut for the limit."""
+    drive = Drive(limits=replace(LIMITS, prefill_chunk=6, step_tokens=8))
+    for _ in range(3):
+        drive.submit((1, 2, 3), tokens=1)
+    frames = [drive.send(), drive.send()]
+    found = [[(s.seq_id, s.width) for s in frame.segments] for frame in frames if frame is not None]
+    assert found == [[(0, 3), (1, 3)], [(2, 3)]]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_streams_do_not_stall_behind_a_long_prompt(stages: int) -> None:
+    """Between two windows of a running stream at most one chunk per stage is sent, and one more."""
+    drive = Drive(stages)
+    running = drive.submit(tokens=400)
+    for _ in range(3):
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    drive.submit(range(200), tokens=1)
+    while not drive.events[1] or not isinstance(drive.events[1][-1], Finished):
+        drive.fill()
+        drive.back()
+    kinds = [is_decode(f) for f in drive.stage.seen[start:] if f.segments]
+    assert kinds.count(False) == 50
+    longest = max(len(run) for run in "".join("d" if k else "p" for k in kinds).split("d"))
+    assert longest <= stages + 1
+    drive.scheduler.cancel_sequence(running)
+
+
+@pytest.mark.parametrize(("sequences", "stages"), [(4, 4), (8, 4), (5, 2), (3, 2), (7, 3)])
+def test_micro_batches_fill_the_pipeline_and_share_it(sequences: int, stages: int) -> None:
+    """c sequences on N <= c stages travel in N micro-batches of at most ⌈c/N⌉ rows.
+
+    All sequences get their turns.
+    """
+    drive = Drive(stages)
+    for i in range(sequences):
+        drive.submit((1, 2, i), tokens=100)
+    for _ in range(3 * sequences):  # every prompt is through
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    for _ in range(20 * stages):
+        drive.fill()
+        assert drive.stage.in_flight >= stages
+        drive.back()
+    frames = [f for f in drive.stage.seen[start:] if f.segments]
+    assert all(is_decode(f) and len(f.segments) <= -(-sequences // stages) for f in frames)
+    turns = Counter(s.seq_id for f in frames for s in f.segments)
+    assert len(turns) == sequences
+    assert max(turns.values()) - min(turns.values()) <= 2
+
+
+@pytest.mark.parametrize(("sequences", "stages"), [(2, 1), (8, 1), (8, 2), (16, 4)])
+def test_late_requests_join_full_micro_batches(sequences: int, stages: int) -> None:
+    """Requests that arrive one by one soon travel in N full micro-batches, like requests that arrive together."""
+    drive = Drive(stages)
+    for i in range(sequences):
+        drive.submit((1, 2, i), tokens=300)
+        drive.fill()
+        drive.back()
+    for _ in range(10 * sequences):
+        drive.fill()
+        drive.back()
+    start = len(drive.stage.seen)
+    for _ in range(10 * stages):
+        drive.fill()
+        drive.back()
+    rows = [len(f.segments) for f in drive.stage.seen[start:]]
+    assert sum(rows) / len(rows) == sequences / stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_prompts_do_not_wait_for_streams_to_end(stages: int) -> None:
+    """A chunk of a new prompt is sent in every round of the running streams, however many there are."""
+    drive = Drive(stages)
+    for i in range(8):
+        drive.submit((1, 2, i), tokens=500)
+        drive.fill()
+        drive.back()
+    for _ in range(30):
+        drive.fill()
+        drive.back()
+    late = drive.submit(range(1, 41), tokens=5)
+    for _ in range(11 * (stages + 2)):
+        drive.fill()
+        drive.back()
+    assert drive.tokens(late)
+
+
+def test_never_more_micro_batches_than_stages() -> None:
+    """At most N micro-batches and N + 1 chunks are in flight, also if sequences become ready one by one.
+
+    The stages may run one frame of a micro-batch ahead of the coordinator.
+    """
+    drive = Drive(stages=2, limits=replace(LIMITS, step_tokens=4))
+    for i in range(12):
+        drive.submit((1, 2, 3, i), tokens=50)
+    for _ in range(100):
+        drive.fill()
+        frames = [f for f in drive.stage.under_way if is_decode(f)]
+        micro_batches = Counter(tuple(s.seq_id for s in f.segments) for f in frames)
+        assert len(micro_batches) <= 2
+        assert max(micro_batches.values(), default=0) <= 2
+        assert drive.stage.in_flight - len(frames) <= 3
+        drive.back()
+
+
+# ---- cancellation
+
+
+def test_cancelled_while_waiting() -> None:
+    """A cancelled waiting sequence never reaches a stage."""
+    drive = Drive(room=replace(ROOM, sequences=1))
+    first, second = drive.submit(), drive.submit()
+    drive.fill()
+    drive.scheduler.cancel_sequence(second)
+    drive.run()
+    assert drive.tokens(first) == plain((1, 2, 3), 20)
+    assert not drive.events[second]
+    admitted = [op.seq_id for f in drive.stage.seen for op in f.ops if isinstance(op, Admit)]
+    assert admitted == [first]
+
+
+@pytest.mark.parametrize("prompt", [3, 30], ids=["decoding", "prefilling"])
+@pytest.mark.parametrize("returned", range(6))
+def test_cancelled_in_flight(prompt: int, returned: int) -> None:
+    """A cancelled running sequence is evicted with the next header, with or without frames in flight.
+
+    No event follows, and other sequences continue.
+    """
+    drive = Drive(stages=2, depth=2)
+    other = drive.submit((9, 9), tokens=30)
+    gone = drive.submit(range(1, prompt + 1), tokens=30)
+    drive.fill()
+    for _ in range(returned):
+        drive.back()
+        drive.fill()
+    assert gone in drive.stage.sequences
+    events = len(drive.events[gone])
+    drive.scheduler.cancel_sequence(gone)
+    frame = drive.send()
+    assert frame is not None
+    assert Evict(gone) in frame.ops
+    assert gone not in drive.stage.sequences
+    drive.run()
+    assert len(drive.events[gone]) == events
+    assert drive.tokens(other) == plain((9, 9), 30)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "param"),
+    [
+        ((), 5, "prompt"),
+        ((1,), 0, "max_tokens"),
+        (range(990), 11, "max_tokens"),
+        (range(1000), 1, "prompt"),
+    ],
+)
+def test_requests_that_can_never_be_served(prompt: Sequence[int], tokens: int, param: str) -> None:
+    """The error names the field, before the request is queued."""
+    drive = Drive()
+    with pytest.raises(RequestError) as caught:
+        drive.submit(prompt, tokens)
+    assert caught.value.param == param
+    assert drive.send() is None
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    """A full queue raises CapacityError with `retry_after`, and queued requests are served."""
+    drive = Drive(limits=replace(LIMITS, queue=2), room=replace(ROOM, sequences=1))
+    ids = [drive.submit(tokens=2)]
+    drive.send()
+    ids += [drive.submit(tokens=2), drive.submit(tokens=2)]
+    with pytest.raises(CapacityError) as caught:
+        drive.submit(tokens=2)
+    assert caught.value.retry_after > 0
+    drive.run()
+    assert all(drive.finished(i).reason == "length" for i in ids)
+
+
+@pytest.mark.parametrize("wrong", ["number", "outcomes"])
+def test_a_frame_out_of_order_is_refused(wrong: str) -> None:
+    """A frame that is not the oldest in flight, or lacks outcomes, raises ProtocolError."""
+    drive = Drive(stages=2)
+    drive.submit(range(1, 20))
+    drive.fill()
+    frame = drive.stage.come_back()
+    bad = replace(frame, number=1) if wrong == "number" else replace(frame, outcomes=())
+    with pytest.raises(ProtocolError):
+        drive.scheduler.apply_outcomes(bad, 1.0)

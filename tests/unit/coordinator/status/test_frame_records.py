@@ -1,0 +1,153 @@
+"""The records of frames: kinds, rates, stage times, shares of time, exact times and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.status.frame_records import FEWEST_FRAMES, MAX_RECORDS, RATE_SECONDS, FrameRecords
+from coordinator.status.frame_trace import COORDINATOR, ClockOffset, FrameTimes, ProcessTrace
+from mtp.depth.search import DraftResult
+from proto.errors import WorkerLostError
+from proto.frame import Admit, DropPrefix, Frame, Outcome, Segment
+from proto.frame_stamps import StageStep
+
+Pair = tuple[Segment, Outcome]
+
+PROMPT = Segment(0, 0, 0, (1, 2, 3)), Outcome(0, 0, 3)
+DECODE = Segment(0, 1, 5, (4,), open=True, sample=True), Outcome(0, 1, 1, 5)
+WINDOW = Segment(1, 1, 3, (4, 5, 6), open=True), Outcome(1, 1, 2, 9)
+INVALID = Segment(1, 2, 6, (7, 8), open=True, cancelled=True), Outcome(1, 2, 0, cancelled=True)
+AHEAD = Segment(2, 4, 9, (), open=True, sample=True, continues=True), Outcome(2, 4, 1, 5)
+
+
+def frame_of(
+    *pairs: Pair, number: int = 0, epoch: int = 1, us: Any = (1, 3), ops: Any = ()
+) -> Frame:
+    segments, outcomes = zip(*pairs, strict=True)
+    return Frame(epoch, number, ops, segments, outcomes, us)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "speculative", "expected"),
+    [
+        ([PROMPT], False, ("prompt", 3, 0)),
+        ([DECODE, AHEAD], False, ("decode", 2, 0)),
+        ([WINDOW], False, ("window", 3, 1)),
+        ([WINDOW], True, ("speculative", 3, 1)),
+        ([INVALID], True, ("invalidated", 2, 2)),
+        ([WINDOW, PROMPT], False, ("prompt", 6, 1)),
+    ],
+)
+def test_frames_by_kind(pairs: list[Pair], speculative: bool, expected: Any) -> None:
+    """Rejected drafts and invalidated windows are wasted rows. Drafts are counted by position."""
+    records, frame = FrameRecords(), frame_of(*pairs)
+    drafts = [DraftResult(1, True), DraftResult(2, False), DraftResult(1, False)]
+    records.record_frame(frame, 1.0, 1.1, speculative=speculative, draft_results=drafts)
+    (found,) = records.records
+    assert (found.kind, found.rows, found.wasted) == expected
+    assert (records.drafts.drafted, records.drafts.accepted) == ([2, 1], [1, 0])
+
+
+def test_the_newest_frames_that_computed_are_kept() -> None:
+    """The end of a sequence computes nothing. A reader that fell behind gets the newest records."""
+    records = FrameRecords()
+    records.record_frame(Frame(1, 0, stage_us=(1, 1)), 1.0, 1.1)
+    for number in range(MAX_RECORDS + 5):
+        records.record_frame(frame_of(DECODE, number=number), number, number + 0.1)
+    assert len(records.records) == MAX_RECORDS
+    last = MAX_RECORDS + 5
+    for number, most, expected in ((last - 2, 9, [last - 1, last]), (0, 1, [last]), (last, 9, [])):
+        assert [record.number for record in records.since(number, most)] == expected
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    """A prompt without a token adds nothing, old tokens leave, and one token is no endless rate."""
+    records = FrameRecords()
+    records.record_frame(frame_of(PROMPT), 0.0, 0.5)
+    records.record_frame(frame_of(PROMPT), 0.5, 1.0, tokens=1)
+    assert records.tokens_per_second(1.0) <= 10
+    records.record_frame(frame_of(WINDOW), 1.0, 2.0, tokens=3)
+    assert records.tokens_per_second(3.0) == pytest.approx(4 / 2)
+    assert records.tokens_per_second(2.0 + RATE_SECONDS + 0.1) == 0.0
+
+
+def test_stage_times_are_those_of_decode_steps_of_the_present_plan() -> None:
+    """Prompts do not count, and steps of an earlier plan count no more, even with as many stages."""
+    records = FrameRecords()
+    assert records.stage_ms() == ()
+    for us in ((1000, 3000), (2000, 5000)):
+        records.record_frame(frame_of(DECODE, us=us), 0.0, 0.1, tokens=1)
+    records.record_frame(frame_of(PROMPT, us=(90_000, 90_000)), 0.1, 0.2, tokens=1)
+    assert records.stage_ms() == (1.5, 4.0)
+    records.record_frame(frame_of(PROMPT, epoch=2), 0.2, 0.3)
+    assert records.stage_ms() == ()
+    records.record_frame(frame_of(DECODE, epoch=2, us=(500, 700)), 0.3, 0.4, tokens=1)
+    assert records.stage_ms() == (0.5, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("step", "length", "share"), [(0.04, 0.01, 0.25), (0.01, 0.02, 1.0), (1.0, 0.05, 1.0)]
+)
+def test_a_stage_is_busy_at_most_all_the_time(step: float, length: float, share: float) -> None:
+    """Overlapping frames count once, and time without frames does not count. Clocks differ a little."""
+    records = FrameRecords()
+    for number in range(4 * FEWEST_FRAMES):
+        assert (records.busy_shares() == []) == (number < FEWEST_FRAMES)
+        start = number * step
+        records.record_frame(frame_of(DECODE, number=number), start, start + 0.04)
+        records.records[-1].stages = ((start, start + length),) * 2
+    assert records.busy_shares() == pytest.approx([share, share], abs=0.03)
+    assert max(records.busy_shares()) <= 1
+    records.record_frame(frame_of(DECODE, epoch=2), 900.0, 901.0)
+    assert records.busy_shares() == []
+
+
+async def test_records_get_the_times_that_their_stages_measured() -> None:
+    """Only records that a page lacks are looked up. A stage that is lost or late leaves them without times."""
+    now = time.monotonic()
+    begun = ((1, 0, now - 2.98), (1, 1, now - 2.95), (2, 0, now - 0.97))  # stage 1 is late
+    asked: list[float] = []
+
+    async def collect(seconds: float) -> list[ProcessTrace]:
+        asked.append(seconds)
+        if len(asked) == 1:
+            raise WorkerLostError("stage 1 is lost")
+        times: dict[int, list[FrameTimes]] = {COORDINATOR: [], 1: [], 0: []}
+        for number, stage, start in begun:
+            steps = [0] * len(StageStep)
+            steps[StageStep.STARTED] = int(start * 1e9)
+            steps[StageStep.ENCODED] = int((start + 0.01) * 1e9)
+            times[stage].append(FrameTimes(1, number, 1, tuple(steps)))
+        return [ProcessTrace("", stage, ClockOffset(), tuple(t)) for stage, t in times.items()]
+
+    records = FrameRecords()
+    await records.add_exact_times(0, collect)
+    assert asked == []
+    for number, age in ((1, 3), (2, 1)):
+        records.record_frame(frame_of(DECODE, number=number), now - age, now - age + 0.1)
+    await records.add_exact_times(0, collect)
+    assert not any(record.stages for record in records.records)
+    await records.add_exact_times(0, collect)
+    first, second = (sum(record.stages, ()) for record in records.records)
+    assert first == pytest.approx((now - 2.98, now - 2.97, now - 2.95, now - 2.94))
+    assert not second
+    await records.add_exact_times(1, collect)
+    assert [int(seconds) for seconds in asked] == [3, 3, 1]
+
+
+def test_log_lines_hold_no_tokens(caplog: Any) -> None:
+    """They have positions, counts and times. Tokens are the user's text."""
+    secret = 77_777
+    drafted = Outcome(3, 12, 1, secret, drafts=(secret,))
+    pairs = (Segment(3, 12, 140, (secret, secret), open=True), drafted), PROMPT, INVALID
+    frame = frame_of(*pairs, number=6, us=(1500, 2000), ops=(Admit(3, 8, 4), DropPrefix(5)))
+    with caplog.at_level(logging.DEBUG, "coordinator.frames"):
+        FrameRecords().record_frame(frame, 0.0, 0.1)
+    (line,) = caplog.records
+    assert (line.number, line.stage_ms, line.ops) == (6, "1.5+2.0", "admit 3, drop 5")
+    assert line.segments == "3.12@140 accepted 1/2 drafts 1, 0.0@0 prompt 3, 1.2@6 invalidated"
+    assert str(secret) not in str(vars(line))

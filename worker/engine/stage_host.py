@@ -1,0 +1,299 @@
+"""The host of stages: the loading of stages on the engine thread, and the frames that run there.
+
+A worker and a coordinator that serves alone use the same host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.device import this_device
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from mtp.layers.layer import KVFormat
+from proto.errors import MemoryLimitError
+from proto.frame import Admit, Frame
+from proto.frame_stamps import FrameStamps, StampRing
+from proto.span import Span
+from proto.terminal.progress import OnProgress
+from worker.engine.engine_thread import EngineThread
+from worker.engine.hardware import (
+    CacheTrimmer,
+    release_weights,
+    trim_allocator,
+    warn_of_emulated_bfloat16,
+    wire_weights,
+)
+from worker.engine.stage_engine import BegunFrame, Budget, StageEngine
+from worker.engine.warm_up import warm_up
+from worker.model.loader import DTYPES, load_stage
+from worker.model.stage import Stage
+from worker.model.verifier import Verifier
+
+log = logging.getLogger(__name__)
+
+FIRST_SECONDS = 30.0
+"""Seconds. Deadline of the first frame, and upper bound for a frame of a new size.
+
+Kernels are compiled and pages are read then, and the speed of the machine is unknown.
+"""
+
+NEW_SIZE_SECONDS = 2.0
+"""Seconds added for the first frame of a size, whose kernels may have to be compiled."""
+
+SLACK = 4.0
+"""Factor over the usual time of a size, for other programs, swapping and a hot machine."""
+
+VOCABULARY_SECONDS = 20.0
+"""Seconds added for a frame that brings a vocabulary. The last stage prepares 250,000 tokens in about 1.4 s."""
+
+SMOOTHING = 0.2
+"""Weight of the newest frame in the usual time."""
+
+Size = tuple[int, int]
+"""The rows and the farthest position, as powers of two. The time of a pass depends on these."""
+
+
+class DeadlineEstimate:
+    """The learned times of frames by size. No deadline is below `least` seconds."""
+
+    def __init__(self, least: float = 0.0) -> None:
+        self._least = least
+        self._usual: dict[Size, float] = {}
+
+    def seconds(self, frame: Frame) -> float:
+        """Return the deadline of `frame` in seconds."""
+        extra = VOCABULARY_SECONDS if _brings_vocabulary(frame) else 0.0
+        return max(self._least, self._learned(frame)) + extra
+
+    def _learned(self, frame: Frame) -> float:
+        if not self._usual:
+            return FIRST_SECONDS
+        size = _size(frame)
+        if (usual := self._usual.get(size)) is not None:
+            return SLACK * usual
+        return min(FIRST_SECONDS, NEW_SIZE_SECONDS + SLACK * self._expected(size))
+
+    def _expected(self, size: Size) -> float:
+        """Return the expected seconds of a new size. The cost grows at most with rows times positions."""
+        rows, end = size
+        return min(
+            usual * 2.0 ** (max(0, rows - seen_rows) + max(0, end - seen_end))
+            for (seen_rows, seen_end), usual in self._usual.items()
+        )
+
+    def record_frame_time(self, frame: Frame, seconds: float) -> None:
+        """Record that `frame` took `seconds`."""
+        if _brings_vocabulary(frame):
+            return
+        size = _size(frame)
+        usual = self._usual.get(size, seconds)
+        self._usual[size] = usual + SMOOTHING * (seconds - usual)
+
+
+def _brings_vocabulary(frame: Frame) -> bool:
+    return any(isinstance(op, Admit) and op.vocabulary for op in frame.ops)
+
+
+def _size(frame: Frame) -> Size:
+    end = 0
+    for segment in frame.segments:
+        end = max(end, segment.position + segment.width)
+    return frame.rows.bit_length(), end.bit_length()
+
+
+PATIENCE = 0.5
+"""Share of a frame's time to wait for a frame that continues it. The device is busy for the whole of that time."""
+
+LONGEST_WAIT = 0.02
+"""Seconds. Upper bound of that wait."""
+
+OnDone = Callable[[Frame], None]
+OnError = Callable[[Exception], None]
+
+
+PART_SECONDS = 10.0
+"""Seconds. Deadline of reading one part of a stage, besides the time of its bytes."""
+
+PROBE_SECONDS = 600.0
+"""Seconds. Bound of the check of `--exact`. On CUDA it compiles each kernel of a quantization for up to a minute."""
+
+SLOWEST_DISK = 50e6
+"""Bytes per second of a slow network disk. It extends PART_SECONDS, the deadline of one part, by the part's size."""
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage of a plan. `dtype` None keeps the stored types; `kv_bits` None leaves keys and values unquantized.
+
+    With `mtp` the last stage has the MTP head, if the checkpoint has one. With `exact` a row has the same bits with any
+    rows beside it. `draft_vocab` is for the last stage.
+    """
+
+    span: Span
+    first: bool
+    last: bool
+    dtype: str | None = None
+    kv_bits: int | None = None
+    mtp: bool = True
+    exact: bool = False
+    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """A stage in memory. `weight_bytes` is the size of its weights in the files."""
+
+    spec: StageSpec
+    stage: Stage
+    weight_bytes: int
+
+
+class StageHost:
+    """The parts of a process that successive plans share. Construct it on the event loop that waits for the thread."""
+
+    def __init__(self) -> None:
+        self.thread = EngineThread()
+        self.stamps = StampRing()
+        """Stamps of the newest frames on the stages."""
+        self._deadlines = DeadlineEstimate(this_device().compile_seconds)
+        self._trimmer = CacheTrimmer()
+        self._usual = 0.0
+        """Seconds that the newest finished frame took."""
+        self.thread.on_idle = self._trimmer.clear_if_idle
+
+    # ---- on the engine thread
+
+    def load(
+        self,
+        open_checkpoint: Callable[[], Checkpoint],
+        spec: StageSpec,
+        on_progress: OnProgress | None,
+        *,
+        memory_limit: int | None = None,
+        wired: bool = True,
+    ) -> LoadedStage:
+        """Load a stage, after the memory of the one before is released.
+
+        The watchdog's deadline moves with each part. Raises MemoryLimitError before reading anything if the weights
+        exceed `memory_limit` bytes, the errors of `open_checkpoint`, and those of `load_stage`.
+        """
+        expect = self.thread.expect
+        expect(PART_SECONDS)
+        release_weights()
+        checkpoint = open_checkpoint()
+        sizes = checkpoint.part_bytes()
+        parts = checkpoint.stage_parts(
+            spec.span, first=spec.first, last=spec.last, with_head=spec.mtp
+        )
+        weight_bytes = sum(sizes[part] for part in parts)
+        if memory_limit is not None and weight_bytes > memory_limit:
+            raise MemoryLimitError(
+                f"layers {spec.span} take {weight_bytes:,} bytes, which exceeds the memory limit of {memory_limit:,}"
+            )
+        seconds = PART_SECONDS + max(sizes[part] for part in parts) / SLOWEST_DISK
+
+        def report(done: int, total: int) -> None:
+            """Extend the deadline and report the progress."""
+            expect(seconds)
+            if on_progress is not None:
+                on_progress(done, total)
+
+        modules = load_stage(
+            checkpoint,
+            spec.span,
+            first=spec.first,
+            last=spec.last,
+            dtype=DTYPES[spec.dtype] if spec.dtype else None,
+            with_head=spec.mtp,
+            on_progress=report,
+        )
+        if spec.last and spec.mtp and modules.head is None and checkpoint.mtp.announced:
+            log.warning(
+                "no MTP: config.json announces a head, but tensors of it are missing",
+                extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
+            )
+        wire_weights(wanted=wired)
+        if spec.exact:
+            expect(PROBE_SECONDS)
+        kv_format = KVFormat.of(checkpoint.config.head_dim, spec.kv_bits)
+        stage = Stage(modules, kv_format, exact=spec.exact, draft_vocab=spec.draft_vocab)
+        warn_of_emulated_bfloat16(stage.dtype)
+        warm_up(stage, first=spec.first, last=spec.last, expect=expect)
+        trim_allocator()
+        return LoadedStage(spec, stage, weight_bytes)
+
+    def make_engine(
+        self, loaded: LoadedStage, epoch: int, budget: Budget | None = None
+    ) -> StageEngine:
+        """Return an engine without sequences for plan `epoch`."""
+        stage, spec = loaded.stage, loaded.spec
+        verifier = (
+            Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if spec.last else None
+        )
+        return StageEngine(stage, epoch=epoch, first=spec.first, verifier=verifier, budget=budget)
+
+    @contextmanager
+    def timed(self, frame: Frame) -> Iterator[None]:
+        """Watch a frame that runs inside the block, and learn its time."""
+        self.thread.expect(self._deadlines.seconds(frame))
+        started = time.monotonic()
+        yield
+        self._deadlines.record_frame_time(frame, time.monotonic() - started)
+        self._trimmer.record_frame(frame)
+
+    def run_frame(
+        self,
+        engine: StageEngine,
+        frame: Frame,
+        stamps: FrameStamps,
+        on_done: OnDone,
+        on_error: OnError,
+    ) -> None:
+        """Begin `frame`, and finish it now or when the frame that continues it has begun.
+
+        Calls `on_done` with the frame for the next hop, or `on_error`.
+        """
+        if not (frame.continues and engine.can_run_ahead(frame)):
+            self.thread.run_deferred()
+        seconds = self._deadlines.seconds(frame)
+        self.thread.expect(seconds)
+        begun = _begin(engine, frame, stamps)
+        del engine  # after a failure no thread may keep its weights in memory
+        self.thread.run_deferred()
+        if isinstance(begun, Exception):
+            on_error(begun)
+            return
+        finish = partial(self._finish_frame, begun, seconds, on_done, on_error)
+        followed = frame.continues or self.thread.queued
+        if followed and begun.engine.can_run_ahead(frame):
+            self.thread.defer(finish, min(LONGEST_WAIT, PATIENCE * self._usual))
+        else:
+            finish()
+
+    def _finish_frame(
+        self, begun: BegunFrame, seconds: float, on_done: OnDone, on_error: OnError
+    ) -> None:
+        try:
+            self.thread.expect(seconds)
+            out = begun.finish()
+            on_done(out)
+            self._usual = out.stage_us[-1] / 1e6
+            self._deadlines.record_frame_time(out, self._usual)
+            begun.clean_up()
+        except Exception as error:
+            on_error(error)
+            return
+        self._trimmer.record_frame(out)
+
+
+def _begin(engine: StageEngine, frame: Frame, stamps: FrameStamps) -> BegunFrame | Exception:
+    try:
+        return engine.begin(frame, stamps)
+    except Exception as error:
+        return error

@@ -1,0 +1,92 @@
+"""The choice of the variant that computes each part of a stage. It is made once, when the stage is built."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mtp.device import this_device
+from mtp.layers.cuda.dense_rows import DenseRows
+from mtp.layers.cuda.pack import Packer
+from mtp.layers.cuda.packed_linear import FEW_ROWS
+from mtp.layers.exact import ExactProducts
+from mtp.layers.joined.join import Joiner
+from mtp.layers.layer import KVFormat
+from worker.model.loader import StageModules
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The chosen variants of a stage.
+
+    `summary` is for people, such as `64 packed, exact`. `split_rows` is the largest number of rows of a frame
+    whose windows and prompt chunks run together; None is any number.
+    """
+
+    summary: str
+    split_rows: int | None
+
+
+def choose_variants(modules: StageModules, kv_format: KVFormat, *, exact: bool) -> Variants:
+    """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
+
+    CUDA kernels compute what they can on NVIDIA GPUs. On Linux' CPUs joined products do, unless the stage is exact,
+    because exact mode probes MLX's own products. All else stays with mlx-lm's modules. With `exact`, a row has the same
+    bits with any rows beside it. Raises UsageError if that is impossible here.
+    """
+    device = this_device()
+    dtype = modules.dtype
+    split_rows = None
+    if device.variant == "cuda":
+        split_rows = FEW_ROWS
+        packer = Packer(dtype, kv_format)
+        if packer.works:
+            _pack(modules, packer)
+    elif device.variant == "joined" and not exact:
+        _join(modules, Joiner(dtype, modules.model_bytes))
+    if exact:
+        _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
+    mx.clear_cache()
+    kinds = Counter(layer.kind for layer in modules.layers)
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    summary += ", exact" if exact else ""
+    log.info(
+        "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}
+    )
+    return Variants(summary, split_rows)
+
+
+def _pack(modules: StageModules, packer: Packer) -> None:
+    modules.replace_layers(packer.layer)
+    if modules.lm_head is not None:
+        modules.lm_head = packer.projection(modules.lm_head)
+    elif modules.norm is not None and modules.embed_tokens is not None:
+        modules.embed_tokens = packer.embedding(modules.embed_tokens)
+
+
+def _join(modules: StageModules, joiner: Joiner) -> None:
+    modules.replace_layers(joiner.layer)
+    if modules.head is not None:
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            modules.head[name] = joiner.norm(modules.head[name])
+        modules.head.fc = joiner.projection(modules.head.fc)
+    if modules.norm is not None:
+        modules.norm = joiner.norm(modules.norm)
+    if modules.lm_head is not None:
+        modules.lm_head = joiner.projection(modules.lm_head)
+
+
+def _pin(modules: StageModules, products: ExactProducts) -> None:
+    """Make the layers and the unembedding exact. The MTP head stays: drafts do not change the answer."""
+    for layer in modules.layers:
+        layer.pin_exact(products)
+    if modules.lm_head is not None:
+        modules.lm_head = products.replaced(modules.lm_head)
+    elif modules.norm is not None and modules.embed_tokens is not None:
+        modules.lm_head = products.tied_unembedding(modules.embed_tokens)
+    products.log_ranges()
