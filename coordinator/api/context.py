@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from coordinator.api.model_catalog import ModelLoader
-from coordinator.api.model_jobs import ModelAdmin
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
@@ -123,7 +122,6 @@ class Api:
     options: ApiOptions = field(default_factory=ApiOptions)
     replan: Callable[[], None] | None = None
     collect_trace: CollectTrace | None = None
-    model_admin: ModelAdmin | None = None
     model_loader: ModelLoader | None = None
     invite: Callable[[], Invitation] | None = None
     """A function that makes an invitation for a machine; None if machines cannot join."""

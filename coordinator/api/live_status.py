@@ -16,7 +16,6 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.status.cluster_status import (
     ClusterStatus,
     Health,
-    JobStatus,
     ModelStatus,
     NodeStatus,
 )
@@ -44,15 +43,12 @@ class LiveStatus:
         alone: Callable[[], NodeStatus],
         architecture: ModelStatus | None = None,
         machine: Callable[[], pb.MachineState] = pb.MachineState,
-        jobs: Callable[[], tuple[JobStatus, ...]] = tuple,
     ) -> None:
         self.loop = loop
         self.architecture = architecture
         self.alone = alone
         self.machine = machine
         """A function that returns the state of this machine."""
-        self.jobs = jobs
-        """A function that returns the jobs on models."""
         self.manager = manager
         self.model = model
         self._started = loop.clock()
@@ -68,7 +64,6 @@ class LiveStatus:
             nodes=self._nodes(loop),
             uptime_seconds=self.loop.clock() - self._started,
             architecture=self.architecture,
-            jobs=self.jobs(),
             **self._cluster_fields(),
         )
 

@@ -1,79 +1,21 @@
-"""The models on this machine and on the hub, and whether one fits the cluster."""
+"""The models on this machine."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.cluster.capacity import plan_capacity, reserve_bytes
-from coordinator.cluster.model_costs import model_costs
-from coordinator.cluster.plan import NodeSpec, Workload, make_plan
 from coordinator.status.cluster_status import LoadReport
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.resolve import BUILTIN, cached_repos, find_model
-from mtp.checkpoint.hub.search import is_repo_name
 from proto.errors import CheckpointError, ClusterError
 
-CONTEXTS = (4096, 32_768, 131_072, 262_144)
-"""Tokens. The contexts that a fit is computed for, from a short chat to a long document."""
-
-SEQUENCES = 1
-"""Requests at once. With more, each has a part of the context."""
-
-
-@dataclass(frozen=True)
-class StageFit:
-    """The part of the model that one machine would hold. `layers` is inclusive, such as `0-31`."""
-
-    node: str
-    layers: str
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
-class ModelFit:
-    """The fit of one model. `context` is the largest one of a single request, in tokens; 0 if the model does not fit.
-
-    `contexts` has for each of CONTEXTS whether it fits. `tokens_per_second` is an estimate for one answer without
-    drafts. It counts only the reads of weights, at the memory speed that each machine measured. `problem` says why the
-    model does not fit.
-    """
-
-    context: int = 0
-    contexts: tuple[tuple[int, bool], ...] = ()
-    tokens_per_second: float = 0.0
-    stages: tuple[StageFit, ...] = ()
-    problem: str = ""
-
-
-def fit_model(checkpoint: Checkpoint, nodes: Sequence[NodeSpec]) -> ModelFit:
-    """Return the fit of a model on `nodes`, from its headers alone."""
-    longest = checkpoint.config.max_positions
-    costs = model_costs(checkpoint, with_head=checkpoint.mtp.complete)
-    workload = Workload(
-        kv_tokens=min(CONTEXTS[0], longest),
-        draft_depth=int(checkpoint.mtp.complete),
-        reserve_bytes=reserve_bytes(costs),
-    )
-    try:
-        plan = make_plan(costs, nodes, workload=workload)
-        room = plan_capacity(costs, plan.stages, longest, SEQUENCES, prefix_cache=False)
-    except ClusterError as error:
-        return ModelFit(problem=error.public)
-    context = min(longest, room.kv_tokens)
-    return ModelFit(
-        context,
-        tuple((one, one <= context) for one in CONTEXTS if one <= longest),
-        round(1 / plan.pass_seconds, 2) if plan.pass_seconds else 0.0,
-        tuple(StageFit(s.node, str(s.span), s.weight_bytes) for s in plan.stages),
-    )
-
-
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,127}")
+
+_REPO = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +35,11 @@ class ModelFacts:
     problem: str = ""
     family: str = ""
     """The `model_type` of the checkpoint."""
+
+
+def is_repo_name(name: str) -> bool:
+    """Return whether `name` has the form owner/name."""
+    return bool(_REPO.fullmatch(name)) and ".." not in name
 
 
 class Catalog:
@@ -175,7 +122,7 @@ class ModelLoader(Protocol):
         ...
 
     async def list_models(self) -> list[ModelFacts]:
-        """Return the models on this machine that can be served."""
+        """Return the models on this machine, with the problems of those that cannot be served."""
         ...
 
     def can_load(self, name: str) -> bool:

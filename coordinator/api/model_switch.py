@@ -16,20 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.api.model_catalog import ModelFacts
-from coordinator.api.model_jobs import ModelAdmin
+from coordinator.api.model_catalog import Catalog, ModelFacts
 from coordinator.api.served_parts import OpenedModel, ServedParts, ServeOptions, served_model
 from coordinator.cluster.local_pipeline import LocalSource
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.pipeline import PipelineSource
 from coordinator.status.cluster_status import LoadPhase, LoadReport
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
-from proto.errors import BusyError, ClusterError, MemoryLimitError, NotReadyError, StaleEpochError
+from proto.errors import (
+    BusyError,
+    ClusterError,
+    DeadlineError,
+    MemoryLimitError,
+    NotReadyError,
+    StaleEpochError,
+)
 
 log = logging.getLogger(__name__)
 
 LIST_SECONDS = 10.0
 """Seconds for which the list of models is kept, because reading it takes many small reads of the disk."""
+
+DISK_SECONDS = 30.0
+"""Seconds. Bounds reading the headers of all models on a cold disk."""
 
 FINISH_SECONDS = 60.0
 """Seconds. Time for open answers to finish before the model changes. Later they end with an error."""
@@ -61,10 +70,11 @@ class Host(Protocol):
 class ModelSwitch:
     """The changes of the model of one server, one at a time."""
 
-    def __init__(self, host: Host, admin: ModelAdmin, first: OpenedModel) -> None:
+    def __init__(self, host: Host, catalog: Catalog, first: OpenedModel) -> None:
         self._host = host
-        self._admin = admin
-        self._catalog = admin.catalog
+        self._catalog = catalog
+        self._reading = asyncio.Lock()
+        """Only one thread reads the disk at a time, because a thread cannot be cancelled."""
         self._arguments = {first.name: first.options.model}
         """The models that were served, by name: their directory or repo."""
         self._listed: list[ModelFacts] = []
@@ -98,11 +108,16 @@ class ModelSwitch:
 
     async def list_models(self) -> list[ModelFacts]:
         """See ModelLoader."""
-        now = asyncio.get_running_loop().time()
-        if now - self._listed_at > LIST_SECONDS:
-            found = await self._admin.list_models()
-            self._listed = [model for model in found if not model.problem]
-            self._listed_at = now
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(DISK_SECONDS), self._reading:
+                if clock() - self._listed_at > LIST_SECONDS:
+                    self._listed = await asyncio.to_thread(self._catalog.list_models)
+                    self._listed_at = clock()
+        except TimeoutError:
+            raise DeadlineError(
+                f"reading the models: no answer within {DISK_SECONDS:g} s. Try again"
+            ) from None
         listed = {model.name for model in self._listed}
         served = [ModelFacts(name) for name in self._arguments if name not in listed]
         return [*served, *self._listed]

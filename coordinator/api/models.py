@@ -123,7 +123,7 @@ async def _loadable(api: Api) -> list[Json]:
             "max_model_len": found.context or None,
         }
         for found in await api.model_loader.list_models()
-        if found.name not in api.model.listed_names
+        if not found.problem and found.name not in api.model.listed_names
     ]
 
 

@@ -7,13 +7,11 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.api.context import api_of
-from coordinator.api.model_jobs import ModelAdmin
-from coordinator.api.request_body import Body, keys_are_set, read_body, require_json
+from coordinator.api.request_body import keys_are_set, require_json
 from coordinator.web.page import feed_of
 from proto.errors import AccessError, NotReadyError, RequestError
 
@@ -90,62 +88,15 @@ async def trace(request: Request) -> Response:
 
 cluster_router = APIRouter(prefix="/v1/cluster")
 
-MAX_NAME = 200
-"""Characters of a model's name."""
-
-
-class JobBody(Body):
-    """The repo to download."""
-
-    model: str = Field(min_length=1, max_length=MAX_NAME)
-
-
-def admin_of(request: Request) -> ModelAdmin:
-    """Return the models of the server. Raises NotReadyError before the server has any."""
-    admin = api_of(request).model_admin
-    if admin is None:
-        raise NotReadyError("this server has no models to manage")
-    return admin
-
 
 @cluster_router.get("/models")
 async def models(request: Request) -> Response:
-    """List the models on this machine."""
-    admin = admin_of(request)
-    found = await admin.list_models()
-    return JSONResponse({"served": admin.served, "models": [asdict(one) for one in found]})
-
-
-@cluster_router.get("/hub")
-async def hub(request: Request) -> Response:
-    """Search the hub for the text in `search`. Without a text, list the supported families."""
-    found = await admin_of(request).search(request.query_params.get("search", ""))
-    return JSONResponse({"models": [asdict(one) for one in found]})
-
-
-@cluster_router.get("/fit")
-async def fit(request: Request) -> Response:
-    """Return the facts of the model named by `model`, and whether and how it fits this cluster."""
-    name = request.query_params.get("model", "")
-    if not 0 < len(name) <= MAX_NAME:
-        raise RequestError(f"model: give a name of 1 to {MAX_NAME} characters", param="model")
-    facts, found = await admin_of(request).fit(name)
-    return JSONResponse({"model": asdict(facts), "fit": asdict(found)})
-
-
-@cluster_router.post("/jobs")
-async def start_job(request: Request) -> Response:
-    """Start a download. Its progress is in the status, under `jobs`."""
-    require_json(request)
-    body = await read_body(request, JobBody)
-    return JSONResponse(asdict(admin_of(request).download(body.model)), status_code=202)
-
-
-@cluster_router.delete("/jobs/{number}")
-async def cancel_job(request: Request, number: int) -> Response:
-    """Cancel the running download `number`."""
-    admin_of(request).downloads.cancel(number)
-    return JSONResponse({"status": "cancelled"})
+    """List the models on this machine, and the name of the served one."""
+    api = api_of(request)
+    if api.model_loader is None:
+        raise NotReadyError("this server has no models to manage")
+    found = await api.model_loader.list_models()
+    return JSONResponse({"served": api.model.id, "models": [asdict(one) for one in found]})
 
 
 @cluster_router.post("/invitations")

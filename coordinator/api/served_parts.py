@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,12 @@ from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal, Retention
 from coordinator.api.live_status import LiveStatus, trace_report
-from coordinator.api.model_catalog import Catalog, ModelLoader, quantization_text
-from coordinator.api.model_jobs import ModelAdmin
+from coordinator.api.model_catalog import ModelLoader, quantization_text
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.cluster.local_pipeline import LocalModel, LocalPipelines
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.pipeline import PipelineSource
-from coordinator.cluster.plan import NodeSpec
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.cluster.worker_client import ConnectionPolicy
@@ -220,7 +218,6 @@ class LastingParts:
     api_options: ApiOptions
     journal: Journal
     manager: ClusterManager | None
-    admin: ModelAdmin
     switch: ModelLoader
     invite: Callable[[], Invitation] | None
 
@@ -268,7 +265,7 @@ class ServedParts:
         self.loop = GenerationLoop(
             source, Scheduler(limits, Controller(model.mode), model.vocabulary)
         )
-        manager, admin = lasting.manager, lasting.admin
+        manager = lasting.manager
         status = LiveStatus(
             self.loop,
             manager,
@@ -276,7 +273,6 @@ class ServedParts:
             model.local.status,
             model_status(model.checkpoint),
             model.local.machine_state,
-            lambda: tuple(admin.downloads.jobs),
         )
         api = Api(
             self.loop,
@@ -286,7 +282,6 @@ class ServedParts:
             lasting.api_options,
             manager.replan if manager else None,
             partial(trace_report, self.loop),
-            admin,
             lasting.switch,
             lasting.invite,
         )
@@ -313,23 +308,3 @@ class ServedParts:
         else:
             await self.stored_answers.fail_all(error)
         await self.loop.close("the server is shutting down" if error is None else error.public)
-
-
-CONVERTED = "models"
-"""Folder of the state directory for converted models, which are served by their names."""
-
-
-def model_admin(
-    options: ServeOptions, served: str, manager: ClusterManager | None, local: LocalPipelines
-) -> ModelAdmin:
-    """Return the administration of models. Without usable workers a fit is computed for this process alone."""
-
-    def nodes() -> Sequence[NodeSpec]:
-        """Return the machines that a plan may use now, without pinned layers, which belong to the served model."""
-        usable = manager.view.usable() if manager else []
-        if usable:
-            return [NodeSpec(m.name, m.memory_limit, m.speed) for m in usable]
-        status = local.status()
-        return [NodeSpec(status.name, status.memory_limit or 0)]
-
-    return ModelAdmin(Catalog(options.state / CONVERTED), served, nodes)

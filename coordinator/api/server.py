@@ -25,6 +25,7 @@ from coordinator.api.context import ApiOptions
 from coordinator.api.download import ModelDownload
 from coordinator.api.http_server import HostCheck, HttpServer
 from coordinator.api.journal import Journal
+from coordinator.api.model_catalog import Catalog
 from coordinator.api.model_switch import ModelSwitch
 from coordinator.api.served_parts import (
     LastingParts,
@@ -32,7 +33,6 @@ from coordinator.api.served_parts import (
     ServedParts,
     ServeOptions,
     make_manager,
-    model_admin,
     served_name,
 )
 from coordinator.cluster.local_pipeline import LocalSource
@@ -108,6 +108,9 @@ def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFile
     digest = fingerprint(from_pem(chain)[0]).hex()
     return TlsFiles(files / "server.pem", files / "server.key", digest)
 
+
+CONVERTED = "models"
+"""Folder of the state directory for converted models, which are served by their names."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in proto/terminal/console.py."""
@@ -243,15 +246,12 @@ class _Server:
         self, model: OpenedModel, source: PipelineSource, stack: AsyncExitStack
     ) -> ServedParts:
         trust, join_address = self.trust, self.options.join_address
-        admin = model_admin(self.options, model.name, self.manager, model.local)
-        stack.push_async_callback(admin.downloads.close)
-        switch = ModelSwitch(self, admin, model)
+        switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
         stack.push_async_callback(switch.close)
         self._lasting = LastingParts(
             self.api_options,
             self.journal,
             self.manager,
-            admin,
             switch,
             partial(make_invitation, trust) if trust and join_address else None,
         )
@@ -268,7 +268,6 @@ class _Server:
         """See Host."""
         assert self._lasting is not None
         self._end_pages()  # they reconnect to the app that serves the model
-        self._lasting.admin.served = parts.model.name
         self.parts = parts
         parts.app.state.live_feed.collect = parts.loop.collect_trace
         parts.app.state.live_feed.start()

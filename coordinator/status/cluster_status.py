@@ -7,24 +7,6 @@ from typing import Literal, Protocol
 
 from mtp.depth.search import SearchReport
 
-JobState = Literal["running", "done", "failed", "cancelled"]
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """One download of a model. `done` of `total` bytes are on this disk; `total` is 0 before the first progress.
-
-    `detail` is the error, for people.
-    """
-
-    number: int
-    model: str
-    state: JobState = "running"
-    done: int = 0
-    total: int = 0
-    detail: str = ""
-
-
 LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
 
 
@@ -163,7 +145,6 @@ class ClusterStatus:
     workers_wanted: int | None = None
     architecture: ModelStatus | None = None
     mtp_choices: tuple[SearchReport, ...] = ()
-    jobs: tuple[JobStatus, ...] = ()
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:

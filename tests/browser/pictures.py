@@ -82,7 +82,6 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
             page.check("input[name=tint]")
     if view == "models":
         watched.show("models")
-        page.click(".model-row button:has-text('Fit')")
     watched.show(view)
     page.wait_for_timeout(4000)
     path = FOLDER / f"page-{name}.png"

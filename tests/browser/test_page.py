@@ -303,17 +303,18 @@ def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     assert "median" in page.locator(".chart:has-text('Time to first token')").inner_text()
 
 
-def test_models_are_listed_planned_and_loaded(opened: WatchedPage) -> None:
-    """The view has the models of this machine, and the planner's answer, and changes the model."""
-    # The browser reports the refused invitation, and requests while the model changes.
-    opened.expected += ("403", "503")
+def test_models_are_listed_and_loaded(opened: WatchedPage) -> None:
+    """The view has the models of this machine, refuses a path, and changes the model."""
+    # The browser reports the refused name and invitation, and requests while the model changes.
+    opened.expected += ("400", "403", "503")
     shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     opened.show("models")
     page = opened.page
     row = page.locator(".model-row:has-text('builtin')")
     expect(row).to_contain_text("served")
-    row.get_by_role("button", name="Fit").click()
-    expect(row.locator(".model-panel")).to_contain_text("Fits with up to")
+    page.fill("input[name=repo]", "../etc")
+    page.click("text=Download and load")
+    expect(page.locator("#view-models")).to_contain_text("not found")
     page.click("text=Create a line")
     expect(page.locator("#view-models")).to_contain_text("mtp-coord key create")
     other = page.locator(".model-row:has-text('copy')")

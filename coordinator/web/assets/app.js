@@ -17,7 +17,7 @@ const views = {
   chat: new ChatView(byId("view-chat"), live),
   timeline: new TimelineView(byId("view-timeline"), live),
   speed: new SpeedView(byId("view-speed"), live),
-  models: new ModelsView(byId("view-models"), live),
+  models: new ModelsView(byId("view-models")),
   connect: new ConnectView(byId("view-connect"), live),
 };
 let shown = "";

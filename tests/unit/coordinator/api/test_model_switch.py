@@ -114,10 +114,9 @@ def switch_of(host: Host) -> ModelSwitch:
             raise CheckpointError(f"{name}: not found")
         return None if "repo" in name else Path("models") / name
 
-    catalog = SimpleNamespace(find_path=find_path, directory=Path("cache"))
-    admin: Any = SimpleNamespace(catalog=catalog)
+    catalog: Any = SimpleNamespace(find_path=find_path, directory=Path("cache"))
     first: Any = host.parts.model
-    return ModelSwitch(host, admin, first)  # type: ignore[arg-type]
+    return ModelSwitch(host, catalog, first)  # type: ignore[arg-type]
 
 
 async def change(switch: ModelSwitch, name: str) -> LoadReport:
