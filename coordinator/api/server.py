@@ -297,8 +297,7 @@ async def _run(
         if starting.done():
             starting.result()  # raises the reason why there is no plan
             log.info("serving", extra={"url": f"{url}/v1", "model": model})
-            log.info("ask it with: mtp-coord generate --url %s --prompt 'Hello'", url)
-            log.info("watch it with: mtp-coord status --url %s", url)
+            log.info("chat with it and watch it at %s/", url)
         await http
     finally:
         starting.cancel()

@@ -24,12 +24,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "generate": (
         "generate_command",
-        "Generate text from one prompt, in this process or on a running cluster.",
+        "Generate text from one prompt in this process, without workers.",
     ),
     "serve": ("serve_command", "Serve a model to OpenAI clients at http://HOST:PORT/v1."),
     "status": (
         "cluster_commands",
-        "Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance.",
+        "Show a cluster: nodes, layers, memory, health, tokens a second, acceptance.",
     ),
     "load": ("cluster_commands", "Serve another model without a restart."),
     "replan": (

@@ -1,10 +1,9 @@
-"""The commands' side of the HTTP API: calls, event streams, and text as it is shown."""
+"""The commands' side of the HTTP API: calls and event streams."""
 
 from __future__ import annotations
 
 import json
 import ssl
-import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -152,42 +151,3 @@ def _refusal(url: str, status: int, body: bytes) -> ClusterError:
     if status >= 500:
         return WorkerLostError(f"the server failed with status {status}: {message}")
     return UsageError(f"the server refused the request: {message}")
-
-
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-
-
-class ShownText:
-    """The text printed so far. With `enabled` False nothing is printed."""
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.content = ""
-        self._enabled = enabled
-        self._terminal = sys.stdout.isatty()
-        self._in_reasoning = False
-
-    def show_reasoning(self, text: str) -> None:
-        """Print reasoning in dim characters on a terminal, and not at all in a pipe."""
-        if text and self._terminal:
-            self._in_reasoning = True
-            self._write(f"{DIM}{text}{PLAIN}")
-
-    def show_content(self, text: str) -> None:
-        """Print text of the answer. After reasoning it starts in a new paragraph."""
-        if not text:
-            return
-        if self._in_reasoning:
-            self._in_reasoning = False
-            self._write("\n\n")
-        self.content += text
-        self._write(text)
-
-    def end_line(self) -> None:
-        """End the last line, unless it has ended."""
-        if not self.content.endswith("\n"):
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        if self._enabled:
-            sys.stdout.write(text)
-            sys.stdout.flush()

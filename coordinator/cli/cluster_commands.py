@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -21,16 +18,11 @@ from rich.text import Text
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
-from proto.errors import ClusterError, DeadlineError, NotReadyError, ProtocolError, UsageError
+from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.progress import byte_bar, format_size
-
-REFRESH_SECONDS = 1.0
-"""Seconds between two looks at the server."""
 
 SHORT_DETAIL = 32
 """Characters. A longer reason is printed under the table, where it does not squeeze the columns."""
-
-_FIRST_TOKEN = re.compile(rb"^mtp_time_to_first_token_seconds_(sum|count)(?:{[^}]*})? (\S+)$", re.M)
 
 _COLOURS = {
     "ready": "green",
@@ -45,21 +37,18 @@ _COLOURS = {
 def status(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print once and exit, as in a pipe.")
-    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and exit.")
     ] = False,
 ) -> None:
-    """Show a live cluster: nodes, layers, memory, health, tokens a second, acceptance. Ctrl-C ends it.
+    """Show a cluster: nodes, layers, memory, health, tokens a second, acceptance. The page shows it live.
 
     **Health** of a node: `ready` runs its layers; `loading` reads them; `idle` is not in the plan and keeps
     loaded layers for the next one; `draining` is leaving; `refused` cannot serve; `lost` does not answer.
 
     **layers** are inclusive, as in 0-31. **ms a step** is the time of one decode step of that stage. **plan** counts
-    the plans since the start. **recoveries** counts plans that were replaced while serving. **first token** is the
-    mean time from a request to its first token. **acceptance** is the accepted share of the drafts at each position.
+    the plans since the start. **recoveries** counts plans that were replaced while serving. **acceptance** is the
+    accepted share of the drafts at each position.
     """
     url = server_url(url)
     if as_json:
@@ -67,35 +56,12 @@ def status(
         parse(reply)
         typer.echo(reply.decode())
         return
-    console = Console(emoji=False)
-    if once or not sys.stdout.isatty():
-        console.print(_look(url, api_key))
-        return
-    with Live(_look(url, api_key), console=console, screen=False) as live:
-        while True:
-            time.sleep(REFRESH_SECONDS)
-            live.update(_look(url, api_key))
-
-
-def _look(url: str, api_key: str | None) -> RenderableType:
-    return render(parse(fetch(url, api_key)), fetch_first_token(url, api_key))
+    Console(emoji=False).print(render(parse(fetch(url, api_key))))
 
 
 def fetch(url: str, api_key: str | None) -> bytes:
     """Return the body of `/status`. Raises the errors of `call`."""
     return call("GET", url, "/status", api_key)
-
-
-def fetch_first_token(url: str, api_key: str | None) -> float | None:
-    """Return the mean seconds to the first token from `/metrics`; None before the first answer."""
-    try:
-        body = call("GET", url, "/metrics", api_key)
-    except ClusterError:
-        return None
-    sums = {b"sum": 0.0, b"count": 0.0}
-    for name, value in _FIRST_TOKEN.findall(body):
-        sums[name] += float(value)
-    return sums[b"sum"] / sums[b"count"] if sums[b"count"] else None
 
 
 def parse(body: bytes) -> ClusterStatus:
@@ -109,17 +75,17 @@ def parse(body: bytes) -> ClusterStatus:
         ) from error
 
 
-def render(cluster: ClusterStatus, first_token: float | None = None) -> Group:
+def render(cluster: ClusterStatus) -> Group:
     """Return the cluster for a terminal: a table of facts, a table of nodes, and the long reasons."""
     reasons = [
         Text(f"{node.name} ({node.address}): {node.detail}")
         for node in cluster.nodes
         if len(node.detail) > SHORT_DETAIL
     ]
-    return Group(_facts(cluster, first_token), _nodes(cluster.nodes), *reasons)
+    return Group(_facts(cluster), _nodes(cluster.nodes), *reasons)
 
 
-def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
+def _facts(cluster: ClusterStatus) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -136,8 +102,7 @@ def _facts(cluster: ClusterStatus, first_token: float | None) -> Table:
         f"{_of(cluster.waiting, cluster.waiting_limit)} waiting",
     )
     table.add_row("K/V tokens", _of(cluster.kv_tokens, cluster.kv_limit))
-    first = "" if first_token is None else f", first token after {first_token:.2f} s"
-    table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}{first}")
+    table.add_row("tokens/s", f"{cluster.tokens_per_second:.1f}")
     table.add_row("MTP", f"{escape(cluster.mtp)}, acceptance {_acceptance(cluster)}")
     for prompt in cluster.prefilling:
         left = prompt.seconds_left

@@ -1,25 +1,21 @@
-"""`mtp-coord generate`: the answer to one prompt, in this process or from a running coordinator."""
+"""`mtp-coord generate`: the answer to one prompt, computed in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
-from coordinator.cli.client import KeyOption, ShownText, call, open_client, stream_events
 from coordinator.cli.options import DraftVocabOption, ExactOption, checked_exact
-from coordinator.schedule import request as generation
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -27,20 +23,52 @@ from coordinator.schedule.request import (
     GenerationEvent,
     GenerationRequest,
     GenerationStats,
-    PrefillProgress,
     TokenChunk,
 )
+from coordinator.schedule.request import generate as generate_events
 from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
-from proto.errors import ProtocolError, RequestError, UsageError, WorkerLostError
+from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.frame import TokenLogprob
 from proto.params import Acceptance, SamplingParams
 from proto.terminal import logs
 from proto.terminal.progress import byte_bar, format_size
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class ShownText:
+    """The text on stdout. Reasoning is dim on a terminal, and left out of a pipe."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self._terminal = sys.stdout.isatty()
+        self._in_reasoning = False
+
+    def show(self, parts: Sequence[Part]) -> None:
+        """Print the parts. After reasoning, content starts in a new paragraph."""
+        for part in parts:
+            match part:
+                case Reasoning(text) if self._terminal:
+                    self._in_reasoning = True
+                    self._write(f"{DIM}{text}{PLAIN}")
+                case Content(text) if text:
+                    self._write("\n\n" * self._in_reasoning + text)
+                    self._in_reasoning = False
+                    self.content += text
+
+    def end_line(self) -> None:
+        """End the last line, unless it has ended."""
+        if not self.content.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -51,60 +79,34 @@ class Prompt:
     thinking: bool | None = None
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """The source of a prompt. Raises UsageError unless exactly one of `text`, `file` and `tokens` is given."""
-
-    text: str | None
-    file: Path | None
-    tokens: str | None
-    raw: bool
-
-    def __post_init__(self) -> None:
-        given = sum(x is not None for x in (self.text, self.file, self.tokens))
-        if given != 1:
-            found = "none" if given == 0 else "more than one"
-            raise UsageError(
-                f"give one of PROMPT, --prompt, --prompt-file and --tokens; {found} was given"
-            )
-
-    def read_text(self) -> str:
-        """Return the text of the prompt. Raises UsageError for an unreadable file."""
-        assert self.tokens is None
-        if self.file is not None:
-            return _read_text(self.file)
-        assert self.text is not None
-        return self.text
-
-    def read_tokens(self, vocab_size: int, tokenizer: Tokenizer | None) -> Prompt:
-        """Return the prompt in tokens. Raises UsageError for an unreadable file and for unknown token ids."""
-        if self.tokens is not None:
-            return Prompt(_parse_tokens(self.tokens, vocab_size))
-        assert tokenizer is not None
-        text = self.read_text()
-        if self.raw:
-            return Prompt(tokenizer.encode(text))
+def encode_prompt(tokenizer: Tokenizer, text: str, *, raw: bool) -> Prompt:
+    """Return the prompt in tokens. Raises UsageError for an empty prompt, and for a model without a chat template."""
+    if raw:
+        prompt = Prompt(tokenizer.encode(text))
+    else:
         try:
-            prompt = tokenizer.chat_prompt([{"role": "user", "content": text}])
+            chat = tokenizer.chat_prompt([{"role": "user", "content": text}])
         except RequestError as error:
             raise UsageError(
                 f"{error}. Use --raw to continue the prompt without a template"
             ) from error
-        return Prompt(prompt.tokens, prompt.thinking)
+        prompt = Prompt(chat.tokens, chat.thinking)
+    if not prompt.tokens:
+        raise UsageError("the prompt is empty")
+    return prompt
 
 
-def _parse_tokens(text: str, vocab: int) -> tuple[int, ...]:
-    tokens = []
-    for word in text.split(","):
-        if not (word.strip().isascii() and word.strip().isdigit()):
-            raise UsageError(f"--tokens: {word!r:.40} is not a token id. Write 1,2,3")
-        if (token := int(word)) >= vocab:
-            raise UsageError(f"--tokens: {token} is not a token of this model, which has {vocab}")
-        tokens.append(token)
-    return tuple(tokens)
+def read_prompt(texts: Sequence[str | None], file: Path | None) -> str:
+    """Return the only given text, or the content of `file`; `-` is stdin.
 
-
-def _read_text(file: Path) -> str:
+    Raises UsageError unless exactly one is given, and for an unreadable file.
+    """
+    given = [text for text in texts if text is not None]
+    if len(given) + (file is not None) != 1:
+        found = "more than one" if given else "none"
+        raise UsageError(f"give one of PROMPT, --prompt and --prompt-file; {found} was given")
+    if file is None:
+        return given[0]
     try:
         data = sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()
         return data.decode()
@@ -122,24 +124,16 @@ class PrintedAnswer:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        stops: tuple[str, ...],
-        *,
-        stream: bool,
-        thinking: bool | None = None,
+        self, tokenizer: Tokenizer, stops: tuple[str, ...], *, stream: bool, thinking: bool | None
     ) -> None:
         self.tokens: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         self.stats = GenerationStats(0, 0)
-        self._shown = ShownText(enabled=stream)
-        self._tokenizer = tokenizer
-        self._parser: ChatParser | None = None
-        if tokenizer is not None and thinking is not None:
-            self._parser = ChatParser(tokenizer, thinking=thinking)
-        self._pieces = TextStream(tokenizer.text_bytes if tokenizer else _no_text, stops)
+        self._shown = ShownText() if stream else None
+        self._parser = None if thinking is None else ChatParser(tokenizer, thinking=thinking)
+        self._pieces = TextStream(tokenizer.text_bytes, stops)
 
     def add_event(self, event: GenerationEvent) -> None:
         """Add the tokens of an event. Raises WorkerLostError if the engine failed."""
@@ -164,18 +158,9 @@ class PrintedAnswer:
 
     def _add_piece(self, piece: Piece) -> None:
         self.text += piece.text
-        if self._parser is None:
-            self._shown.show_content(piece.text)
-        else:
-            self._show(self._parser.add(piece.text))
-
-    def _show(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            match part:
-                case Reasoning(text):
-                    self._shown.show_reasoning(text)
-                case Content(text):
-                    self._shown.show_content(text)
+        if self._shown is not None:
+            parser = self._parser
+            self._shown.show(parser.add(piece.text) if parser else [Content(piece.text)])
 
     def to_json(self) -> str:
         """Return the object that `--json` prints. `logprobs` is null unless requested."""
@@ -197,29 +182,14 @@ class PrintedAnswer:
         return json.dumps(result)
 
     def summarize(self) -> None:
-        """End the text on stdout, and print log-probabilities and figures on stderr."""
+        """End the text on stdout, and print the figures on stderr."""
+        assert self._shown is not None
         if self._parser is not None:
-            self._show(self._parser.finish())
-        if self._tokenizer is None:
-            typer.echo(",".join(map(str, self.tokens)))
-        else:
-            self._shown.end_line()
-            if self._parser is not None and self.text and not self._shown.content:
-                typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
-        for entry in self.logprobs:
-            others = " ".join(f"{self._name(t)} {p:.3f}" for t, p in entry.top)
-            typer.echo(f"{entry.logprob:8.3f}  {self._name(entry.token)}  ({others})", err=True)
+            self._shown.show(self._parser.finish())
+        self._shown.end_line()
+        if self._parser is not None and self.text and not self._shown.content:
+            typer.echo("the answer ended inside its reasoning; --json shows it", err=True)
         typer.echo(_figures(summary(self.stats, len(self.tokens)), self.reason or ""), err=True)
-
-    def _name(self, token: int) -> str:
-        if self._tokenizer is None:
-            return str(token)
-        return repr(self._tokenizer.token_bytes(token).decode(errors="replace"))
-
-
-def _no_text(token: int) -> bytes:
-    """Return no bytes: without a tokenizer, tokens have no text."""
-    return b""
 
 
 def summary(stats: GenerationStats, tokens: int) -> dict[str, Any]:
@@ -267,79 +237,6 @@ def _figures(figures: dict[str, Any], reason: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class RemoteRequest:
-    """One request. `fields` are those of the API; `raw` continues the text without a chat template."""
-
-    url: str
-    api_key: str | None
-    text: str
-    raw: bool
-    fields: dict[str, Any]
-
-
-def generate_remotely(request: RemoteRequest, *, as_json: bool) -> None:
-    """Print the answer to `request` as it arrives, and a summary on stderr. With `as_json` print one JSON object.
-
-    Raises the errors of `stream_events`, and UsageError for a malformed URL.
-    """
-    body = {"model": _served_model(request.url, request.api_key), **request.fields}
-    path = "/v1/completions" if request.raw else "/v1/chat/completions"
-    if request.raw:
-        body["prompt"] = request.text
-    else:
-        body["messages"] = [{"role": "user", "content": request.text}]
-    body["stream_options"] = {"include_usage": True}
-    shown = ShownText(enabled=not as_json)
-    usage: dict[str, Any] = {}
-    started, first, reason, reasoning = time.monotonic(), 0.0, "", ""
-    with open_client(request.url, request.api_key) as client:
-        for event in stream_events(client, path, body):
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                first = first or time.monotonic()
-                delta = choice.get("delta") or {"content": choice.get("text")}
-                reasoning += delta.get("reasoning_content") or ""
-                shown.show_reasoning(delta.get("reasoning_content") or "")
-                shown.show_content(delta.get("content") or "")
-                reason = choice.get("finish_reason") or reason
-    if as_json:
-        facts = {
-            "text": shown.content,
-            "reasoning": reasoning,
-            "finish_reason": reason,
-            "usage": usage,
-        }
-        typer.echo(json.dumps(facts))
-        return
-    shown.end_line()
-    _summarize(usage, reason, first - started, time.monotonic() - (first or started))
-
-
-def _served_model(url: str, api_key: str | None) -> str:
-    """Return the name of the model that the server serves."""
-    body = call("GET", url, "/v1/models", api_key)
-    try:
-        return str(json.loads(body)["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise ProtocolError(f"{url} lists no model. Give the --url of an mtp-coord serve") from None
-
-
-def _summarize(usage: dict[str, Any], reason: str, first: float, seconds: float) -> None:
-    """Print the figures of the answer on stderr, as a local `generate` does."""
-    tokens = usage.get("completion_tokens", 0)
-    details = usage.get("completion_tokens_details") or {}
-    accepted = details.get("accepted_prediction_tokens", 0)
-    drafted = accepted + details.get("rejected_prediction_tokens", 0)
-    drafts = f"{accepted} of {drafted} accepted" if drafted else "none"
-    typer.echo(
-        f"prompt      {usage.get('prompt_tokens', 0)} tokens, first token after {first:.2f} s\n"
-        f"generation  {tokens} tokens, {max(0, tokens - 1) / max(seconds, 1e-9):.1f} tokens/s, ended by {reason}\n"
-        f"drafts      {drafts}",
-        err=True,
-    )
-
-
 DEFAULT_TOKENS = 512
 """Tokens to generate without --max-tokens, or fewer if the context ends earlier."""
 
@@ -357,9 +254,6 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The same, as an option.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the prompt; '-' is stdin.")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="The prompt as token ids, separated by commas.")
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompt itself: no chat template.")
@@ -396,58 +290,26 @@ def generate(
     exact: ExactOption = False,
     draft_vocab: DraftVocabOption = "off",
     logprobs: Annotated[
-        int | None, typer.Option(help="Report log-probabilities, and those of N alternatives.")
+        int | None,
+        typer.Option(help="With --json: log-probabilities, and those of N alternatives."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; repeatable.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help="Ask the mtp-coord serve at this URL, and load no model here."),
-    ] = None,
-    api_key: KeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Generate text from one prompt, in this process or on a running cluster.
+    """Generate text from one prompt in this process, without workers.
 
     The text goes to stdout as it comes, a summary of speed, drafts and memory to stderr. Reasoning is dim on a terminal
     and left out of a pipe.
 
-    `mtp-coord generate "What is GatedDeltaNet?" --url http://127.0.0.1:8080`
+    `mtp-coord generate "What is GatedDeltaNet?" --model Qwen/Qwen3.5-4B`
     """
     logs.configure(logs.LogLevel.warning)
     stops = tuple(stop or ())
     if not all(stops):
         raise UsageError("--stop '': an empty string would end every text before it begins")
-    if text is not None and prompt is not None:
-        raise UsageError("give PROMPT or --prompt, not both")
-    source = PromptSource(prompt if text is None else text, prompt_file, tokens, raw)
-    if url is not None:
-        local = {
-            "--model": model,
-            "--tokens": tokens,
-            "--stages": stages if stages != 1 else None,
-            "--dtype": dtype,
-            "--kv-bits": kv_bits,
-            "--exact": exact or None,
-            "--draft-vocab": draft_vocab if draft_vocab != "off" else None,
-            "--mtp": mtp if mtp != "auto" else None,
-            "--acceptance": acceptance if acceptance != "coupled" else None,
-            "--logprobs": logprobs,
-        }
-        fields: dict[str, Any] = {
-            "temperature": temp,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-        }
-        fields |= {"max_tokens": max_tokens or DEFAULT_TOKENS}
-        fields |= {"stop": list(stops)} if stops else {}
-        _refuse_local_flags(local)
-        request = RemoteRequest(url, api_key, source.read_text(), raw, fields)
-        generate_remotely(request, as_json=as_json)
-        return
+    given = read_prompt((text, prompt), prompt_file)
     with naming_flags():
         params = SamplingParams(
             temp, top_k, top_p, min_p, seed=seed, logprobs=logprobs, acceptance=acceptance
@@ -456,31 +318,28 @@ def generate(
     with byte_bar("downloading the model") as on_progress:
         path = resolve_model(model or BUILTIN, on_progress)
     checkpoint = Checkpoint.open(path)
-    tokenizer = _tokenizer(checkpoint, needed=tokens is None or bool(stops))
-    opened = source.read_tokens(checkpoint.config.vocab_size, tokenizer)
-    request_here = _request(checkpoint, tokenizer, opened.tokens, max_tokens, params)
+    tokenizer = Tokenizer.load(path, checkpoint.config.eos_token_ids)
+    opened = encode_prompt(tokenizer, given, raw=raw)
+    request = _request(checkpoint, tokenizer, opened.tokens, max_tokens, params)
     answer = PrintedAnswer(tokenizer, stops, stream=not as_json, thinking=opened.thinking)
-    with Bars() as bars, naming_flags():
-        engine = local_generator(
-            checkpoint,
-            stages=stages,
-            dtype=None if dtype is None else getattr(mx, dtype),
-            mtp=mode,
-            kv_bits=None if kv_bits is None else int(kv_bits),
-            exact=checked_exact(exact, acceptance),
-            draft_vocab=DraftVocabularySize.parse(draft_vocab),
-            on_progress=bars.loading,
-        )
-        asyncio.run(_run(engine, request_here, answer, bars))
+    engine = partial(
+        local_generator,
+        checkpoint,
+        stages=stages,
+        dtype=None if dtype is None else getattr(mx, dtype),
+        mtp=mode,
+        kv_bits=None if kv_bits is None else int(kv_bits),
+        exact=checked_exact(exact, acceptance),
+        draft_vocab=DraftVocabularySize.parse(draft_vocab),
+    )
+    with naming_flags():
+        asyncio.run(_run(engine, request, answer))
     if as_json:
         typer.echo(answer.to_json())
     else:
         answer.summarize()
     if answer.reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
-
-
-# ---- in
 
 
 @contextmanager
@@ -497,32 +356,15 @@ def naming_flags() -> Iterator[None]:
         raise UsageError(f"{flag}{rest}" if rest != message else f"{flag}: {message}") from error
 
 
-def _refuse_local_flags(flags: Mapping[str, object]) -> None:
-    given = [flag for flag, value in flags.items() if value is not None]
-    if given:
-        raise UsageError(
-            f"--url: {', '.join(given)} of the server cannot be set from here. Leave it out"
-        )
-
-
-def _tokenizer(checkpoint: Checkpoint, *, needed: bool) -> Tokenizer | None:
-    """Return the tokenizer of the checkpoint; None if it has none and none is needed."""
-    if not needed and not (checkpoint.path / "tokenizer.json").exists():
-        return None
-    return Tokenizer.load(checkpoint.path, checkpoint.config.eos_token_ids)
-
-
 def _request(
     checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer,
     prompt: tuple[int, ...],
     max_tokens: int | None,
     params: SamplingParams,
 ) -> GenerationRequest:
     """Return the request. Raises UsageError for a prompt or answer longer than the context."""
     context = checkpoint.config.max_positions
-    if not prompt:
-        raise UsageError("the prompt is empty")
     if len(prompt) >= context:
         raise UsageError(
             f"the prompt has {len(prompt)} tokens, and this model's context is {context}. Shorten the prompt"
@@ -532,63 +374,28 @@ def _request(
             f"--max-tokens {max_tokens}: the prompt has {len(prompt)} tokens, and this model's context is "
             f"{context}. Ask for {context - len(prompt)} or fewer"
         )
-    ends = frozenset(checkpoint.config.eos_token_ids)
     return GenerationRequest(
         prompt,
         max_tokens or min(DEFAULT_TOKENS, context - len(prompt)),
         params,
-        stop_tokens=ends if tokenizer is None else ends | tokenizer.eos_ids,
+        stop_tokens=frozenset(checkpoint.config.eos_token_ids) | tokenizer.eos_ids,
     )
 
 
-# ---- the run
-
-
-class Bars:
-    """Progress bars of loading and of a long prompt on a terminal. They disappear before the first token."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
-
-    def loading(self, done: int, total: int) -> None:
-        """Show the bytes of weights that were read."""
-        self._show("loading", done, total)
-
-    def prefill(self, event: PrefillProgress) -> None:
-        """Show the computed tokens of the prompt. The bars disappear after the last one."""
-        if event.done < event.total:
-            self._show("prompt", event.done, event.total)
-        else:
-            self._progress.stop()
-
-    def _show(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name)
-        self._progress.update(self._tasks[name], completed=done, total=total, visible=done < total)
-
-
 async def _run(
-    engine: AbstractAsyncContextManager[GenerationLoop],
+    engine: Callable[..., AbstractAsyncContextManager[GenerationLoop]],
     request: GenerationRequest,
     answer: PrintedAnswer,
-    bars: Bars,
 ) -> None:
-    """Generate until the text ends. After Ctrl-C `answer` has the text so far, and the reason `cancelled`."""
-    async with engine as loop:
+    """Load, and generate until the text ends.
+
+    After Ctrl-C `answer` has the text so far, and the reason `cancelled`.
+    """
+    async with AsyncExitStack() as stack:
+        with byte_bar("loading") as on_progress:
+            loop = await stack.enter_async_context(engine(on_progress=on_progress))
         try:
-            async for event in generation.generate(loop, request):
-                if isinstance(event, PrefillProgress):
-                    bars.prefill(event)
+            async for event in generate_events(loop, request):
                 answer.add_event(event)
                 # A finished sequence does not run. Its Finished event carries its figures.
                 for sequence in loop.scheduler.running.values():

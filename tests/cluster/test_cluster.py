@@ -79,9 +79,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def expected(tokenizer: Tokenizer) -> Iterator[dict[Asked, Answer]]:
     """Return the float32 answers of `mtp-coord generate`, in one process and one token at a time."""
-    prompt = ",".join(map(str, tokenizer.encode(PROMPT)))
     start = f"{WITHOUT_TORCH}; from coordinator.cli import main; main()"
-    command = [sys.executable, "-c", start, "generate", "--tokens", prompt, "--mtp", "off"]
+    command = [sys.executable, "-c", start, "generate", "--raw", PROMPT, "--mtp", "off"]
     command += ["--dtype", "float32", "--max-tokens", str(TOKENS), "--logprobs", "0", "--json"]
     with ExitStack() as stack:
         running = {

@@ -22,8 +22,6 @@ from coordinator.cli import PROGRAM, app
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.terminal import console
-from tests.support.api.api_client import ApiClient
-from tests.support.api.api_server import serving
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
@@ -124,19 +122,17 @@ def test_text_is_the_same_with_a_summary(call: Call, model: Path) -> None:
     assert [line.split()[0] for line in done.err.splitlines()] == SUMMARY
 
 
-def test_a_prompt_may_be_text_a_file_stdin_or_tokens(
+def test_a_prompt_may_be_text_a_file_or_stdin(
     call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt from a flag, a file, stdin or tokens gives the same answer. Only --raw omits the chat template."""
+    """A prompt from a flag, a file or stdin gives the same answer. Only --raw omits the chat template."""
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
-    tokens = ",".join(map(str, Tokenizer.load(model).encode(PROMPT)))
     few = ("--max-tokens", "8", "--json")
     raw = result_of(call(model, "--raw", "--prompt", PROMPT, *few))
     for source in (("--prompt-file", str(file)), ("--prompt-file", "-")):
         assert result_of(call(model, "--raw", *source, *few))["tokens"] == raw["tokens"]
-    assert result_of(call(model, "--tokens", tokens, *few))["tokens"] == raw["tokens"]
     chat = result_of(call(model, "--prompt", PROMPT, *few))
     assert chat["stats"]["prompt_tokens"] > raw["stats"]["prompt_tokens"]
 
@@ -162,7 +158,7 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
     ("flags", "told"),
     [
         ((), "--prompt"),
-        (("--prompt", "x", "--tokens", "1"), "more than one"),
+        (("y", "--prompt", "x"), "more than one"),
         (("--prompt", "x", "--temp", "-1"), "--temp -1 is outside [0, 100]"),
         (("--prompt", "x", "--temp", "nan"), "--temp nan is"),
         (("--prompt", "x", "--temp", "inf"), "--temp inf is"),
@@ -173,8 +169,8 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
         (("--prompt", "x", "--seed", str(2**64)), "--seed 18446744073709551616 is outside"),
         (("--prompt", "x", "--logprobs", "21"), "--logprobs 21 is outside [0, 20]"),
         (("--prompt", "x", "--max-tokens", "0"), "max-tokens"),
-        (("--tokens", "1,2", "--max-tokens", "5000"), "--max-tokens 5000: the prompt has 2 tokens"),
-        (("--tokens", "1,2", "--max-tokens", "4095"), "Ask for 4094 or fewer"),
+        (("--raw", "x", "--max-tokens", "5000"), "--max-tokens 5000: the prompt has 1 tokens"),
+        (("--raw", "x", "--max-tokens", "4096"), "Ask for 4095 or fewer"),
         (("--prompt", "x", "--stop", ""), "--stop"),
         (("--prompt", "x", "--mtp", "many"), "--mtp"),
         (("--prompt", "x", "--mtp", "9"), "--mtp"),
@@ -182,10 +178,7 @@ def test_a_stop_string_ends_the_text_before_it(call: Call, model: Path) -> None:
         (("--prompt", "x", "--dtype", "int8"), "--dtype"),
         (("--prompt", "x", "--kv-bits", "3"), "--kv-bits"),
         (("--prompt", "x", "--acceptance", "never"), "--acceptance"),
-        (("--tokens", "1,two"), "two"),
-        (("--tokens", "1,512"), "512"),
-        (("--tokens", "1,-1"), "-1"),
-        (("--tokens", ",".join(["1"] * 4096)), "context"),
+        (("--raw", "x " * 4096), "context"),
         (("--raw", "--prompt", ""), "empty"),
         (("--prompt-file", "no/such/file"), "no/such/file"),
     ],
@@ -200,39 +193,12 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "Traceback" not in done.err
 
 
-# ---- reasoning, and a running cluster
-
-
-def test_a_running_server_answers_with_url(capfd: pytest.CaptureFixture[str]) -> None:
-    """`--url` prints the answer of a server and the figures of its usage, and needs no model."""
-    with serving(ApiClient().app) as url:
-        assert run_words("Hello", "--raw", "--url", f"{url}/v1", "--max-tokens", "8") == 0
-        printed = capfd.readouterr()
-        assert printed.out.strip()
-        assert [line.split()[0] for line in printed.err.splitlines()] == SUMMARY[:3]
-        assert run_words("Hello", "--url", url, "--stages", "2") == 2
-        assert "--stages of the server cannot be set" in capfd.readouterr().err
-        assert run_words("Hello", "--url", url, "--max-tokens", "99999999") == 2
-        assert "the server refused the request" in capfd.readouterr().err
-    assert run_words("Hello", "--url", url) == 1
-    assert "Start mtp-coord serve" in capfd.readouterr().err
-
-
-def run_words(*words: str) -> int:
-    """Run `mtp-coord generate` in this process and return its exit status."""
-    try:
-        console.run(PROGRAM, lambda: app(["generate", *words], prog_name=PROGRAM))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 # ---- processes
 
 
 def test_ctrl_c_ends_with_what_there_is(model: Path) -> None:
     """Ctrl-C ends with status 130, the text so far and its summary."""
-    flags = ["--model", str(model), "--tokens", "1,2,3", "--max-tokens", "4000", "--temp", "1"]
+    flags = ["--model", str(model), "--raw", "x", "--max-tokens", "4000", "--temp", "1"]
     with subprocess.Popen(
         [*PROCESS, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

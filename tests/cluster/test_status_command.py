@@ -38,7 +38,7 @@ def run(*arguments: str, columns: int = 120) -> Result:
 
 def test_once_shows_the_cluster(url: str) -> None:
     """The output has nodes with layers, memory, health and times, requests, and acceptance by position."""
-    done = run("--url", url, "--api-key", KEY, "--once")
+    done = run("--url", url, "--api-key", KEY)
     assert done.exit_code == 0, done.output
     for part in (
         *(
@@ -71,9 +71,9 @@ def test_an_idle_worker_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> No
             ClusterStatus(ready, "m", nodes=nodes)
         ),
     )
-    advice = [line for line in run("--once").output.splitlines() if "mtp-coord replan" in line]
+    advice = [line for line in run().output.splitlines() if "mtp-coord replan" in line]
     ready = False
-    assert "mtp-coord replan" not in run("--once").output
+    assert "mtp-coord replan" not in run().output
     assert len(advice) == 1
     assert "spare" in advice[0]
     assert "flapping" not in advice[0]
