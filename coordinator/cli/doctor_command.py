@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.cli.client import KeyOption, call
 from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.trust_commands import StateOption
 from coordinator.cluster.worker_client import ConnectionPolicy
@@ -51,11 +50,6 @@ def doctor(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(help="URL of a running mtp-coord serve, to check the links of its plan."),
-    ] = None,
-    api_key: KeyOption = None,
     state: StateOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for a bug report.")
@@ -70,10 +64,7 @@ def doctor(
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)
-    nodes = (
-        None if url is None else tuple(json.loads(call("GET", url, "/status", api_key))["nodes"])
-    )
-    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy, nodes)
+    options = DoctorOptions(checkpoint, tuple(worker or ()), not no_mdns, full, policy)
     console = Console(emoji=False, stderr=as_json, quiet=as_json)
     findings = asyncio.run(Diagnosis(options, lambda finding: show(console, finding)).run())
     counts = Counter(finding.verdict for finding in findings)

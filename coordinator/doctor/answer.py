@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coordinator.doctor.finding import Finding, Verdict, judged
@@ -129,17 +128,13 @@ def break_even(cost: float, drafts: int) -> float | None:
     return high
 
 
-def judge_speed(plain: Answer, drafted: Answer, rows: Mapping[int, float] | None = None) -> Finding:
-    """Compare the speed with drafts to the speed without.
-
-    `rows` are the costs of windows by their rows. The rest of a window's cost is that of its drafts.
-    """
+def judge_speed(plain: Answer, drafted: Answer) -> Finding:
+    """Compare the speed with drafts to the speed without."""
     ratio = drafted.step_seconds / max(plain.step_seconds, 1e-9)
     per_window = (len(drafted.tokens) - 1) / max(drafted.stats.windows, 1)
     first = drafted.stats.drafted_by_position[:1]
     acceptance = drafted.stats.accepted_by_position[0] / first[0] if first and first[0] else None
     pays_from = break_even(ratio, drafted.depth)
-    beta = (rows or {}).get(drafted.depth + 1)
     prefill = plain.stats.prompt_tokens / max(plain.stats.prefill_seconds, 1e-9)
     values = {
         "prefill_tokens_per_second": prefill,
@@ -150,7 +145,6 @@ def judge_speed(plain: Answer, drafted: Answer, rows: Mapping[int, float] | None
         "tokens_per_window": per_window,
         "first_acceptance": acceptance,
         "break_even_acceptance": pays_from,
-        "draft_cost": None if beta is None else max(0.0, (ratio - beta) / drafted.depth),
     }
     figure = (
         f"prompt {prefill:.0f} tokens/s, plain {plain.tokens_per_second:.1f}, with {drafted.depth} drafts "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import LogRecord, getLogger
-from typing import Any
 
 import mlx.core as mx
 
@@ -42,8 +41,6 @@ class DoctorOptions:
     mdns: bool = True
     full: bool = False
     policy: ConnectionPolicy = field(default_factory=ConnectionPolicy)
-    nodes: tuple[Mapping[str, Any], ...] | None = None
-    """The nodes of a running coordinator's `/status`, to check the links of its plan."""
 
 
 class Diagnosis:
@@ -53,10 +50,6 @@ class Diagnosis:
         self.options = options
         self.findings: list[Finding] = []
         self._report = report
-        self._rows: Mapping[int, float] | None = None
-        """Costs of windows by their rows."""
-        self._inexact = False
-        """True if windows round differently from single rows here."""
         self._seconds = FULL_CHECK_SECONDS if options.full else CHECK_SECONDS
 
     async def run(self) -> list[Finding]:
@@ -88,8 +81,6 @@ class Diagnosis:
                 "versions of the workers", lambda: network.check_equal_versions(own, reached)
             )
             await self._run("Thunderbolt Bridge", lambda: network.check_bridge(len(reached)))
-        if (nodes := self.options.nodes) is not None:
-            await self._run("links", lambda: network.check_links(nodes))
 
     async def _candidates(self) -> tuple[list[Candidate], str]:
         """Return the named and the announced workers, and the first warning of the mDNS browser."""
@@ -120,15 +111,11 @@ class Diagnosis:
         return reached
 
     async def _check_kernels(self) -> None:
-        config, full = self.options.checkpoint.config, self.options.full
+        config = self.options.checkpoint.config
         dtype = mx.float32 if this_device().computes_on_host else mx.bfloat16
         await self._run("evaluation", kernels.check_evaluation)
         await self._run("bandwidth", machine.measure_bandwidth)
         await self._run("memory", machine.check_memory)
-        await self._run("exactness", lambda: kernels.check_exactness(config, dtype, full=full))
-        self._inexact = self.findings[-1].verdict is not Verdict.OK
-        await self._run("window cost", lambda: kernels.check_window_cost(config, dtype))
-        self._rows = self.findings[-1].values.get("ratios")
         await self._run("GDN", lambda: kernels.check_gdn(config, dtype))
 
     async def _check_model(self) -> None:
@@ -156,7 +143,8 @@ class Diagnosis:
                 return answer.judge_identity(answers[0], answers[depth])
 
             await self._run_async(f"answer with {depth} drafts", drafted)
-        if 0 in answers and (full or self._inexact):
+        differ = any(found.tokens != answers[0].tokens for found in answers.values())
+        if 0 in answers and (full or differ):
             depth = 2 if 2 in answers else 0
 
             async def exact() -> Finding:
@@ -171,7 +159,7 @@ class Diagnosis:
 
             await self._run_async("exact mode", exact)
         if 2 in answers and 0 in answers:
-            await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2], self._rows))
+            await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2]))
 
     # ---- one check
 

@@ -1,12 +1,11 @@
-"""Checks of the network and the workers: discovery, versions, and the links of a plan."""
+"""Checks of the network and the workers: discovery and versions."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from coordinator.cluster.discovery import Candidate
 from coordinator.cluster.worker_client import ConnectionPolicy, connect_worker
@@ -52,33 +51,6 @@ def check_bridge(workers: int, output: CommandOutput = command_output) -> Findin
     )
     ring = len(active) > 1 and workers > 1
     return judged("Thunderbolt Bridge", figure, advice if ring else "", values)
-
-
-SLOW_MS = 1.0
-"""Milliseconds. Time of a hop in one direction above which it costs a noticeable part of a token."""
-
-SLOW_BYTES_PER_SECOND = 100e6
-"""Bytes a second. Gigabit Ethernet reaches 110 MB/s, and slower links delay prompts."""
-
-
-def check_links(nodes: Sequence[Mapping[str, Any]]) -> Finding:
-    """Judge the links of `nodes`, which are those of `/status`, by their figures from the start of the plan."""
-    found = {str(n["name"]): n for n in nodes if n.get("link_ms") is not None}
-    if not found:
-        return Finding("links", Verdict.SKIP, "needs a plan that serves")
-    figures, values, advice = [], {}, []
-    for name, node in found.items():
-        milliseconds, speed = float(node["link_ms"]), node.get("link_bytes_per_second")
-        shown = f"{milliseconds:.2f} ms" + (f", {speed / 1e6:.0f} MB/s" if speed else "")
-        figures.append(f"{name} {shown}")
-        values[name] = {"link_ms": milliseconds, "bytes_per_second": speed}
-        if milliseconds > SLOW_MS:
-            advice.append(f"Each token waits for the link of {name}. Use a cable, not Wi-Fi.")
-        if speed and speed < SLOW_BYTES_PER_SECOND:
-            advice.append(
-                f"Prompts wait for the link of {name}. Use Thunderbolt, or at least Gigabit Ethernet."
-            )
-    return judged("links", "; ".join(figures), " ".join(advice), values)
 
 
 MAX_VERSION = 100

@@ -1,4 +1,4 @@
-"""Discovery, versions and links in the doctor's report."""
+"""Discovery and versions in the doctor's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from coordinator.doctor.network import (
     ReachedWorker,
     check_bridge,
     check_equal_versions,
-    check_links,
     check_worker,
 )
 from proto import cluster_pb2 as pb
@@ -53,30 +52,6 @@ def test_a_bridge_that_may_be_a_ring_is_named(
     finding = check_bridge(workers, output)
     assert finding.verdict is verdict
     assert finding.values["members"] == ["en2", "en3"]
-
-
-def linked(name: str, ms: float | None, speed: float | None = 1.1e9) -> dict[str, Any]:
-    """Return a node of `/status` with a link."""
-    return {"name": name, "link_ms": ms, "link_bytes_per_second": speed}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "verdict", "words"),
-    [
-        ([linked("a", 0.2), linked("b", 0.3)], Verdict.OK, ""),
-        ([linked("a", 0.2), linked("b", 4.0)], Verdict.WARN, "link of b. Use a cable"),
-        ([linked("a", 0.2, 30e6)], Verdict.WARN, "Thunderbolt"),
-        ([linked("a", 0.2, None)], Verdict.OK, ""),
-        ([linked("idle", None)], Verdict.SKIP, ""),
-    ],
-)
-def test_a_slow_link_of_a_plan_is_named(
-    nodes: list[dict[str, Any]], verdict: Verdict, words: str
-) -> None:
-    """Latency and speed of the links in a running coordinator's status each have their own advice."""
-    finding = check_links(nodes)
-    assert finding.verdict is verdict
-    assert words in finding.advice
 
 
 ME = pb.Coordinator(id="c", name="doctor")
