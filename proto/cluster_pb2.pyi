@@ -812,23 +812,19 @@ class ConnectReply(_message.Message):
 
     LINK_US_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
-    LINK_KIND_FIELD_NUMBER: _builtins.int
     link_us: _builtins.float
     """measured time in one direction"""
     link_bytes_per_second: _builtins.float
     """measured"""
-    link_kind: _builtins.str
-    """of the network interface, such as Ethernet or Thunderbolt Bridge"""
     def __init__(
         self,
         *,
         link_us: _builtins.float = ...,
         link_bytes_per_second: _builtins.float = ...,
-        link_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_bytes_per_second", b"link_bytes_per_second", "link_kind", b"link_kind", "link_us", b"link_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_bytes_per_second", b"link_bytes_per_second", "link_us", b"link_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1037,32 +1033,6 @@ class Fault(_message.Message):
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
-class MachineState(_message.Message):
-    """What the operating system reports of the whole machine, without root. A value that it does not offer is absent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MEMORY_FREE_FIELD_NUMBER: _builtins.int
-    SWAP_USED_FIELD_NUMBER: _builtins.int
-    memory_free: _builtins.int
-    """bytes that programs can still get without swapping"""
-    swap_used: _builtins.int
-    """bytes"""
-    def __init__(
-        self,
-        *,
-        memory_free: _builtins.int = ...,
-        swap_used: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_free", b"memory_free", "swap_used", b"swap_used"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MachineState: _TypeAlias = MachineState  # noqa: Y015
-
-@_typing.final
 class WorkerStatus(_message.Message):
     """The state of a worker. Counters start at 0 with the process."""
 
@@ -1081,7 +1051,6 @@ class WorkerStatus(_message.Message):
     MESSAGES_IN_FIELD_NUMBER: _builtins.int
     MESSAGES_OUT_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
-    MACHINE_FIELD_NUMBER: _builtins.int
     AWAITS_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     epoch: _builtins.int
@@ -1106,8 +1075,6 @@ class WorkerStatus(_message.Message):
     """a frame of stage 0 waits for tokens that the last stage relays"""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
-    @_builtins.property
-    def machine(self) -> Global___MachineState: ...
     def __init__(
         self,
         *,
@@ -1124,12 +1091,11 @@ class WorkerStatus(_message.Message):
         messages_in: _builtins.int = ...,
         messages_out: _builtins.int = ...,
         fault: Global___Fault | None = ...,
-        machine: Global___MachineState | None = ...,
         awaits_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault", "machine", b"machine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "fault", b"fault"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "awaits_tokens", b"awaits_tokens", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "machine", b"machine", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fault", b"_fault", "awaits_tokens", b"awaits_tokens", "busy_us", b"busy_us", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "engine_stall_ms", b"engine_stall_ms", "epoch", b"epoch", "fault", b"fault", "frames_done", b"frames_done", "link_stall_ms", b"link_stall_ms", "memory_cached", b"memory_cached", "memory_used", b"memory_used", "messages_in", b"messages_in", "messages_out", b"messages_out", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fault: _TypeAlias = _typing.Literal["fault"]  # noqa: Y015
     _WhichOneofArgType__fault: _TypeAlias = _typing.Literal["_fault", b"_fault"]  # noqa: Y015

@@ -16,9 +16,6 @@ from proto.wire import MAX_INT
 MAX_STATUS_INTERVAL_MS = 60_000
 """Milliseconds. Bounds the interval of status messages: a worker that is silent for a minute counts as dead."""
 
-MAX_SIGNAL_BYTES = 128
-"""Maximum bytes of a rollback on the wire, gRPC's framing included (promise 2 of DESIGN §1)."""
-
 _MAX_NAME = 128
 
 

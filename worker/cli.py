@@ -15,11 +15,12 @@ from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel, configure
 from proto.terminal.progress import parse_size
-from worker.node.process import DEFAULT_PORT, WorkerOptions
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "mtp-worker"
+
+DEFAULT_PORT = 50505
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -119,7 +120,7 @@ def worker(
     # These modules import MLX, which --help and a wrong flag do not need.
     from mtp.checkpoint.hub.resolve import find_model
     from worker.engine.hardware import default_memory_limit
-    from worker.node.process import run
+    from worker.node.process import WorkerOptions, run
 
     own = find_model(model) if model is not None else None
     if model is not None and own is None:

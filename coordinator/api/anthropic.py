@@ -226,7 +226,7 @@ class MessagesBody(PromptBody):
     top_p: float | None = None
     top_k: int | None = Field(None, ge=0)
     metadata: Json | None = hint("metadata")
-    service_tier: str | None = hint("service_tier", "auto", "standard_only")
+    service_tier: str | None = hint("service_tier")
 
 
 def internal_request(body: PromptBody) -> ChatRequest:

@@ -125,8 +125,6 @@ class Api:
     model_loader: ModelLoader | None = None
     invite: Callable[[], Invitation] | None = None
     """A function that makes an invitation for a machine; None if machines cannot join."""
-    hints: set[str] = field(default_factory=set)
-    """The fields without effect that clients have sent to this process."""
     large_work: LargeWork = field(default_factory=LargeWork)
 
     @cached_property
@@ -138,12 +136,6 @@ class Api:
     def compiler(self) -> GrammarCompiler:
         """Return the compiler of output formats."""
         return GrammarCompiler(self.tokenizer)
-
-    def report_hint(self, name: str) -> None:
-        """Log once that the field `name` has no effect."""
-        if name not in self.hints:
-            self.hints.add(name)
-            log.info("request field has no effect here", extra={"field": name})
 
 
 def api_of(request: Request) -> Api:

@@ -42,13 +42,10 @@ class LiveStatus:
         model: str,
         alone: Callable[[], NodeStatus],
         architecture: ModelStatus | None = None,
-        machine: Callable[[], pb.MachineState] = pb.MachineState,
     ) -> None:
         self.loop = loop
         self.architecture = architecture
         self.alone = alone
-        self.machine = machine
-        """A function that returns the state of this machine."""
         self.manager = manager
         self.model = model
         self._started = loop.clock()
@@ -95,7 +92,6 @@ class LiveStatus:
                 stage_ms=sum(times) if times else None,
                 weight_bytes=weights,
                 prefix_bytes=self.loop.scheduler.prefixes.nbytes,
-                **machine_fields(self.machine()),
             )
             others = [] if self.manager is None else self._members({}, loop)
             return (alone, *others)
@@ -164,14 +160,11 @@ class LiveStatus:
 
 def _link_fields(client: WorkerClient | None, *, in_use: bool) -> dict[str, Any]:
     """Return the fields of a NodeStatus about its link: to the next stage, or to the coordinator."""
-    if client is None:
+    if client is None or not in_use or client.hop is None:
         return {}
-    if not in_use or client.hop is None:
-        return {"link_kind": client.route_kind}
     return {
         "link_ms": client.hop.seconds * 1000,
         "link_bytes_per_second": round(client.hop.bytes_per_second) or None,
-        "link_kind": client.hop.kind,
     }
 
 
@@ -183,13 +176,7 @@ def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
         "busy_seconds": worker_status.busy_us / 1e6,
         "bytes_in": worker_status.bytes_in,
         "bytes_out": worker_status.bytes_out,
-        **machine_fields(worker_status.machine),
     }
-
-
-def machine_fields(state: pb.MachineState) -> dict[str, Any]:
-    """Return the fields of a NodeStatus about the whole machine."""
-    return {"memory_free": state.memory_free, "swap_used": state.swap_used}
 
 
 def _health(member: Member, *, in_use: bool, loading: bool) -> Health:

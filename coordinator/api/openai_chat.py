@@ -79,10 +79,7 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     body = await read_body(request, CompletionBody)
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
-    output = body.structured_outputs.output() if body.structured_outputs else None
-    answer = await text_answer(
-        api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=output
-    )
+    answer = await text_answer(api, body.settings(), prompts, new_id("cmpl-"), user=body.user)
     echoes = [_text(api, choice.request.prompt) for choice in answer.choices] if body.echo else ()
     writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)
     return PreparedAnswer(answer, writer, stream=bool(body.stream))

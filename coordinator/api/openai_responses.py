@@ -136,7 +136,7 @@ class ResponsesBody(Body):
     prompt_cache_key: str | None = hint("prompt_cache_key")
     prompt_cache_retention: str | None = hint("prompt_cache_retention")
     safety_identifier: str | None = hint("safety_identifier")
-    service_tier: str | None = hint("service_tier", "auto", "default")
+    service_tier: str | None = hint("service_tier")
     client_metadata: Json | None = hint("client_metadata")
 
     # Accepted only at the default value, because clients send it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -55,32 +54,6 @@ class ResponseFormat(Body):
         schema = None if self.json_schema is None else self.json_schema.schema_
         param = "response_format" + (".json_schema.schema" if self.json_schema else "")
         return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
-
-
-class StructuredOutputs(Body):
-    """vLLM's extension for other formats."""
-
-    json_: Json | None = Field(None, alias="json")
-    regex: str | None = None
-    grammar: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_format(self) -> StructuredOutputs:
-        if [self.json_, self.regex, self.grammar, self.choice].count(None) != 3:
-            raise ValueError("send one of json, regex, grammar (in Lark) and choice")
-        return self
-
-    def output(self) -> OutputFormat:
-        """Return the internal format."""
-        if self.json_ is not None:
-            return OutputFormat("json_schema", self.json_, "structured_outputs.json")
-        if self.regex is not None:
-            return OutputFormat("regex", self.regex, "structured_outputs.regex")
-        if self.grammar is not None:
-            return OutputFormat("lark", self.grammar, "structured_outputs.grammar")
-        choices = " | ".join(json.dumps(choice) for choice in self.choice or ())
-        return OutputFormat("lark", f"start: {choices}", "structured_outputs.choice")
 
 
 SAMPLING = (
@@ -174,14 +147,12 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
 
     user: Label | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     metadata: Json | None = hint("metadata")
     prompt_cache_key: str | None = hint("prompt_cache_key")
     prompt_cache_retention: str | None = hint("prompt_cache_retention")
     safety_identifier: str | None = hint("safety_identifier")
-    # Clients send the usual service tiers as their defaults.
-    service_tier: str | None = hint("service_tier", "auto", "default")
+    service_tier: str | None = hint("service_tier")
     store: bool | None = hint("store")
     verbosity: str | None = hint("verbosity")
     prediction: Json | None = hint("prediction")
@@ -344,8 +315,6 @@ class ChatBody(GenerationBody):
                 "reasoning_effort",
                 "conflicts with chat_template_kwargs.enable_thinking. Send one of them.",
             )
-        if self.structured_outputs and self.response_format:
-            raise field_error("structured_outputs", "conflicts with response_format")
         if self.forced_tool is not None and not self.tools:
             raise field_error("tool_choice", "requires tools")
         return self
@@ -360,8 +329,7 @@ class ChatBody(GenerationBody):
     @property
     def output(self) -> OutputFormat | None:
         """The format of the content."""
-        found = self.structured_outputs or self.response_format
-        return None if found is None else found.output()
+        return None if self.response_format is None else self.response_format.output()
 
     def settings(self) -> GenerationSettings:
         """Return the settings of the internal request."""
@@ -376,6 +344,9 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    # Accepted only with the values that change nothing, which some clients send.
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionBody:

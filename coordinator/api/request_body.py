@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -100,28 +101,14 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
-HINTS = {"messages[].name"}
+HINTS: set[str] = set()
 """The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""
 
 
-def hint(name: str, *usual: str) -> Any:
-    """Return a pydantic field that is a hint: any value except the `usual` ones is logged under `name`."""
+def hint(name: str) -> Any:
+    """Return a pydantic field that is listed under `name` and has no effect."""
     HINTS.add(name)
-    return Field(None, json_schema_extra={"hint": name, "usual": list(usual)})
-
-
-def hints_of(body: BaseModel) -> Iterator[str]:
-    """Yield the hints in a body and in the objects inside it."""
-    for name, field in type(body).model_fields.items():
-        value, extra = getattr(body, name), field.json_schema_extra
-        if isinstance(extra, dict):
-            if value and value not in cast(list[Any], extra["usual"]):
-                yield str(extra["hint"])
-        elif isinstance(value, BaseModel):
-            yield from hints_of(value)
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for member in value:
-                yield from hints_of(member)
+    return Field(None)
 
 
 ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
@@ -135,11 +122,10 @@ def keys_are_set(options: ApiOptions) -> bool:
     return bool(options.api_keys or (options.key_ring and options.key_ring.stored_keys()))
 
 
-async def require_key(request: Request) -> AsyncIterator[None]:
+async def require_key(request: Request) -> None:
     """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
 
-    Raises AccessError for a named key without the scope of the request, and CapacityError above a limit of the key.
-    The request counts as open until its answer has ended.
+    Raises AccessError for a named key without the scope of the request.
 
     The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
     compared, in constant time. `request.state.owner` becomes a digest of the valid key, and `request.state.key_name`
@@ -148,27 +134,21 @@ async def require_key(request: Request) -> AsyncIterator[None]:
     options = api_of(request).options
     ring = options.key_ring
     if not keys_are_set(options):
-        yield
         return
     content = _sent_key(request)
     request.state.owner = hashlib.sha256(b"owner of answers " + content).hexdigest()
     matches = [secrets.compare_digest(content, key.encode()) for key in options.api_keys]
     named = ring.find(content) if ring else None
     if any(matches):
-        yield
-    elif ring and named:
-        request.state.key_name = named.name
-        # Other requests read or cancel a stored answer.
-        starts_answer = request.method == "POST" and not request.url.path.endswith("/cancel")
-        owner = request.state.owner if starts_answer else ""
-        with ring.open_request(named, scope_of(request.url.path), owner):
-            yield
-    else:
+        return
+    if ring is None or named is None:
         raise HTTPException(
             401,
             "API key: missing or invalid. Send Authorization: Bearer KEY.",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    request.state.key_name = named.name
+    ring.check_scope(named, scope_of(request.url.path))
 
 
 def _sent_key(request: Request) -> bytes:
@@ -191,7 +171,7 @@ def require_json(request: Request) -> None:
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """Return the request's JSON body as a `kind`, and log its hints.
+    """Return the request's JSON body as a `kind`.
 
     Raises RequestError for invalid content, HTTPException 413 for a body that is too large and 408 for one that is
     too slow.
@@ -213,16 +193,9 @@ async def read_body(request: Request, kind: type[B]) -> B:
                 400, "request body: the client disconnected while sending"
             ) from None
 
-        def parse() -> tuple[B, set[str]]:
-            """Return the body and its hints."""
-            body = parse_body(kind, content)
-            return body, set(hints_of(body))
-
+        parse = partial(parse_body, kind, content)
         large = len(content) > LARGE_BYTES
-        body, hints = await api.large_work.run(len(content), parse) if large else parse()
-        for name in hints:
-            api.report_hint(name)
-        return body
+        return await api.large_work.run(len(content), parse) if large else parse()
 
 
 def parse_body(kind: type[B], content: bytes | bytearray) -> B:

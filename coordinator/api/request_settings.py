@@ -253,12 +253,7 @@ async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
         kwargs[THINKING_SWITCH] = chat.thinking
     render = partial(api.tokenizer.chat_prompt, tools=chat.tools, template_kwargs=kwargs)
     size = sum(len(message.get("content") or "") for message in chat.messages)
-    prompt = await api.large_work.run(size, partial(render, chat.messages))
-    if any("name" in message for message in chat.messages):
-        without = [{k: v for k, v in m.items() if k != "name"} for m in chat.messages]
-        if await api.large_work.run(size, partial(render, without)) == prompt:
-            api.report_hint("messages[].name")
-    return prompt
+    return await api.large_work.run(size, partial(render, chat.messages))
 
 
 def template_tool(name: str, description: str | None, parameters: Any) -> Json:

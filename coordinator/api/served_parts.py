@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
-from coordinator.api.journal import Journal, Retention
+from coordinator.api.journal import Journal
 from coordinator.api.live_status import LiveStatus, trace_report
 from coordinator.api.model_catalog import ModelLoader, quantization_text
 from coordinator.api.stored_answers import StoredAnswers
@@ -74,7 +74,6 @@ class ServeOptions:
     failure_timeout: float
     max_sequences: int
     prefill_chunk: int | None
-    step_tokens: int
     prefix_cache: bool
     share_weights: bool
     api_keys: tuple[str, ...] = field(repr=False)  # secrets
@@ -93,8 +92,7 @@ class ServeOptions:
     """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
     allowed_hosts: tuple[str, ...] = ()
     journal: bool = True
-    """Keep stored answers in the state directory, within the limits of `retention`."""
-    retention: Retention = field(default_factory=Retention)
+    """Keep stored answers in the state directory."""
 
 
 LETTERS = {"gdn": "g", "attention": "a"}
@@ -260,7 +258,6 @@ class ServedParts:
             config.max_positions,
             config.vocab_size,
             prefill_chunk=options.prefill_chunk or LocalPipelines.default_prefill_chunk(),
-            step_tokens=options.step_tokens,
         )
         self.loop = GenerationLoop(
             source, Scheduler(limits, Controller(model.mode), model.vocabulary)
@@ -272,7 +269,6 @@ class ServedParts:
             model.name,
             model.local.status,
             model_status(model.checkpoint),
-            model.local.machine_state,
         )
         api = Api(
             self.loop,

@@ -162,7 +162,7 @@ class _Server:
             key_ring=KeyRing(options.state),
         )
         self.journal = Journal(
-            options.state / "journal" / "answers.db" if options.journal else None, options.retention
+            options.state / "journal" / "answers.db" if options.journal else None
         )
         self.app = HostCheck(
             starting_app(self.download, self.api_options),

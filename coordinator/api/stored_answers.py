@@ -175,11 +175,6 @@ class StoredAnswer:
         """Return the object that clients retrieve now."""
         return self.writer.result(self._status)
 
-    @property
-    def has_clients(self) -> bool:
-        """True while a client reads the events."""
-        return self._clients > 0
-
     def stream(self, after: int = -1) -> Response:
         """Return the stream of the events after number `after`."""
         self._clients += 1
@@ -283,8 +278,6 @@ class StoredAnswers:
         self._api = api
         self._restore = restore
         self._running: dict[str, StoredAnswer] = {}
-        if api.options.key_ring is not None:
-            api.options.key_ring.count_background = self.count_background
 
     # ---- life
 
@@ -303,11 +296,6 @@ class StoredAnswers:
     async def fail_all(self, error: ClusterError) -> None:
         """End all answers with `error`."""
         await asyncio.gather(*(answer.fail(error) for answer in list(self._running.values())))
-
-    def count_background(self, owner: str) -> int:
-        """Return the answers of `owner` in progress that have no client."""
-        running = self._running.values()
-        return sum(one.record.owner == owner and not one.has_clients for one in running)
 
     async def _resume_answer(self, record: Record) -> None:
         try:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordinator.api.journal import Retention
 from coordinator.api.served_parts import DEFAULT_WAIT, ServeOptions
 from coordinator.api.server import serve as run_server
 from coordinator.cli.client import API_KEY
@@ -32,12 +31,9 @@ from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.params import Acceptance
 from proto.terminal.logs import LogFormat, LogLevel, configure
-from proto.terminal.progress import parse_size
 from proto.trust.node_trust import state_dir as directory_of
 
 log = logging.getLogger(__name__)
-
-DAY_SECONDS = 86400.0
 
 JOIN_PORT = 50504
 """Default port of --listen."""
@@ -116,10 +112,6 @@ def serve(
             help="Most tokens of a prompt that travel together.  [default: 512; on an M5, 1024]",
         ),
     ] = None,
-    max_step_tokens: Annotated[
-        int,
-        typer.Option(min=1, max=65536, help="Most prompt tokens, of any prompts, in one step."),
-    ] = 2048,
     no_prefix_cache: Annotated[
         bool,
         typer.Option(
@@ -211,15 +203,6 @@ def serve(
             "after a restart.",
         ),
     ] = False,
-    journal_days: Annotated[
-        float, typer.Option(min=0, help="Days after which stored answers are deleted.")
-    ] = 30.0,
-    journal_size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE", help="Size of all stored answers above which the oldest are deleted."
-        ),
-    ] = "1GB",
     insecure: Annotated[
         bool,
         typer.Option(
@@ -280,7 +263,6 @@ def serve(
         failure_timeout=failure_timeout,
         max_sequences=max_sequences,
         prefill_chunk=prefill_chunk,
-        step_tokens=max_step_tokens,
         prefix_cache=not no_prefix_cache,
         share_weights=share_weights,
         api_keys=tuple(key.strip() for key in api_key or ()),
@@ -296,7 +278,6 @@ def serve(
         tls_key=tls_key,
         allowed_hosts=tuple(allowed_host or ()),
         journal=not no_journal,
-        retention=Retention(journal_days * DAY_SECONDS, parse_size(journal_size)),
         name=socket.gethostname().partition(".")[0],
     )
     asyncio.run(run_server(options))

@@ -135,12 +135,6 @@ def key(
             help="A kind of calls that the key permits; repeatable.  [default: inference]"
         ),
     ] = None,
-    requests_per_minute: Annotated[
-        int, typer.Option(min=0, help="Maximum requests per minute; 0 is no limit.")
-    ] = 0,
-    streams: Annotated[
-        int, typer.Option(min=0, help="Maximum requests at the same time; 0 is no limit.")
-    ] = 0,
     state_dir: StateOption = None,
 ) -> None:
     """Create, list or revoke the API keys of HTTP clients. A running server needs no restart.
@@ -151,7 +145,7 @@ def key(
     match action, name:
         case "create", str(new):
             scopes = frozenset(scope or [Scope.INFERENCE])
-            typer.echo(ring.create(new, scopes, requests_per_minute, streams))
+            typer.echo(ring.create(new, scopes))
         case "list", None:
             for known in ring.stored_keys():
                 scopes_text = ",".join(sorted(known.scopes))

@@ -35,7 +35,6 @@ from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import (
     default_memory_limit,
     default_prefill_chunk,
-    machine_state,
     own_version,
     release_weights,
     set_limits,
@@ -284,11 +283,6 @@ class LocalPipelines:
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None
-
-    @staticmethod
-    def machine_state() -> pb.MachineState:
-        """Return the memory of this machine."""
-        return machine_state()
 
     @staticmethod
     def default_prefill_chunk() -> int:

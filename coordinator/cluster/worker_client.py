@@ -39,7 +39,6 @@ from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostErr
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import HopFigures
-from proto.rpc.network import route_to
 from proto.rpc.status_codes import CLOSED, from_status, printable
 from proto.terminal.progress import OnProgress
 from proto.trust.certificates import Role
@@ -93,8 +92,7 @@ def reported_hop(reply: pb.ConnectReply) -> HopFigures | None:
     """Return the figures of a worker's hop to the next stage, or None for a stage without one or invalid figures."""
     if not 0 < reply.link_us <= MAX_HOP_US or not 0 <= reply.link_bytes_per_second <= MAX_SPEED:
         return None
-    kind = printable(reply.link_kind, MAX_NAME)
-    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second, kind)
+    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second)
 
 
 DESCRIBE_SECONDS = 30.0
@@ -166,7 +164,6 @@ async def connect_worker(
         announced = candidate.announcement
         if announced is not None and announced.worker_id != info.worker_id:
             raise WorkerLostError(f"{address} belongs to another worker than the announced one")
-        _, client.route_kind = await asyncio.to_thread(route_to, host_of(address))
     except BaseException:
         await client.close()
         raise
@@ -250,8 +247,6 @@ class WorkerClient:
         """Monotonic seconds until which `_clock` is used."""
         self.hop: HopFigures | None = None
         """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
-        self.route_kind = ""
-        """Kind of the network interface through which the coordinator reaches the worker; empty if unknown."""
 
     # ---- control
 

@@ -16,16 +16,12 @@ Kind = Literal["join", "leave", "lost", "plan", "recovery", "problem"]
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """One line about a change. `at` is seconds since 1970. `seconds` is the duration of a recovery.
-
-    `phases` are its parts with their seconds, such as `loading`.
-    """
+    """One line about a change. `at` is seconds since 1970. `seconds` is the duration of a recovery."""
 
     at: float
     kind: Kind
     text: str
     seconds: float | None = None
-    phases: tuple[tuple[str, float], ...] = ()
 
 
 class EventLog:
@@ -35,8 +31,6 @@ class EventLog:
         self.events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
         self._before: ClusterStatus | None = None
         self._failed_at: float | None = None
-        self._phases: list[tuple[str, float]] = []
-        """Phases of the present recovery with their starts."""
         self._rebuilding_since: float | None = None
         """End of a recovery after which prompts are still computed again."""
         self._lost: list[str] = []
@@ -60,10 +54,8 @@ class EventLog:
         failed = status.recoveries > before.recoveries or (before.ready and not status.ready)
         if failed and self._failed_at is None:
             self._failed_at = at
-            self._lost, self._phases, self._rebuilding_since = [], [], None
+            self._lost, self._rebuilding_since = [], None
         if self._failed_at is not None:
-            if not status.ready and (not self._phases or self._phases[-1][0] != status.phase):
-                self._phases.append((status.phase, at))
             lost = [n.name for n in status.nodes if n.health == "lost" and n.name not in self._lost]
             self._lost += lost
         if not status.ready or (status.epoch == before.epoch and before.ready):
@@ -76,13 +68,7 @@ class EventLog:
         cause = f"Recovered from the loss of {', '.join(self._lost)}" if self._lost else "Recovered"
         text = f"{cause}: plan {status.epoch} serves"
         self._rebuilding_since = at
-        return [ClusterEvent(at, "recovery", text, seconds, self._measured_phases(at))]
-
-    def _measured_phases(self, at: float) -> tuple[tuple[str, float], ...]:
-        """Return the phases of a recovery that ended at `at`, with their seconds."""
-        ends = [start for _, start in self._phases[1:]] + [at]
-        pairs = zip(self._phases, ends, strict=True) if self._phases else ()
-        return tuple((name, round(end - start, 2)) for (name, start), end in pairs if name)
+        return [ClusterEvent(at, "recovery", text, seconds)]
 
     def _rebuild_events(self, status: ClusterStatus, at: float) -> list[ClusterEvent]:
         """Return an event when the answers of before a recovery are computed again."""

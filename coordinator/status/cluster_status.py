@@ -38,17 +38,13 @@ class NodeStatus:
     `loaded` is the loaded fraction of the node's weights, 0 to 1. `stage_ms` is the typical time of one decode step.
 
     `weight_bytes` and `prefix_bytes` are parts of `memory_used`; the rest are K/V, states and activations.
-    `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and
-    `bytes_per_second` describe the machine as the worker measured it. `weights_from` names the source of the weights
-    during a load: `disk`, `hub` or `coordinator`. `link_ms` and `link_bytes_per_second` are the
-    measured time and speed of one hop to the next stage, or from the last stage to the coordinator. `link_kind` is the
-    kind of its network interface, such as `Ethernet`. A node outside the plan has the kind of its route to the
-    coordinator.
-    `busy_seconds` and the bytes of the data plane are counters since the worker's start. `ready_at`, the time at which
-    the worker joined, is seconds since 1970.
+    `memory_cached` is held besides `memory_used`, in freed buffers. `chip` and `bytes_per_second` describe the machine
+    as the worker measured it. `weights_from` names the source of the weights during a load: `disk`, `hub` or
+    `coordinator`. `link_ms` and `link_bytes_per_second` are the measured time and speed of one hop to the next stage,
+    or from the last stage to the coordinator. `busy_seconds` and the bytes of the data plane are counters since the
+    worker's start. `ready_at`, the time at which the worker joined, is seconds since 1970.
 
-    `version` has the versions of the worker's programs. `memory_free` and `swap_used` are of the whole machine, with
-    all its programs. `layers` says how the layers compute, such as `48 packed`.
+    `version` has the versions of the worker's programs. `layers` says how the layers compute, such as `48 packed`.
     """
 
     name: str
@@ -74,15 +70,12 @@ class NodeStatus:
     weights_from: str = ""
     link_ms: float | None = None
     link_bytes_per_second: float | None = None
-    link_kind: str = ""
     busy_seconds: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
     version: str = ""
     arithmetic: str = ""
     """Name of the machine's arithmetic. Machines with equal names round in the same way."""
-    memory_free: int | None = None
-    swap_used: int | None = None
 
 
 @dataclass(frozen=True)

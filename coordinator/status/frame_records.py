@@ -39,12 +39,6 @@ DEADLINE_SECONDS = 1.0
 MARGIN_SECONDS = 0.05
 """Seconds. A frame reaches its first stage after it was sent, but clocks of machines differ a little."""
 
-MEASURED_FRAMES = 400
-"""Frames that the shares of time cover: about ten seconds of one fast stream."""
-
-FEWEST_FRAMES = 20
-"""Frames below which no share is given: the first ones compile and warm up."""
-
 FrameKey = tuple[int, int]
 """The epoch and the number of a frame."""
 
@@ -135,23 +129,6 @@ class FrameRecords:
                 steps.append(record.stage_us)
         return tuple(sum(column) / len(steps) / 1000 for column in zip(*steps, strict=True))
 
-    def busy_shares(self) -> list[float]:
-        """Return the share of time in which each stage computed while frames were in flight, at most 1.
-
-        It is empty with too few measured frames of the present plan.
-        """
-        measured: list[FrameRecord] = []
-        for record in reversed(self.records):
-            if record.key[0] != self.records[-1].key[0] or len(measured) == MEASURED_FRAMES:
-                break
-            if record.stages:
-                measured.append(record)
-        if len(measured) < FEWEST_FRAMES:
-            return []
-        active = _covered((record.sent_at, record.returned_at) for record in measured)
-        columns = zip(*(record.stages for record in measured), strict=True)
-        return [min(1.0, _covered(column) / active) for column in columns]
-
     def since(self, number: int, most: int = MAX_RECORDS) -> list[FrameRecord]:
         """Return the records after record `number`, at most the `most` newest."""
         missing = min(self.count - number, most, len(self.records))
@@ -190,15 +167,6 @@ def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]
             if start and end and len(spans) == place:
                 spans.append((start / 1e9, end / 1e9))
     return {key: tuple(spans) for key, spans in found.items() if len(spans) == len(stages)}
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one of `intervals` covers."""
-    total, until = 0.0, 0.0
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(until, start))
-        until = max(until, end)
-    return max(total, 1e-9)
 
 
 def _kind_of(frame: Frame, *, speculative: bool) -> FrameKind:

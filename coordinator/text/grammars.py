@@ -66,7 +66,7 @@ def _members(schema: Json, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", schema[name]
 
 
-FormatKind = Literal["json_schema", "regex", "lark"]
+FormatKind = Literal["json_schema", "lark"]
 
 WHITESPACE = r"[ \t\n\r]{0,20}"
 """The whitespace between JSON tokens. Without a limit a model may repeat it until the answer's limit."""
@@ -74,7 +74,7 @@ WHITESPACE = r"[ \t\n\r]{0,20}"
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of an answer's content. `content` is a schema, a regular expression or a Lark grammar.
+    """The format of an answer's content. `content` is a schema or, for forced calls, a Lark grammar.
 
     `param` is the client's field that holds the content, for errors.
     """
@@ -139,8 +139,6 @@ def _grammar_text(output: OutputFormat) -> str:
             options: Any = {"whitespace_pattern": WHITESPACE}
             schema = json.dumps(output.content)
             return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
-        case "regex":
-            return str(LLMatcher.grammar_from_regex(str(output.content)))
         case "lark":
             return str(LLMatcher.grammar_from_lark(str(output.content)))
 

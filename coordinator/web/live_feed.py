@@ -21,12 +21,6 @@ from proto.terminal.progress import format_size
 
 log = logging.getLogger(__name__)
 
-BUSY = 0.8
-"""Share of time. A stage that computes more than this leaves little to gain by filling gaps."""
-
-UNBALANCED = 1.15
-"""Ratio. A stage whose time exceeds the mean by this factor is named as the slowest: less is noise."""
-
 
 def describe_activity(status: ClusterStatus) -> str:
     """Return what the cluster does now, such as `Computing prompts: 704 of 2,812 tokens`."""
@@ -59,37 +53,6 @@ def _describe_start(status: ClusterStatus) -> str:
         return f"Waiting for workers: {found} of {status.workers_wanted} ready"
     detail = status.detail or "starting"
     return f"{detail[:1].upper()}{detail[1:]}"
-
-
-def suggest_improvement(status: ClusterStatus, busy: Sequence[float] = ()) -> str:
-    """Return one sentence that names the change with the largest effect on speed, or an empty text.
-
-    `busy` has the share of time in which each stage computed, in the order of the plan.
-    """
-    if not status.ready:
-        return ""
-    idle = [node.name for node in status.nodes if node.health == "idle" and not node.detail]
-    if idle:
-        return (
-            f"{', '.join(idle)} can serve but holds no layers: a new plan would use every worker."
-        )
-    names = [node.name for node in status.nodes if node.span]
-    if not busy or len(busy) != len(names):
-        return ""
-    share = max(busy)
-    name = names[busy.index(share)]
-    if share < BUSY:
-        return (
-            f"Machines wait for each other: {name}, the busiest, computes {share:.0%} of the time. "
-            "More answers at once would fill the gaps."
-        )
-    ratio = share * len(busy) / sum(busy)
-    if ratio >= UNBALANCED:
-        return (
-            f"{name} computes {share:.0%} of the time, {ratio:.1f} times the mean. "
-            "Fewer layers there, or a faster machine, would help."
-        )
-    return f"{name} computes {share:.0%} of the time: only faster machines or more accepted drafts would help."
 
 
 LOOK_SECONDS = 0.25
@@ -225,7 +188,7 @@ class LiveFeed:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
             return
-        before, self._status = self._status, self._fields(status)
+        before, self._status = self._status, status_fields(status)
         delta: Json = {}
         changed = {k: v for k, v in self._status.items() if before.get(k, ...) != v}
         if changed:
@@ -239,9 +202,6 @@ class LiveFeed:
             delta["frames"] = frames
         if delta:
             self._send(_message("delta", delta))
-
-    def _fields(self, status: ClusterStatus) -> Json:
-        return status_fields(status, self.frames.busy_shares())
 
     def _request_changes(self) -> Json:
         """Return the open requests if they changed, and those that ended since the last message."""
@@ -285,7 +245,7 @@ class LiveFeed:
 
     def _snapshot(self) -> bytes:
         if not self._status:
-            self._status = self._fields(self.source.status())
+            self._status = status_fields(self.source.status())
         return _message(
             "snapshot",
             {
@@ -327,11 +287,8 @@ class LiveFeed:
             self._subscribers.discard(queue)
 
 
-def status_fields(status: ClusterStatus, busy: Sequence[float] = ()) -> Json:
-    """Return the fields of `status` for a page, with the lines about its activity.
-
-    `busy` has the share of time in which each stage computed.
-    """
+def status_fields(status: ClusterStatus) -> Json:
+    """Return the fields of `status` for a page, with the line about its activity."""
     fields = asdict(status)
     for name in ("uptime_seconds", "phase_seconds"):
         del fields[name]  # they would change in every message
@@ -346,7 +303,6 @@ def status_fields(status: ClusterStatus, busy: Sequence[float] = ()) -> Json:
             for name in ("cost", "tokens", "speed"):
                 shape[name] = round(shape[name], 2)
     fields["activity"] = describe_activity(status)
-    fields["suggestion"] = suggest_improvement(status, busy)
     return fields
 
 

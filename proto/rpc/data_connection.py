@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from proto.announcement import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, peer_identity, server_context
-from proto.rpc.network import interface_kind, with_advice
+from proto.rpc.status_codes import with_advice
 from proto.trust.certificates import NodeIdentity, Role, host_name
 from proto.trust.node_trust import NodeTrust
 
@@ -313,11 +313,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class HopFigures:
-    """The figures of one hop: seconds in one direction, bytes a second, and the kind of the network interface."""
+    """The figures of one hop: seconds in one direction, and bytes a second."""
 
     seconds: float
     bytes_per_second: float
-    kind: str
 
 
 def measure_hop(connection: socket.socket) -> HopFigures:
@@ -338,8 +337,7 @@ def measure_hop(connection: socket.socket) -> HopFigures:
         if seconds >= LONG_ENOUGH_SECONDS:
             break
     connection.sendall(_LENGTH.pack(0))
-    own, peer = connection.getsockname()[0], connection.getpeername()[0]
-    return HopFigures(shortest / 2, speed, interface_kind(own, peer))
+    return HopFigures(shortest / 2, speed)
 
 
 def answer_probes(connection: socket.socket) -> None:

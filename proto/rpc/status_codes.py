@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from proto import errors
 from proto.errors import CapacityError, ClusterError, RequestError
-from proto.rpc.network import with_advice
 
 MAX_CHARACTERS = 200
 """Characters of a text that has no plain words. A peer may have chosen it."""
@@ -16,6 +16,22 @@ MAX_CHARACTERS = 200
 _ANOTHER_PROGRAM = (
     "another program listens there. Give the address of an mtp-worker, not a port of a coordinator"
 )
+
+NO_ROUTE = "No route to host"
+
+ADVICE = (
+    "macOS may block this program from the local network, above all if launchd started it as an agent. "
+    "Run it as a LaunchDaemon (deploy/README.md), or start it from Terminal and allow Terminal in "
+    "System Settings > Privacy & Security > Local Network"
+)
+
+
+def with_advice(details: str) -> str:
+    """Return the text of a failed connection, with ADVICE if macOS refused it with `No route to host` (errno 65)."""
+    if sys.platform == "darwin" and NO_ROUTE in details:
+        return f"{details}. {ADVICE}"
+    return details
+
 
 CLOSED = "the connection was closed"
 """The text for a connection that the peer closed. A peer that requires TLS closes a connection without it."""
@@ -35,7 +51,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     ("HTTP/2", _ANOTHER_PROGRAM),
     ("http2 header with status", _ANOTHER_PROGRAM),
     ("Connection refused", "connection refused"),
-    ("No route to host", "No route to host"),
+    (NO_ROUTE, NO_ROUTE),
     ("Network is unreachable", "network is unreachable"),
     ("Domain name not found", "host name not found"),
     ("DNS resolution failed", "host name not found"),

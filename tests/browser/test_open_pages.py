@@ -97,7 +97,7 @@ def test_an_hour_of_messages_leaves_the_page_small(browser: Browser) -> None:
                 const view = new ClusterView(document.createElement("section"), state);
                 const send = (name, data) => state.handle(`event: ${name}\\ndata: ${JSON.stringify(data)}`);
                 const status = await (await fetch("/status")).json();
-                status.activity = status.suggestion = "";
+                status.activity = "";
                 send("snapshot", { time: 1, status, events: [], history: [], frames: [] });
                 for (let i = 0; i < count; i += 1) {
                     const frames = [0, 1, 2].map((k) => [3 * i + k, "w", 3, 1, i / 4, 20, 1, 9, 11, 8]);

@@ -91,41 +91,37 @@ def test_openais_parse_returns_the_object(client: openai.OpenAI) -> None:
     assert isinstance(reply.choices[0].message.parsed, File)
 
 
-def test_schemas_regular_expressions_and_choices(client: openai.OpenAI) -> None:
+def pattern(regex: str) -> dict[str, Any]:
+    """Return the format of a JSON string that `regex` matches as a whole."""
+    schema = {"type": "string", "pattern": f"^{regex}$"}
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def test_schemas_and_patterns(client: openai.OpenAI) -> None:
     """Each format constrains the content, and drafts are used."""
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     found = ask(client, response_format=schema, temperature=0)
     if found.finish_reason == "stop":
         assert set(json.loads(found.message.content)) == {"kind", "sizes"}
     assert found.message.content.lstrip().startswith("{")
-    regex = ask(client, extra={"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}})
-    assert re.fullmatch("[a-f]{3}-[0-9]{2}", regex.message.content)
-    choice = ask(client, extra={"structured_outputs": {"choice": ["yes", "no, never"]}})
-    assert choice.message.content in ("yes", "no, never")
-    text = client.completions.create(
-        model="builtin",
-        prompt="x = ",
-        max_tokens=20,
-        extra_body={"structured_outputs": {"grammar": 'start: "1" | "22"'}},
-    )
-    assert text.choices[0].text in ("1", "22")
+    regex = ask(client, response_format=pattern("[a-f]{3}-[0-9]{2}"))
+    assert re.fullmatch('"[a-f]{3}-[0-9]{2}"', regex.message.content)
 
 
 def test_a_format_begins_after_the_reasoning(client: openai.OpenAI) -> None:
     """With reasoning the content has the format, and the reasoning is free."""
-    body = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}
     reply = client.chat.completions.create(
         model="builtin",
         messages=USER,
         max_tokens=400,
         temperature=0,
         reasoning_effort="minimal",
-        extra_body=body,
+        response_format=pattern("[a-f]{3}-[0-9]{2}"),  # type: ignore[arg-type]
     )
     message = reply.choices[0].message
     assert message.model_extra is not None
     assert message.model_extra["reasoning_content"]
-    assert re.fullmatch("[a-f]{3}-[0-9]{2}", message.content or "")
+    assert re.fullmatch('"[a-f]{3}-[0-9]{2}"', message.content or "")
 
 
 def test_forced_calls_in_three_dialects(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -165,23 +161,28 @@ def check_a_kill(cluster: Cluster) -> None:
     """Kill the last worker while a format is generated, and assert that no token changes."""
     items = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
     body: Any = {
-        "prompt": "numbers = ",
+        "messages": USER,
+        "chat_template_kwargs": {"enable_thinking": False},
         "max_tokens": 300,
         "temperature": 0.8,
         "seed": 5,
         "stream": True,
-        "structured_outputs": {"json": items},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": items}},
     }
-    whole = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=90)
-    expected = whole.json()["choices"][0]["text"]
+    whole = httpx.post(
+        f"{cluster.url}/v1/chat/completions", json={**body, "stream": False}, timeout=90
+    )
+    expected = whole.json()["choices"][0]["message"]["content"]
     pieces: list[str] = []
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=120) as reply:
+    with httpx.stream(
+        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=120
+    ) as reply:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
             assert "error" not in event, event
-            pieces.append(event["choices"][0]["text"])
+            pieces += [c["delta"].get("content") or "" for c in event["choices"]]
             if len(pieces) == 20:
                 cluster.workers[-1].kill()
     assert "".join(pieces) == expected

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from proto import cluster_pb2 as pb
-from proto.control import MAX_SIGNAL_BYTES
 from proto.frame import Evict, Frame, decode
 from proto.rpc.data_connection import FRAMES, RESULTS
 from proto.wire import DTYPE_BYTES
@@ -196,7 +195,7 @@ def test_a_rejection_sends_the_signal_and_nothing_more(wire: Wire) -> None:
     for worker in range(STAGES):
         told = wire.rollbacks(worker)
         assert [(r.seq_id, r.window, r.accepted_length, r.trim) for r, _ in told] == rejected
-        assert max((size for _, size in told), default=0) <= MAX_SIGNAL_BYTES == 128
+        assert max((size for _, size in told), default=0) <= 128, "promise 2 of DESIGN §1"
     void = [o for _, o in results if o.cancelled]
     assert len(void) > 5 if wire.mode == "filled" else not void
     assert all(

@@ -68,7 +68,7 @@ def formats() -> list[OutputFormat]:
     call = call_grammar([TOOL], "xml", tokenizer().tool_markers, single=True)
     return [
         OutputFormat("json_schema", SCHEMA, "schema"),
-        OutputFormat("regex", REGEX, "regex"),
+        OutputFormat("lark", f"start: /{REGEX}/", "regex"),
         OutputFormat("lark", call, "tools"),
     ]
 

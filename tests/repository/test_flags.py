@@ -12,7 +12,6 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 import worker.cli
-from coordinator.api.journal import Retention
 from coordinator.cli import import_command
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
@@ -65,7 +64,6 @@ SERVE: Rows = {
     "--draft-vocab": (["4096"], {"draft_vocab": DraftVocabularySize(4096)}),
     "--max-sequences": (["5"], {"max_sequences": 5}),
     "--prefill-chunk": (["64"], {"prefill_chunk": 64}),
-    "--max-step-tokens": (["99"], {"step_tokens": 99}),
     "--no-prefix-cache": ([], {"prefix_cache": False}),
     "--share-weights": ([], {"share_weights": True}),
     "--failure-timeout": (["9"], {"failure_timeout": 9.0}),
@@ -89,8 +87,6 @@ SERVE: Rows = {
     "--allowed-host": (["chat.example"], {"allowed_hosts": ("chat.example",)}),
     "--state-dir": (["state"], {"state": Path("state")}),
     "--no-journal": ([], {"journal": False}),
-    "--journal-days": (["2"], {"retention": Retention(seconds=2 * 86400.0, nbytes=10**9)}),
-    "--journal-size": (["5MB"], {"retention": Retention(nbytes=5 * 10**6)}),
     "--no-wired-memory": ([], {"wired": False}),
     "--allow-sleep": ([], {"awake": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),

@@ -239,19 +239,6 @@ def own_version() -> str:
     return f"{version('mtp-cluster')}, mlx {version('mlx')}"
 
 
-_newest = pb.MachineState()
-
-
-def machine_state() -> pb.MachineState:
-    """Return the memory of the machine as a message, or the newest one if the system cannot be asked now."""
-    global _newest
-    with contextlib.suppress(OSError):  # no free descriptor for a file of the system
-        _newest = pb.MachineState(
-            memory_free=psutil.virtual_memory().available, swap_used=psutil.swap_memory().used
-        )
-    return _newest
-
-
 # At import, because both must precede the first call that creates MLX's device.
 if sys.platform == "darwin":
     os.environ.setdefault(REFRESH, "500")  # renews wired memory twice a second

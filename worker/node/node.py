@@ -338,8 +338,4 @@ class WorkerNode:
 def _connect_reply(hop: HopFigures | None) -> pb.ConnectReply:
     if hop is None:
         return pb.ConnectReply()
-    return pb.ConnectReply(
-        link_us=hop.seconds * 1e6,
-        link_bytes_per_second=hop.bytes_per_second,
-        link_kind=hop.kind,
-    )
+    return pb.ConnectReply(link_us=hop.seconds * 1e6, link_bytes_per_second=hop.bytes_per_second)

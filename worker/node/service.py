@@ -363,7 +363,6 @@ class WorkerService(pb_grpc.WorkerServicer):
             messages_in=traffic.received.messages,
             messages_out=traffic.sent.messages,
             fault=binding.fault if binding else None,
-            machine=hardware.machine_state(),
             awaits_tokens=binding is not None and binding.awaits_tokens,
         )
 

@@ -18,7 +18,6 @@ export class ClusterView {
     this.drawn = {};
     this.figures = h("div", { class: "figures" });
     this.strip = h("div", { class: "strip" });
-    this.suggestion = h("p", { class: "suggestion" });
     this.machines = h("ol", { class: "machines" });
     this.others = h("div", { class: "others" });
     this.events = h("ol", { class: "events" });
@@ -31,7 +30,7 @@ export class ClusterView {
       this.figures,
       h("section", { class: "card", "aria-labelledby": "pipeline-title" },
         h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), (this.plan = h("span", { class: "hint" }))),
-        this.strip, layerLegend(), this.suggestion, this.machines),
+        this.strip, layerLegend(), this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Not in the plan")), this.others, this.replanRow)),
       (this.requestsCard = h("section", { class: "card", "aria-labelledby": "requests-title", hidden: true },
@@ -59,8 +58,6 @@ export class ClusterView {
     this.draw("others", others, () => this.drawOthers(others, status));
     this.draw("requests", [this.live.openRequests, this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
-    setText(this.suggestion, status.suggestion);
-    this.suggestion.hidden = !status.suggestion;
     setText(this.plan, planLine(status, stages));
   }
 
@@ -94,7 +91,7 @@ export class ClusterView {
     if (!idle) setText(this.replanResult, "");
     this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "hint" }, [node.address, node.link_kind, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
+      h("span", { class: "hint" }, [node.address, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
       h("span", { class: "why" }, whyUnused(node)))));
   }
 
@@ -116,7 +113,7 @@ export class ClusterView {
     }
     this.events.replaceChildren(...events.map((event) => h("li", { "data-kind": event.kind },
       h("time", {}, clockTime(event.at)), h("span", {}, event.text),
-      event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}${phaseText(event.phases)}`))));
+      event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}`))));
   }
 
   async useIdleWorkers() {
@@ -130,11 +127,6 @@ export class ClusterView {
     }
     this.replan.disabled = false;
   }
-}
-
-// The phases of a recovery, such as ": waiting for workers 0.2 s, loading 1.5 s".
-function phaseText(phases) {
-  return phases?.length ? `: ${phases.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}` : "";
 }
 
 function limit(value) {
@@ -214,7 +206,6 @@ function machine(node, index, stages, busy, traffic) {
     machineFacts(node),
     h("p", { class: "hint wire" }, [
       next ? `to ${next.name}` : node.address && "to the coordinator",
-      node.link_kind,
       node.link_ms !== null && `${node.link_ms.toFixed(2)} ms a hop`,
       node.link_bytes_per_second && `${bytes(node.link_bytes_per_second)}/s possible`,
       traffic && `${bytes(traffic.in)}/s in, ${bytes(traffic.out)}/s out`,
@@ -223,11 +214,8 @@ function machine(node, index, stages, busy, traffic) {
     ].filter(Boolean).join(" · ")));
 }
 
-// What the system reports of the whole machine. Values that it does not offer without root are left out.
 function machineFacts(node) {
   const facts = [
-    node.memory_free !== null && `${bytes(node.memory_free)} free in all`,
-    node.swap_used > 0 && `${bytes(node.swap_used)} swapped`,
     node.ready_at !== null && `since ${clockTime(node.ready_at)}`,
     node.layers && `layers ${node.layers}`,
     node.version,

@@ -43,8 +43,7 @@ export class TimelineView {
             this.pause, (this.exportButton = h("button", { onclick: () => this.export() }, "Export")))),
         this.canvas, this.detail,
         h("p", { class: "layer-legend" }, Object.entries(KINDS).map(([, [name, text]]) => h("span", {}, h("i", { class: `block ${name}` }), name === "wasted" ? "rejected or invalidated" : text)))),
-      h("section", { class: "card", "aria-label": "Share of time computed" }, h("div", { class: "card-head" }, h("h3", {}, "Share of time computed"), h("span", { class: "hint" }, "in the time shown")), this.summary,
-        (this.suggestion = h("p", { class: "suggestion" }))));
+      h("section", { class: "card", "aria-label": "Share of time computed" }, h("div", { class: "card-head" }, h("h3", {}, "Share of time computed"), h("span", { class: "hint" }, "in the time shown")), this.summary));
     new ResizeObserver(() => this.redraw()).observe(this.canvas);
   }
 
@@ -60,13 +59,6 @@ export class TimelineView {
       if (this.pausedAt === null && !document.hidden) this.redraw();
       this.loop();
     }), DRAW_MS);
-  }
-
-  update() {
-    const { status } = this.live;
-    if (!status) return;
-    setText(this.suggestion, status.suggestion);
-    this.suggestion.hidden = !status.suggestion;
   }
 
   // ---- controls

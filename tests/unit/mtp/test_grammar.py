@@ -40,7 +40,7 @@ def cases() -> list[tuple[OutputFormat, str]]:
     markers = ("<tool_call>", "</tool_call>")
     return [
         (OutputFormat("json_schema", SCHEMA, "x"), '{"a": "some \\"text\\" é"}'),
-        (OutputFormat("regex", "(ab|c)+[0-9]{3}", "x"), "abccab123"),
+        (OutputFormat("lark", "start: /(ab|c)+[0-9]{3}/", "x"), "abccab123"),
         (OutputFormat("lark", call_grammar([TOOL], "xml", markers, single=False), "x"), CALL),
         (OutputFormat("lark", call_grammar([TOOL], "json", markers, single=True), "x"), JSON_CALL),
         (OutputFormat("lark", f"start: {ids} <[0-4095]>*", "x"), forced),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proto import cluster_pb2 as pb
 from proto import errors
 from proto.cluster_pb2_grpc import WorkerServicer
-from proto.control import MAX_SIGNAL_BYTES, Rollback, check_signal
+from proto.control import Rollback, check_signal
 from proto.errors import (
     CapacityError,
     ClusterError,
@@ -51,7 +51,7 @@ def test_what_is_sent_is_received(epoch: int, rollback: Rollback) -> None:
 def test_a_rollback_is_small(epoch: int, rollback: Rollback) -> None:
     """A rejected draft sends at most 128 bytes over the network, framing included."""
     data = rollback.to_signal(epoch).SerializeToString()
-    assert len(data) + GRPC_OVERHEAD <= MAX_SIGNAL_BYTES
+    assert len(data) + GRPC_OVERHEAD <= 128
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def connections_to(port: int) -> int:
 async def test_a_closed_link_has_no_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The binding of an ended plan may live on, and its connections must not."""
     near, far = socket.socketpair()
-    figures = HopFigures(1e-4, 1e9, "loopback")
+    figures = HopFigures(1e-4, 1e9)
     monkeypatch.setattr(data_connection, "dial", lambda *_: (near, figures))
     failures: list[Exception] = []
     link = Link(
@@ -85,7 +85,7 @@ async def test_a_link_that_is_given_up_closes_what_it_dials(
     def dial(*_: object) -> tuple[socket.socket, HopFigures]:
         dialling.set()
         may_return.wait(PATIENCE)
-        return near, HopFigures(1e-4, 1e9, "loopback")
+        return near, HopFigures(1e-4, 1e9)
 
     monkeypatch.setattr(data_connection, "dial", dial)
     binding = StreamBinding(1, 1, "w", b"t")

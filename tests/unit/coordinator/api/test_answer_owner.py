@@ -6,7 +6,6 @@ from pathlib import Path
 
 from coordinator.api.context import ApiOptions
 from coordinator.trust.key_ring import KeyRing, Scope
-from proto.errors import NotReadyError
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -43,33 +42,6 @@ async def test_another_key_does_not_find_a_stored_response(tmp_path: Path) -> No
         assert (await client.get(path, headers=key(owner))).status_code == 200
         assert (await client.delete(path, headers=key(owner))).status_code == 200
     await api.journal.close()
-
-
-async def test_answers_in_the_background_count_in_the_limit_of_their_key(tmp_path: Path) -> None:
-    """A key with two streams and two answers in the background starts no third. It may read, cancel and reconnect."""
-    ring = KeyRing(tmp_path)
-    text = ring.create("narrow", frozenset({Scope.INFERENCE}), streams=2)
-    generator = FakeGenerator(tiny_tokenizer(), hang_after=2)
-    api = ApiClient(generator, options=ApiOptions(key_ring=ring))
-    headers = {"Authorization": f"Bearer {text}"}
-    other = {
-        "Authorization": f"Bearer {ring.create('other', frozenset({Scope.INFERENCE}), streams=1)}"
-    }
-    begin = {"input": "Hi", "background": True}
-
-    async with api.http() as client:
-        begun = [await client.post("/v1/responses", json=begin, headers=headers) for _ in range(3)]
-        assert [reply.status_code for reply in begun] == [200, 200, 429]
-        assert "2 of them in the background" in begun[2].text
-        chat = {"messages": [USER], "max_tokens": 2}
-        refused = await client.post("/v1/chat/completions", json=chat, headers=headers)
-        assert refused.status_code == 429
-        path = f"/v1/responses/{begun[0].json()['id']}"
-        assert (await client.get(path, headers=headers)).status_code == 200
-        assert (await client.post("/v1/responses", json=begin, headers=other)).status_code == 200
-        assert (await client.post(f"{path}/cancel", headers=headers)).status_code == 200
-        assert (await client.post("/v1/responses", json=begin, headers=headers)).status_code == 200
-    await api.app.state.stored_answers.fail_all(NotReadyError("the test ends"))
 
 
 async def test_the_client_of_a_request_is_its_named_key_or_its_address(tmp_path: Path) -> None:

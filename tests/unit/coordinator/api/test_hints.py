@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ HINTS: list[tuple[dict[str, Any], str]] = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"tools": [STRICT]}, "tools[].strict"),
     ({"tools": [{**TOOL, **MARK}]}, "cache_control"),
-    ({"messages": [{**USER, "name": "Ann"}]}, "messages[].name"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]}]},
         "cache_control",
@@ -61,17 +59,11 @@ HINTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "hint"), HINTS)
-async def test_a_hint_is_accepted_and_reported_once(
-    body: dict[str, Any], hint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A hint changes no prompt, and its name is in the log once and in `/v1/models`."""
-    caplog.set_level(logging.INFO)
+async def test_a_hint_is_accepted_and_listed(body: dict[str, Any], hint: str) -> None:
+    """A hint changes no prompt, and its name is in `/v1/models`."""
     api = ApiClient()
-    for _ in range(2):
-        response = await api.chat(**body)
-        assert response.status_code == 200, response.text
-    fields = [vars(r)["field"] for r in caplog.records if "no effect here" in r.message]
-    assert fields == [hint]
+    response = await api.chat(**body)
+    assert response.status_code == 200, response.text
     assert hint in (await api.get("/v1/models")).json()["data"][0]["ignored_fields"]
     assert "strict" not in prompt_text(api)
     assert "ephemeral" not in prompt_text(api)

@@ -13,13 +13,10 @@ from proto.rpc.data_connection import HopFigures
 
 
 def test_a_reported_hop_is_kept() -> None:
-    """Time, speed and kind arrive, without control characters."""
-    reply = pb.ConnectReply(link_us=250.0, link_bytes_per_second=1e9, link_kind="Wi\x1b-Fi")
-    found = reported_hop(reply)
-    assert found is not None
-    assert (found.seconds, found.bytes_per_second) == (250e-6, 1e9)
-    assert "\x1b" not in found.kind
-    assert reported_hop(pb.ConnectReply(link_us=100.0)) == HopFigures(1e-4, 0.0, "")
+    """Time and speed arrive; a speed may be unknown."""
+    reply = pb.ConnectReply(link_us=250.0, link_bytes_per_second=1e9)
+    assert reported_hop(reply) == HopFigures(250e-6, 1e9)
+    assert reported_hop(pb.ConnectReply(link_us=100.0)) == HopFigures(1e-4, 0.0)
 
 
 @pytest.mark.parametrize(

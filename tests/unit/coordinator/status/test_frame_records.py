@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.status.frame_records import FEWEST_FRAMES, MAX_RECORDS, RATE_SECONDS, FrameRecords
+from coordinator.status.frame_records import MAX_RECORDS, RATE_SECONDS, FrameRecords
 from coordinator.status.frame_trace import COORDINATOR, ClockOffset, FrameTimes, ProcessTrace
 from mtp.depth.search import DraftResult
 from proto.errors import WorkerLostError
@@ -87,23 +87,6 @@ def test_stage_times_are_those_of_decode_steps_of_the_present_plan() -> None:
     assert records.stage_ms() == ()
     records.record_frame(frame_of(DECODE, epoch=2, us=(500, 700)), 0.3, 0.4, tokens=1)
     assert records.stage_ms() == (0.5, 0.7)
-
-
-@pytest.mark.parametrize(
-    ("step", "length", "share"), [(0.04, 0.01, 0.25), (0.01, 0.02, 1.0), (1.0, 0.05, 1.0)]
-)
-def test_a_stage_is_busy_at_most_all_the_time(step: float, length: float, share: float) -> None:
-    """Overlapping frames count once, and time without frames does not count. Clocks differ a little."""
-    records = FrameRecords()
-    for number in range(4 * FEWEST_FRAMES):
-        assert (records.busy_shares() == []) == (number < FEWEST_FRAMES)
-        start = number * step
-        records.record_frame(frame_of(DECODE, number=number), start, start + 0.04)
-        records.records[-1].stages = ((start, start + length),) * 2
-    assert records.busy_shares() == pytest.approx([share, share], abs=0.03)
-    assert max(records.busy_shares()) <= 1
-    records.record_frame(frame_of(DECODE, epoch=2), 900.0, 901.0)
-    assert records.busy_shares() == []
 
 
 async def test_records_get_the_times_that_their_stages_measured() -> None:
