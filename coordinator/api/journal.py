@@ -234,6 +234,8 @@ class Journal:
         self._retention = retention or (MEMORY_RETENTION if file is None else Retention())
         self._thread = ThreadPoolExecutor(1, "journal")
         self._database: Database | None = None
+        self._older: Database | None = None
+        """The file that can no longer be written, for reading."""
         self._lock: int | None = None
         self._tokens: list[tuple[str, int, tuple[int, ...]]] = []
         """The arguments of `Database.append_tokens` that wait for the next commit."""
@@ -257,13 +259,29 @@ class Journal:
 
     async def delete(self, answer_id: str) -> None:
         """Delete a record. Its content is gone from the disk when this returns."""
-        await self._ask(lambda database: database.delete(answer_id))
+
+        def run(database: Database) -> None:
+            """Delete the record, also in the file that can no longer be written, if that is possible."""
+            database.delete(answer_id)
+            if self._older is not None:
+                with contextlib.suppress(sqlite3.Error), self._older.transaction():
+                    self._older.delete(answer_id)
+
+        await self._ask(run)
 
     # ---- questions
 
     async def find(self, answer_id: str) -> Record | None:
         """Return the record with this id, or None."""
-        return await self._ask(lambda database: database.find(answer_id))
+
+        def run(database: Database) -> Record | None:
+            """Look in the present database and in the file that can no longer be written."""
+            found = database.find(answer_id)
+            if found is None and self._older is not None:
+                found = self._older.find(answer_id)
+            return found
+
+        return await self._ask(run)
 
     async def unfinished(self) -> list[Record]:
         """Return the answers that have not ended, the oldest first."""
@@ -331,10 +349,10 @@ class Journal:
             try:
                 return apply(self._database)
             except sqlite3.Error as error:
-                if self._file is None:
+                if self._older is not None or self._file is None:
                     raise
                 self._warn(f"{self._file} cannot be written: {error}")
-                self._file, self._database = None, Database.in_memory()
+                self._older, self._database = self._database, Database.in_memory()
                 return apply(self._database)
         except Exception:
             log.exception("stored answers cannot be kept")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
-
 from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
@@ -179,7 +177,7 @@ def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) ->
     return LocalModel(
         checkpoint,
         [Span(0, checkpoint.config.num_layers)],
-        getattr(mx, options.dtype) if options.dtype else None,
+        options.dtype,
         options.kv_bits,
         with_head=mode.depth != 0,
         max_sequences=options.max_sequences,

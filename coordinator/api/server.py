@@ -13,6 +13,8 @@ import os
 import secrets
 import socket
 import sys
+import threading
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from typing import Any, NoReturn
 
 from coordinator.api.app import starting_app
 from coordinator.api.context import ApiOptions
-from coordinator.api.download import ModelDownload
 from coordinator.api.http_server import HostCheck, HttpServer
 from coordinator.api.journal import Journal
 from coordinator.api.model_catalog import Catalog
@@ -39,15 +40,17 @@ from coordinator.cluster.local_pipeline import LocalSource
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.pipeline import PipelineSource
 from coordinator.cluster.view import Phase
+from coordinator.status.cluster_status import ClusterStatus
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing
+from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import is_loopback, join_address
 from proto.errors import MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
 from proto.terminal.console import keep_awake
-from proto.terminal.progress import byte_bar
+from proto.terminal.progress import OnProgress, byte_bar, format_size
 from proto.trust.certificates import (
     NodeIdentity,
     Role,
@@ -141,6 +144,36 @@ async def serve(options: ServeOptions) -> None:
         stack.enter_context(keep_awake(enabled=options.awake))
         await _run(server.http, server.url, listener, server.start(stack), options.model)
     _leave(INTERRUPTED if server.http.interrupted else 0)
+
+
+class ModelDownload:
+    """The download of `model`, and the StatusSource while it runs."""
+
+    def __init__(self, model: str, shown_name: str) -> None:
+        self.stop = threading.Event()
+        """Set to interrupt the download."""
+        self._model = model
+        self._shown_name = shown_name
+        self._started = time.monotonic()
+        self._detail = "opening the model"
+
+    def run(self, on_progress: OnProgress) -> Path:
+        """Return the directory of the model, downloaded if needed. Blocks, so it belongs on a thread of its own.
+
+        Raises CheckpointError, and NotReadyError after `stop`.
+        """
+
+        def show(done: int, total: int) -> None:
+            """Keep the progress for `status` and pass it on."""
+            self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
+            on_progress(done, total)
+
+        return resolve_model(self._model, show, self.stop)
+
+    def status(self) -> ClusterStatus:
+        """See StatusSource."""
+        uptime = time.monotonic() - self._started
+        return ClusterStatus(False, self._shown_name, detail=self._detail, uptime_seconds=uptime)
 
 
 class _Server:

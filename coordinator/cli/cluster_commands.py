@@ -164,6 +164,9 @@ def _acceptance(cluster: ClusterStatus) -> str:
 POLL_SECONDS = 0.25
 """Seconds between two looks at the progress."""
 
+LOAD_SECONDS, REPLAN_SECONDS = 3600.0, 600.0
+"""Seconds. Longest waits for a model, which may be downloaded, and for a plan."""
+
 PATH = "/v1/models/load"
 
 
@@ -173,9 +176,6 @@ def load(
     ],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the model; 0 does not wait.")
-    ] = 3600.0,
 ) -> None:
     """Serve another model without a restart. The key needs the scope admin.
 
@@ -184,7 +184,7 @@ def load(
     """
     url = server_url(url)
     report = _report(call("POST", url, PATH, api_key, content={"model": model}))
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + LOAD_SECONDS
     while report.running and time.monotonic() < deadline:
         phase = report.phase
         with byte_bar(f"{phase}: {model}") as show:
@@ -194,9 +194,11 @@ def load(
                 report = _report(call("GET", url, PATH, api_key))
     if report.phase == "failed":
         raise NotReadyError(f"the model was not changed: {report.error}")
-    if report.running and wait:
-        raise DeadlineError(f"no result after {wait:g} s. The server goes on with the change")
-    typer.echo("the server changes the model" if report.running else f"{model} serves")
+    if report.running:
+        raise DeadlineError(
+            f"no result after {LOAD_SECONDS:g} s. The server goes on with the change"
+        )
+    typer.echo(f"{model} serves")
 
 
 def _report(body: bytes) -> LoadReport:
@@ -206,9 +208,6 @@ def _report(body: bytes) -> LoadReport:
 def replan(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the result; 0 does not wait.")
-    ] = 600.0,
 ) -> None:
     """Look for a better plan over all workers, and show the result.
 
@@ -218,10 +217,7 @@ def replan(
     url = server_url(url)
     before = parse(fetch(url, api_key))
     call("POST", url, "/replan", api_key)
-    if wait == 0:
-        typer.echo("looking for a better plan; mtp-coord status shows the plan that serves")
-        return
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + REPLAN_SECONDS
     while time.monotonic() < deadline:
         status = parse(fetch(url, api_key))
         if status.replans > before.replans and (status.ready or status.phase == "without a plan"):
@@ -229,7 +225,7 @@ def replan(
             return
         time.sleep(POLL_SECONDS)
     raise DeadlineError(
-        f"no result after {wait:g} s. The server goes on; mtp-coord status shows its state"
+        f"no result after {REPLAN_SECONDS:g} s. The server goes on; mtp-coord status shows its state"
     )
 
 

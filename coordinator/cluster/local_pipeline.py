@@ -62,7 +62,7 @@ class LocalModel:
 
     checkpoint: Checkpoint
     spans: Sequence[Span]
-    dtype: mx.Dtype | None = None
+    dtype: str | None = None
     kv_bits: int | None = None
     with_head: bool = True
     max_sequences: int = DEFAULT_SEQUENCES
@@ -78,7 +78,7 @@ class LocalModel:
         """
         costs = model_costs(
             self.checkpoint,
-            dtype=_name_of(self.dtype),
+            dtype=self.dtype,
             kv_bits=self.kv_bits,
             with_head=self.with_head,
         )
@@ -96,7 +96,7 @@ class LocalModel:
         last = len(self.spans) - 1
         return [
             StageSpec(
-                span, i == 0, i == last, _name_of(self.dtype), self.kv_bits, self.with_head,
+                span, i == 0, i == last, self.dtype, self.kv_bits, self.with_head,
                 self.exact, self.draft_vocab,
             )
             for i, span in enumerate(self.spans)
@@ -350,10 +350,6 @@ def _without_traceback(error: ClusterError) -> ClusterError:
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _name_of(dtype: mx.Dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("mlx.core.")
 
 
 def _worker_lost(what: str, error: Exception) -> WorkerLostError:

@@ -78,7 +78,7 @@ async def local_generator(
     model = LocalModel(
         checkpoint,
         even_spans(checkpoint, stages, "--stages"),
-        dtype,
+        None if dtype is None else str(dtype).removeprefix("mlx.core."),
         kv_bits,
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,
