@@ -177,6 +177,7 @@ class ModelSwitch:
             self._report = LoadReport(name, "failed", error=text)
         else:
             self._arguments[name] = argument
+            self._listed_at = -math.inf
             self._set_phase("ready")
             log.info("model changed", extra={"model": name})
 

@@ -417,7 +417,7 @@ async def tags(request: Request) -> Response:
     entries = _served_entries(api) + [
         _entry(api, found.name, found.name, found.nbytes, found.family, found.quantization)
         for found in others
-        if found.name not in api.model.listed_names
+        if not found.problem and found.name not in api.model.listed_names
     ]
     return JSONResponse({"models": entries})
 

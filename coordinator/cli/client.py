@@ -29,9 +29,6 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 REPLY_SECONDS = 5.0
 """Seconds. Deadline of one call; the server answers these from memory."""
 
-SILENCE_SECONDS = 600.0
-"""Seconds without a byte after which an answer fails. The server sends keep-alive comments every 10 s."""
-
 MAX_REPLY_BYTES = 4 * 2**20
 """Bytes. Bound on the memory that an answer may take."""
 
@@ -56,7 +53,7 @@ def server_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def open_client(url: str, api_key: str | None, *, seconds: float = SILENCE_SECONDS) -> httpx.Client:
+def open_client(url: str, api_key: str | None, seconds: float) -> httpx.Client:
     """Return a client of the server at `url` that waits `seconds` for a byte.
 
     It sends the first of the keys in `api_key`, which may hold several with spaces between. It accepts public
@@ -89,7 +86,7 @@ def call(
     Raises the errors of `_refusal`, and NotReadyError if no server answers.
     """
     body = b""
-    with open_client(url, api_key, seconds=deadline) as client:
+    with open_client(url, api_key, deadline) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():

@@ -57,7 +57,7 @@ def doctor(
 ) -> None:
     """Check this machine, its kernels and its workers, and print advice.
 
-    Takes about 30 seconds with the built-in model. With another MODEL the kernels are checked at that model's widths,
+    Takes about 30 seconds with the built-in model. With another MODEL the recurrence is checked at that model's widths,
     and the answers come from it, which loads its weights. Exits with status 1 if a check fails.
     """
     logging.getLogger().setLevel(logging.ERROR)

@@ -326,7 +326,7 @@ def generate(
         local_generator,
         checkpoint,
         stages=stages,
-        dtype=None if dtype is None else getattr(mx, dtype),
+        dtype=dtype,
         mtp=mode,
         kv_bits=None if kv_bits is None else int(kv_bits),
         exact=checked_exact(exact, acceptance),

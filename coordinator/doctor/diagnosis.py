@@ -143,7 +143,7 @@ class Diagnosis:
                 return answer.judge_identity(answers[0], answers[depth])
 
             await self._run_async(f"answer with {depth} drafts", drafted)
-        differ = any(found.tokens != answers[0].tokens for found in answers.values())
+        differ = len({found.tokens for found in answers.values()}) > 1
         if 0 in answers and (full or differ):
             depth = 2 if 2 in answers else 0
 

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-import mlx.core as mx
-
 from coordinator.cluster.local_pipeline import LocalModel, LocalPipelines, LocalSource
 from coordinator.cluster.model_costs import even_spans
 from coordinator.schedule.loop import GenerationLoop
@@ -56,7 +54,7 @@ async def local_generator(
     checkpoint: Checkpoint,
     *,
     stages: int = 1,
-    dtype: mx.Dtype | None = None,
+    dtype: str | None = None,
     mtp: MtpMode = AUTO,
     kv_bits: int | None = None,
     exact: bool = False,
@@ -78,7 +76,7 @@ async def local_generator(
     model = LocalModel(
         checkpoint,
         even_spans(checkpoint, stages, "--stages"),
-        None if dtype is None else str(dtype).removeprefix("mlx.core."),
+        dtype,
         kv_bits,
         with_head=mode.depth != 0,
         prefix_cache=prefix_cache,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 
 from coordinator.schedule.request import GenerationRequest
@@ -57,7 +56,7 @@ def acceptance_rows(path: Path, name: str, prompts: Prompts, tokens: int) -> dic
                 GenerationRequest(prompt, tokens, replace(params, seed=seed))
                 for seed, prompt in enumerate(prompts)
             ]
-            found = run(path, asked, mtp=str(DEPTH), dtype=mx.float32)
+            found = run(path, asked, mtp=str(DEPTH), dtype="float32")
             label = f"T = {temperature}" if temperature else "greedy"
             mean = tokens_per_window(found)
             shown = rule if temperature else "both"

@@ -56,7 +56,7 @@ Rounds = Mapping[str, Sequence[Timed]]
 
 async def measure(
     path: Path,
-    dtype: mx.Dtype,
+    dtype: str,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
     params: SamplingParams,
@@ -65,7 +65,7 @@ async def measure(
     found: defaultdict[str, list[Timed]] = defaultdict(list)
     checkpoint = Checkpoint.open(path)
     stock, _ = load_model(path)
-    stock.set_dtype(dtype)
+    stock.set_dtype(getattr(mx, dtype))
     async with AsyncExitStack() as stack:
         engines = {
             mode: await stack.enter_async_context(
@@ -131,8 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     prompts = held_out_prompts(Tokenizer.load(options.model), options.rounds)
     params = SamplingParams(temperature=options.temp)
-    dtype = getattr(mx, options.dtype)
-    rounds = asyncio.run(measure(options.model, dtype, prompts, options.tokens, params))
+    rounds = asyncio.run(measure(options.model, options.dtype, prompts, options.tokens, params))
     print(f"{about()}\n{options}\n\n{table(rounds)}")
     medians = {
         mode: statistics.median(one.speed for one in timed) for mode, timed in rounds.items()

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import GenerationRequest
@@ -143,7 +141,7 @@ async def measure(
     checkpoint = Checkpoint.open(path)
     common: dict[str, Any] = {"exact": options.exact}
     if options.dtype:
-        common["dtype"] = getattr(mx, options.dtype)
+        common["dtype"] = options.dtype
     count = max(4, int(options.tokens / (0.75 * options.length * 1.25 * len(options.modes))))
     requests = list(random_requests(prompts, options.length, count, rng))
     started = time.perf_counter()

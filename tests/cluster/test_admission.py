@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import httpx
-import mlx.core as mx
 import pytest
 
 from coordinator.schedule.request import GenerationRequest
@@ -101,7 +100,7 @@ def alone(
         requests,
         one_by_one=True,
         prefix_cache=False,
-        dtype=mx.float32,
+        dtype="float32",
         kv_bits=kv_bits,
     )
     return [

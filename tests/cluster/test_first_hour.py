@@ -104,7 +104,7 @@ def wait_for_spans(coordinator: Coordinator, count: int) -> None:
 
 def test_ctrl_c_counts_the_answers_that_it_ends(tmp_path: Path, toy: Path) -> None:
     """The log says how many answers end, and a second Ctrl-C ends them at once."""
-    flags = ("--model", str(toy), "--single-node", "--max-step-tokens", "1")
+    flags = ("--model", str(toy), "--single-node")
     with ending(launch_coordinator(tmp_path, *flags)) as process:
         coordinator = as_coordinator(process)
         body = {"prompt": [5], "max_tokens": 4000, "stream": True, "ignore_eos": True}

@@ -71,7 +71,7 @@ def accepted(answers: Sequence[Answered]) -> int:
 
 def variants(**options: Any) -> list[list[object]]:
     """Return the answers alone without drafts, with drafts, together, and together with drafts over two stages."""
-    path, common = checkpoint_dir(), {"dtype": mx.float32, **options}
+    path, common = checkpoint_dir(), {"dtype": "float32", **options}
     return [
         facts(run(path, requests(), mtp="off", one_by_one=True, **common)),
         facts(run(path, requests(), mtp="2", one_by_one=True, **common)),
@@ -101,9 +101,9 @@ def test_exact_answers_do_not_depend_on_drafts_batch_or_cut(kv_bits: int | None)
 def test_a_draft_vocabulary_changes_no_answer(auto: bool) -> None:
     """Drafts come from 64 of 4096 words and those of the prompts, so some are wrong that would be right."""
     path, size = checkpoint_dir(), DraftVocabularySize(64, auto)
-    expected = run(path, requests(), mtp="off", dtype=mx.float32)
-    found = run(path, requests(), mtp="2", dtype=mx.float32, draft_vocab=size)
+    expected = run(path, requests(), mtp="off", dtype="float32")
+    found = run(path, requests(), mtp="2", dtype="float32", draft_vocab=size)
     assert facts(found) == facts(expected)
-    whole = run(path, requests(), mtp="2", dtype=mx.float32)
+    whole = run(path, requests(), mtp="2", dtype="float32")
     if not auto:
         assert accepted(found) < accepted(whole)

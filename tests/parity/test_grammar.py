@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from coordinator.schedule.prompts import Limits
@@ -100,7 +99,7 @@ def answers(asked: Sequence[GenerationRequest], mtp: str, stages: int = 1) -> li
         asked,
         mtp=mtp,
         stages=stages,
-        dtype=mx.float32,
+        dtype="float32",
         limits=limits,
         vocabulary=compiler().vocabulary,
     )

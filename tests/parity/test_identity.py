@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from coordinator.schedule.prompts import Limits
@@ -61,7 +60,7 @@ def answers(
 ) -> list[Answered]:
     """Return the built-in model's answers. All requests run concurrently unless `options` say otherwise."""
     limits = Limits(context=2048, prefill_chunk=CHUNK[stages])
-    options = {"path": checkpoint_dir(), "dtype": mx.float32, "limits": limits, **options}
+    options = {"path": checkpoint_dir(), "dtype": "float32", "limits": limits, **options}
     return run(requests=asked, mtp=mtp, stages=stages, **options)
 
 

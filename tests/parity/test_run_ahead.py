@@ -170,7 +170,7 @@ async def answers(patched: pytest.MonkeyPatch, most_copied: int) -> tuple[list[A
     patched.setattr(StageEngine, "begin", begin)
     patched.setattr(StageHost, "_finish_frame", finish)
     limits = Limits(context=512)
-    local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype=mx.float32)
+    local = partial(local_generator, limits=limits, mtp=MtpMode.parse("off"), dtype="float32")
     async with local(Checkpoint.open(checkpoint_dir())) as loop:
         request = GenerationRequest(tuple(range(300, 330)), 24, SAMPLED)
         first = await answer(loop, request)

@@ -11,7 +11,7 @@ export class ModelsView {
   constructor(root) {
     this.local = h("ul", { class: "models" });
     this.localNote = h("p", { class: "hint", role: "status" });
-    this.repo = h("input", { type: "text", name: "repo", placeholder: "Qwen/Qwen3.5-4B", "aria-label": "Repo of the hub" });
+    this.repo = h("input", { type: "text", name: "repo", required: true, placeholder: "Qwen/Qwen3.5-4B", "aria-label": "Repo of the hub" });
     this.hubPanel = h("div", { class: "model-panel", role: "status" });
     this.invitation = h("div", { class: "invitation" });
     this.inviteNote = h("p", { class: "hint", role: "status" }, "The line admits one machine within an hour. It is a secret until it is used.");

@@ -18,13 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 import pytest
 
 TOKEN = "hf_right"
 
-_SEARCH = re.compile(r"/api/models\?(?P<query>.*)")
 _INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/?]+))?")
 _TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/?]+)")
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>[^?]+)")
@@ -37,8 +36,6 @@ class Repo:
 
     path: Path
     gate: str | None = None
-    downloads: int = 0
-    tags: tuple[str, ...] = ()
 
     @property
     def commit(self) -> str:
@@ -170,9 +167,6 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.faults.unavailable -= 1
                 self._empty(503)
                 return
-        if (searched := _SEARCH.match(path)) is not None:
-            self._search(parse_qs(searched["query"]).get("search", [""])[0])
-            return
         for pattern, answer in (
             (_TREE, self._tree),
             (_INFO, self._info),
@@ -193,15 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._empty(404)
 
     do_GET = do_HEAD = _answer
-
-    def _search(self, text: str) -> None:
-        self._json(
-            [
-                {"id": name, "downloads": repo.downloads, "tags": list(repo.tags)}
-                for name, repo in self.server_hub.repos.items()
-                if text.lower() in name.lower()
-            ]
-        )
 
     def _info(self, repo: Repo, found: re.Match[str]) -> None:
         self._json({"id": found["repo"], "sha": repo.commit, "siblings": []})

@@ -83,7 +83,7 @@ def test_first_drafts_are_mostly_right(prompts: Callable[..., Prompts], least: f
         GenerationRequest(prompt, 96, SamplingParams())
         for prompt in prompts(Tokenizer.load(checkpoint_dir()), 12)
     ]
-    found = run(checkpoint_dir(), asked, mtp="1", dtype=mx.float32)
+    found = run(checkpoint_dir(), asked, mtp="1", dtype="float32")
     drafted = sum(answer.stats.drafted for answer in found)
     share = sum(answer.stats.accepted for answer in found) / drafted
     print(f"{share:.3f} of {drafted}")

@@ -28,7 +28,8 @@ class FakeLoader:
     async def list_models(self) -> list[ModelFacts]:
         """See ModelLoader."""
         await asyncio.sleep(0)
-        return [ModelFacts("tiny"), ModelFacts("owner/big", 2_000_000, 8, 4096, "4-bit")]
+        broken = ModelFacts("broken", problem="its config.json is damaged")
+        return [ModelFacts("tiny"), ModelFacts("owner/big", 2_000_000, 8, 4096, "4-bit"), broken]
 
     def can_load(self, name: str) -> bool:
         """See ModelLoader."""
