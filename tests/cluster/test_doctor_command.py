@@ -9,12 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from mtp.builtin import checkpoint_dir
-from proto.rpc.listener import own_addresses
 from tests.cluster.conftest import Pool
 from tests.cluster.test_join import joined_cluster
+from tests.support.processes.own_address import network_address
 
 SECONDS = 100.0
 
@@ -58,10 +56,7 @@ def test_the_doctor_checks_this_machine_and_every_worker(pool: Pool, tmp_path: P
 
 def test_the_doctor_reaches_secured_workers(tmp_path: Path) -> None:
     """With the cluster's state directory, joined workers are checked over mutual TLS."""
-    hosts = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
-    if not hosts:
-        pytest.skip("this machine has no network address")
-    with joined_cluster(hosts[0], tmp_path) as (_, workers, _):
+    with joined_cluster(network_address(), tmp_path) as (_, workers, _):
         addresses = [str(w.wait_for("worker ready")["address"]) for w in workers]
         named = [flag for address in addresses for flag in ("--worker", address)]
         done = doctor("--no-mdns", "--json", "--state-dir", str(tmp_path / "a"), *named)

@@ -28,8 +28,8 @@ from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
-from proto.rpc.listener import own_addresses
 from proto.trust.joining import JoinToken, new_token
+from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
     Process,
     as_coordinator,
@@ -47,10 +47,7 @@ DEADLINE = 60.0
 @pytest.fixture
 def host() -> str:
     """Return an IPv4 address of this machine that is not loopback."""
-    found = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
-    if not found:
-        pytest.skip("this machine has no network address")
-    return found[0]
+    return network_address()
 
 
 def command(state: Path, *words: str, **env: str) -> str:

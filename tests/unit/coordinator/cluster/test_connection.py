@@ -16,19 +16,16 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError
 from proto.rpc.channels import add_port
-from proto.rpc.listener import own_addresses
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
+from tests.support.processes.own_address import network_address
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
 
 @pytest.fixture
 def host() -> str:
     """Return an IPv4 address of this machine that is not loopback."""
-    found = [a for a in own_addresses() if "." in a and not a.startswith("127.")]
-    if not found:
-        pytest.skip("this machine has no network address")
-    return found[0]
+    return network_address()
 
 
 @asynccontextmanager
