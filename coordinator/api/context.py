@@ -17,7 +17,8 @@ from coordinator.api.model_catalog import ModelLoader
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
-from coordinator.text.grammars import GrammarCompiler
+from coordinator.text.grammar_process import GrammarProcess
+from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.trust.key_ring import KeyRing
@@ -126,6 +127,8 @@ class Api:
     invite: Callable[[], Invitation] | None = None
     """A function that makes an invitation for a machine; None if machines cannot join."""
     large_work: LargeWork = field(default_factory=LargeWork)
+    vocabulary: bytes = b""
+    """The packed vocabulary of the tokenizer, if it is known already."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -133,9 +136,9 @@ class Api:
         return Metrics(self.status)
 
     @cached_property
-    def compiler(self) -> GrammarCompiler:
+    def compiler(self) -> GrammarProcess:
         """Return the compiler of output formats."""
-        return GrammarCompiler(self.tokenizer)
+        return GrammarProcess(self.vocabulary or pack_vocabulary(self.tokenizer))
 
 
 def api_of(request: Request) -> Api:

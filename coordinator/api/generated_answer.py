@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -82,7 +81,7 @@ async def text_answer(
     """Return the continuations of `prompts`, before their first token. Raises RequestError for an invalid request."""
     forced = {}
     if output is not None:
-        forced["grammar"] = await asyncio.to_thread(api.compiler.compile, output)
+        forced["grammar"] = await api.compiler.compile([output])
     stop_tokens, stop = stops_of(api, settings)
     requests = requests_of(api, settings, prompts, answer_id, stop_tokens, forced)
     choices = [Choice(index, each, api.tokenizer, stop) for index, each in enumerate(requests)]

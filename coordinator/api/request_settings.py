@@ -318,7 +318,7 @@ async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json
     `thinking` is True if the answer begins inside reasoning: the grammar then starts at the token that closes it.
     Raises RequestError, naming the client's field, for a format or schema that cannot be compiled.
     """
-    output = _forced_output(api, chat)
+    output = await asyncio.to_thread(_forced_output, api, chat)
     if output is None:
         return {}
     if chat.settings.ignore_eos:
@@ -326,7 +326,10 @@ async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json
             f"{output.param}: cannot be combined with ignore_eos. Send one of them.",
             param=output.param,
         )
-    grammar = await asyncio.to_thread(_compile, api, chat, output)
+    # An error of the calls' grammar names the tool whose schema is the cause.
+    schemas = _tool_schemas(chat) if chat.forced_tool is not None else ()
+    causes = [OutputFormat("json_schema", schema, path) for path, schema in schemas]
+    grammar = await api.compiler.compile([output, *causes])
     start = api.tokenizer.reasoning_end_id if thinking else None
     if thinking and start is None:
         raise RequestError(
@@ -334,17 +337,6 @@ async def grammar_fields(api: Api, chat: ChatRequest, *, thinking: bool) -> Json
             param=output.param,
         )
     return {"grammar": grammar, "grammar_start": start}
-
-
-def _compile(api: Api, chat: ChatRequest, output: OutputFormat) -> bytes:
-    """Compile a format. An error of the calls' grammar names the tool whose schema is the cause."""
-    try:
-        return api.compiler.compile(output)
-    except RequestError:
-        if chat.forced_tool is not None:
-            for path, schema in _tool_schemas(chat):
-                api.compiler.compile(OutputFormat("json_schema", schema, path))
-        raise
 
 
 def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.cluster_status import ModelStatus
-from coordinator.text.grammars import GrammarCompiler
+from coordinator.text.grammars import pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
 from coordinator.trust.cluster_trust import Invitation
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -232,7 +232,7 @@ class OpenedModel:
         config = self.checkpoint.config
         self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids)
         self.tokenizer.limit_tokens(config.max_positions)
-        self.vocabulary = GrammarCompiler(self.tokenizer).vocabulary
+        self.vocabulary = pack_vocabulary(self.tokenizer)
         self.info = ModelInfo(
             self.name,
             config.max_positions,
@@ -278,6 +278,7 @@ class ServedParts:
             partial(trace_report, self.loop),
             lasting.switch,
             lasting.invite,
+            vocabulary=model.vocabulary,
         )
         self.app = create_app(api, self.loop.frames, lasting.journal)
         self.stored_answers: StoredAnswers = self.app.state.stored_answers
@@ -302,3 +303,4 @@ class ServedParts:
         else:
             await self.stored_answers.fail_all(error)
         await self.loop.close("the server is shutting down" if error is None else error.public)
+        self.app.state.api.compiler.close()

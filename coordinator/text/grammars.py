@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.calls import CallStyle, Json
-from coordinator.text.tokenizer import Tokenizer
-from mtp.sampling.grammar import Vocabulary, tokenizer_of
+from mtp.sampling.grammar import Vocabulary, grammar_problem
 from proto.errors import RequestError
 from proto.params import MAX_GRAMMAR_BYTES
+
+if TYPE_CHECKING:  # at run time it would take seconds in the process that compiles grammars
+    from coordinator.text.tokenizer import Tokenizer
 
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
@@ -88,48 +88,37 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 
 
-class GrammarCompiler:
-    """The compiler of output formats for one tokenizer. Safe to call from several threads."""
+def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
+    """Return the packed vocabulary of a tokenizer, which the last stage needs to apply a grammar.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+    It is empty for a tokenizer without end tokens, which formats require.
+    """
+    if not tokenizer.eos_ids:
+        return b""
+    return Vocabulary(
+        tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)),
+        tuple(sorted(tokenizer.control_ids)),
+        tuple(sorted(tokenizer.eos_ids)),
+    ).pack()
 
-    @cached_property
-    def vocabulary(self) -> bytes:
-        """Return the packed vocabulary, which the last stage needs to apply a grammar."""
-        tokenizer = self._tokenizer
-        return Vocabulary(
-            tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)),
-            tuple(sorted(tokenizer.control_ids)),
-            tuple(sorted(tokenizer.eos_ids)),
-        ).pack()
 
-    def compile(self, output: OutputFormat) -> bytes:
-        """Return the grammar of a format. Blocks, up to seconds for large schemas.
+def compile_format(output: OutputFormat, tokenizer: LLTokenizer) -> bytes:
+    """Return the grammar of a format, after a trial of its cost.
 
-        Raises RequestError, naming the client's field, for a format that is invalid, unsupported or too large.
-        """
-        if not self._tokenizer.eos_ids:
-            raise RequestError(
-                f"{output.param}: this checkpoint names no end token, which formats require.",
-                param=output.param,
-            )
-        grammar = _grammar_text(output)
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise RequestError(
-                f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
-                param=output.param,
-            )
-        with self._lock:
-            tokenizer = tokenizer_of(self.vocabulary)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-        if failed:
-            reason = " ".join(" ".join(messages).split())
-            raise RequestError(
-                f"{output.param}: the format cannot be compiled: {reason:.400}", param=output.param
-            )
-        return grammar.encode()
+    Blocks without a bound, so a server calls it in a `GrammarProcess`. Raises RequestError, naming the client's field,
+    for a format that is invalid, unsupported, too large, or too slow to apply.
+    """
+    grammar = _grammar_text(output)
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"{output.param}: {len(grammar)} bytes exceed the limit of {MAX_GRAMMAR_BYTES}. Send a smaller format.",
+            param=output.param,
+        )
+    if problem := grammar_problem(grammar, tokenizer):
+        raise RequestError(
+            f"{output.param}: the format cannot be compiled: {problem:.400}", param=output.param
+        )
+    return grammar.encode()
 
 
 def _grammar_text(output: OutputFormat) -> str:

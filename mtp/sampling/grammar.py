@@ -6,6 +6,7 @@ token, which a `Vocabulary` holds, because its files have no tokenizer.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,55 @@ def tokenizer_of(packed: bytes) -> LLTokenizer:
     )
 
 
+PREPARE_SECONDS = 0.2
+"""Seconds of processor time. Longest preparation of a grammar, for which the streams of others wait."""
+
+MASK_SECONDS = 0.02
+"""Seconds of processor time. Longest computation of the tokens allowed at one position, about a step of a stage."""
+
+TRIAL_PATHS, TRIAL_STEPS = 4, 32
+"""Texts that a trial follows, and their tokens. Masks take the longest at the beginning of objects and lists."""
+
+
+def grammar_problem(grammar: str, tokenizer: LLTokenizer) -> str:
+    """Return why the last stage cannot apply `grammar`, or an empty text.
+
+    The trial prepares the grammar as the last stage does, and computes the masks of random texts that it allows.
+    """
+    started = time.thread_time()
+    first = LLMatcher(tokenizer, grammar, log_level=0)
+    if first.is_error():
+        return " ".join(first.get_error().split())
+    if (seconds := time.thread_time() - started) > PREPARE_SECONDS:
+        return f"it takes {seconds:.2f} s to prepare, and the limit is {PREPARE_SECONDS} s. Send a smaller format"
+    for path in range(TRIAL_PATHS):
+        draw, matcher = np.random.default_rng(path), first.deep_copy()
+        for _ in range(TRIAL_STEPS):
+            started = time.thread_time()
+            allowed = _unpacked(matcher.compute_bitmask(), tokenizer)
+            if (seconds := time.thread_time() - started) > MASK_SECONDS:
+                return f"a token takes {seconds:.3f} s, and the limit is {MASK_SECONDS} s. Send a smaller format"
+            if matcher.is_error():
+                return " ".join(matcher.get_error().split())
+            tokens = np.flatnonzero(allowed)
+            if matcher.is_stopped() or not tokens.size:
+                break
+            matcher.try_consume_tokens([int(draw.choice(tokens))])
+    return ""
+
+
+def _unpacked(bits: bytes, tokenizer: LLTokenizer) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return a mask of llguidance as booleans `[vocabulary]`."""
+    found = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    return found[: tokenizer.vocab_size].astype(np.bool_)
+
+
+@lru_cache(maxsize=16)
+def _prepared(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return the matcher at the start of a text. Its users copy it, so it is prepared once for equal grammars."""
+    return LLMatcher(tokenizer, grammar, log_level=0)
+
+
 class _Tokens:
     """A vocabulary as llguidance reads tokenizers. Its encoding takes the longest token at each place."""
 
@@ -131,14 +181,13 @@ class GrammarState:
     def allowed(self, answer: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
         """Return which tokens may follow `answer`, as booleans `[vocabulary]`, or None for all.
 
-        A text that the grammar does not allow has no constraint: the target rejects it at an earlier position.
+        A text that the grammar does not allow has no constraint: the target rejects it at an earlier position. Where
+        the text exceeds a limit of llguidance, only the end is allowed.
         """
         constrained = self._constrained(answer)
-        if constrained is None or not self._follow(constrained):
+        if constrained is None or not (self._follow(constrained) or self._matcher.is_error()):
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        found = np.unpackbits(bits, bitorder="little")[: self._tokenizer.vocab_size]
-        return found.astype(np.bool_)
+        return _unpacked(self._matcher.compute_bitmask(), self._tokenizer)
 
     def forced(self, answer: Sequence[int]) -> list[int]:
         """Return the tokens that must follow `answer`, in greedy encoding; empty if there is a choice."""
@@ -204,4 +253,4 @@ class GrammarState:
         del self._read[read:]
 
     def _new_matcher(self) -> LLMatcher:
-        return LLMatcher(self._tokenizer, self._grammar, log_level=0)
+        return _prepared(self._tokenizer, self._grammar).deep_copy()

@@ -15,10 +15,11 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import CallArguments, CallEnd, CallStart
 from coordinator.text.chat_parser import ChatParser, join_parts
-from coordinator.text.grammars import GrammarCompiler, OutputFormat, call_grammar
+from coordinator.text.grammars import OutputFormat, call_grammar, compile_format, pack_vocabulary
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.head import drafter
+from mtp.sampling.grammar import tokenizer_of
 from proto.params import SamplingParams
 from tests.support.stages.local_run import Answered, run
 
@@ -57,9 +58,14 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def compiler() -> GrammarCompiler:
-    """Return the compiler for the built-in model."""
-    return GrammarCompiler(tokenizer())
+def vocabulary() -> bytes:
+    """Return the packed vocabulary of the built-in model."""
+    return pack_vocabulary(tokenizer())
+
+
+def compiled(output: OutputFormat) -> bytes:
+    """Return the grammar of a format."""
+    return compile_format(output, tokenizer_of(vocabulary()))
 
 
 def formats() -> list[OutputFormat]:
@@ -82,7 +88,7 @@ def requests() -> list[GenerationRequest]:
                     temperature=temperature,
                     seed=seed,
                     logprobs=0,
-                    grammar=compiler().compile(output),
+                    grammar=compiled(output),
                 )
                 asked.append(
                     GenerationRequest(tokenizer().encode(prompt), 70, params, tokenizer().eos_ids)
@@ -101,7 +107,7 @@ def answers(asked: Sequence[GenerationRequest], mtp: str, stages: int = 1) -> li
         stages=stages,
         dtype="float32",
         limits=limits,
-        vocabulary=compiler().vocabulary,
+        vocabulary=vocabulary(),
     )
 
 
@@ -119,7 +125,7 @@ def text_of(answer: Answered) -> str:
 def test_every_complete_answer_has_its_format() -> None:
     """JSON follows the schema, the regular expression matches the whole text, and the call can be parsed."""
     complete = 0
-    schema, _, call_format = (compiler().compile(output) for output in formats())
+    schema, _, call_format = (compiled(output) for output in formats())
     for request, answer in zip(requests()[:-1], expected(), strict=False):
         text = text_of(answer)
         if answer.reason != "stop":
@@ -166,7 +172,7 @@ def test_the_ratio_rule_keeps_the_format() -> None:
     asked = [
         replace(request, params=replace(request.params, acceptance="ratio"))
         for request in requests()
-        if request.params.grammar == compiler().compile(formats()[1])
+        if request.params.grammar == compiled(formats()[1])
     ]
     for answer in answers(asked, "3"):
         assert answer.reason == "stop"
@@ -179,7 +185,7 @@ def test_the_grammar_starts_after_its_token() -> None:
     (newline,) = tokenizer().encode("\n")
     (free,) = answers([replace(requests()[-1], params=SamplingParams(temperature=0.0))], "off")
     assert newline in free.tokens
-    params = SamplingParams(grammar=compiler().compile(formats()[1]), grammar_start=newline)
+    params = SamplingParams(grammar=compiled(formats()[1]), grammar_start=newline)
     asked = [GenerationRequest(tokenizer().encode(PROMPTS[1]), 80, params, tokenizer().eos_ids)]
     (plain,) = answers(asked, "off")
     (drafted,) = answers(asked, "3")
@@ -193,7 +199,7 @@ def test_the_grammar_starts_after_its_token() -> None:
 def test_forced_tokens_are_drafts_beyond_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that the grammar forces takes fewer windows than drafts of the depth alone, and has the same tokens."""
     words = "the only text that this grammar allows in an answer"
-    grammar = compiler().compile(OutputFormat("lark", f'start: "{words}"', "grammar"))
+    grammar = compiled(OutputFormat("lark", f'start: "{words}"', "grammar"))
     params = SamplingParams(temperature=0.0, grammar=grammar)
     asked = [GenerationRequest(tokenizer().encode("x = "), 40, params, tokenizer().eos_ids)]
     (answer,) = answers(asked, "1")

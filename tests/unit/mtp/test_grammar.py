@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.text.grammars import GrammarCompiler, OutputFormat, call_grammar
+from coordinator.text.grammars import OutputFormat, call_grammar, compile_format, pack_vocabulary
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.sampling.grammar import GrammarState, Vocabulary, tokenizer_of
@@ -23,9 +23,14 @@ JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 
 
 @cache
-def compiler() -> GrammarCompiler:
-    """Return the compiler for the built-in model."""
-    return GrammarCompiler(Tokenizer.load(checkpoint_dir(), (4089,)))
+def vocabulary() -> bytes:
+    """Return the packed vocabulary of the built-in model."""
+    return pack_vocabulary(Tokenizer.load(checkpoint_dir(), (4089,)))
+
+
+def compiled(output: OutputFormat) -> bytes:
+    """Return the grammar of a format."""
+    return compile_format(output, tokenizer_of(vocabulary()))
 
 
 def encode(text: str) -> list[int]:
@@ -51,8 +56,8 @@ def cases() -> list[tuple[OutputFormat, str]]:
 def test_masks_do_not_depend_on_the_order_of_the_texts(number: int) -> None:
     """After any jumps, forward, back and to texts that are not allowed, a mask is that of a new state."""
     output, text = cases()[number]
-    grammar = compiler().compile(output).decode()
-    tokenizer = tokenizer_of(compiler().vocabulary)
+    grammar = compiled(output).decode()
+    tokenizer = tokenizer_of(vocabulary())
     tokens = encode(text)
     fresh = []
     for length in range(len(tokens)):
@@ -75,7 +80,7 @@ def test_masks_do_not_depend_on_the_order_of_the_texts(number: int) -> None:
 def test_only_an_end_token_may_follow_a_complete_text() -> None:
     """After the end of a format only end tokens are allowed, and the mask has no token beyond the vocabulary."""
     output, text = cases()[1]
-    state = GrammarState(compiler().compile(output).decode(), tokenizer_of(compiler().vocabulary))
+    state = GrammarState(compiled(output).decode(), tokenizer_of(vocabulary()))
     logits = mx.zeros((1, 4200))
     masked = state.mask(logits, encode(text))
     assert [int(i) for i in np.flatnonzero(np.isfinite(np.array(masked)[0]))] == [4089]

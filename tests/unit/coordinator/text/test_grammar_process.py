@@ -1,0 +1,173 @@
+"""The bounds of the process that compiles formats: time, memory, other clients, and its life."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from functools import cache
+from typing import Any
+
+import psutil
+import pytest
+
+from coordinator.text import grammar_process
+from coordinator.text.grammar_process import GrammarProcess
+from coordinator.text.grammars import OutputFormat, pack_vocabulary
+from coordinator.text.tokenizer import Tokenizer
+from mtp.builtin import checkpoint_dir
+from proto.errors import CapacityError, RequestError
+
+PATIENCE = 20.0
+"""Seconds. Longest wait for a process to end."""
+
+
+@cache
+def vocabulary() -> bytes:
+    """Return the vocabulary of the built-in model."""
+    return pack_vocabulary(Tokenizer.load(checkpoint_dir(), (4089,)))
+
+
+@pytest.fixture
+def compiler() -> Any:
+    process = GrammarProcess(vocabulary())
+    yield process
+    process.close()
+
+
+def schema(content: Any, param: str = "response_format") -> list[OutputFormat]:
+    """Return the job of one schema."""
+    return [OutputFormat("json_schema", content, param)]
+
+
+def optional(count: int, prefix: str = "p") -> Any:
+    """Return a valid schema whose preparation takes quadratic time."""
+    names = [f"{prefix}{number}" for number in range(count)]
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in names},
+        "additionalProperties": False,
+    }
+
+
+SMALL = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+SLOW = schema(optional(8000))
+PATTERNS = {"allOf": [{"type": "string", "pattern": f"a.*b{number}"} for number in range(30)]}
+
+
+def pid_of(compiler: GrammarProcess) -> int:
+    """Return the number of the process, which must run."""
+    assert compiler._process is not None
+    return compiler._process.pid
+
+
+async def ended(pid: int) -> bool:
+    """Wait until a process has ended."""
+    for _ in range(int(PATIENCE / 0.05)):
+        if not psutil.pid_exists(pid):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def test_a_slow_format_is_refused_within_its_time(compiler: GrammarProcess) -> None:
+    """The refusal names the field and the limit. The next format is compiled, and the refusal is kept."""
+    assert await compiler.compile(SMALL)
+    first = pid_of(compiler)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="takes more than 2 s") as refused:
+        await compiler.compile(SLOW)
+    assert time.monotonic() - started < 4
+    assert refused.value.param == "response_format"
+    assert await ended(first)
+    assert await compiler.compile(schema({"type": "string"}))
+    second = pid_of(compiler)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="takes more than 2 s"):
+        await compiler.compile(SLOW)
+    assert time.monotonic() - started < 0.5
+    assert pid_of(compiler) == second
+
+
+async def test_a_format_may_not_take_more_memory(
+    compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that grows beyond the bound ends with its process."""
+    assert await compiler.compile(SMALL)
+    monkeypatch.setattr(grammar_process, "MAX_GROWTH", 2**20)
+    with pytest.raises(RequestError, match="takes more than 1 MiB"):
+        await compiler.compile(schema(optional(4000)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (PATTERNS, "cannot be compiled|takes more than"),
+        (optional(1000), "max is 2000"),
+        (optional(1600), "to prepare, and the limit is 0.2 s|max is 2000"),
+    ],
+)
+async def test_a_format_that_would_stop_other_streams_is_refused(
+    compiler: GrammarProcess, content: Any, words: str
+) -> None:
+    """A trial of the preparation and of the masks finds it. The reason says which limit."""
+    with pytest.raises(RequestError, match=words):
+        await compiler.compile(schema(content))
+
+
+async def test_forty_slow_formats_leave_the_loop_and_each_other_alone(
+    compiler: GrammarProcess,
+) -> None:
+    """All are answered within five seconds, and the event loop never waits."""
+    assert await compiler.compile(SMALL)
+    gap, running = 0.0, True
+
+    async def watch() -> None:
+        nonlocal gap
+        while running:
+            started = time.monotonic()
+            await asyncio.sleep(0.01)
+            gap = max(gap, time.monotonic() - started)
+
+    watching = asyncio.create_task(watch())
+    jobs = [schema(optional(7000, f"q{number}_")) for number in range(40)]
+    started = time.monotonic()
+    answers = await asyncio.gather(*map(compiler.compile, jobs), return_exceptions=True)
+    seconds = time.monotonic() - started
+    running = False
+    await watching
+    kinds = {type(answer) for answer in answers}
+    assert kinds <= {RequestError, CapacityError}, answers
+    assert seconds < 8  # five on an idle machine
+    assert gap < 0.5
+
+
+async def test_a_job_ends_with_its_client(compiler: GrammarProcess) -> None:
+    """A cancelled job ends its process at once, and the next one starts another."""
+    assert await compiler.compile(SMALL)
+    first = pid_of(compiler)
+    job = asyncio.create_task(compiler.compile(SLOW))
+    await asyncio.sleep(0.3)
+    job.cancel()
+    await asyncio.gather(job, return_exceptions=True)
+    assert await ended(first)
+    assert await compiler.compile(schema({"type": "boolean"}))
+
+
+async def test_the_process_ends_with_its_owner() -> None:
+    """A compiler that is forgotten leaves no process."""
+    compiler = GrammarProcess(vocabulary())
+    assert await compiler.compile(SMALL)
+    pid = pid_of(compiler)
+    del compiler
+    gc.collect()
+    assert await ended(pid)
+
+
+async def test_the_cause_of_a_refused_call_is_named(compiler: GrammarProcess) -> None:
+    """When a grammar of several tools is refused, the error names the tool's schema."""
+    bad = OutputFormat("json_schema", {"type": "nothing"}, "tools[1].function.parameters")
+    good = OutputFormat("json_schema", {"type": "object"}, "tools[0].function.parameters")
+    with pytest.raises(RequestError) as refused:
+        await compiler.compile([OutputFormat("lark", "start: broken", "tools"), good, bad])
+    assert refused.value.param == "tools[1].function.parameters.type"
