@@ -114,7 +114,9 @@ class GrammarProcess:
         finally:
             if not working.done() or working.cancelled() or working.exception():
                 working.cancel()
-                await asyncio.wait({working})  # it reads from the connection, which must be open until then
+                await asyncio.wait(
+                    {working}
+                )  # it reads from the connection, which must be open until then
                 self.close()
         text = f"{param}: compiling the format {bound}. Send a smaller format."
         return {"refusal": text, "param": param}

@@ -18,7 +18,6 @@ from proto.trust.certificates import (
     NodeIdentity,
     fingerprint,
     from_pem,
-    is_valid_at,
     key_from_pem,
     key_to_pem,
     new_id,
@@ -32,6 +31,9 @@ CERTIFICATE_LIFE = timedelta(days=30)
 """Life of a node's certificate. A node renews it after 20 days, so a node may be off for ten days or more."""
 
 AUTHORITY_LIFE = timedelta(days=3650)
+MAX_AUTHORITIES = 8
+"""Earlier authorities that are accepted at most. A chain with all of them stays below MAX_PEM_BYTES."""
+
 CLOCK_SKEW = timedelta(minutes=10)
 """Certificates are valid from this long before they are made, for nodes with a slow clock."""
 
@@ -40,8 +42,8 @@ CLOCK_SKEW = timedelta(minutes=10)
 class Authority:
     """The key and the certificates of the authority. Methods that change it also save it.
 
-    `certificates` are the accepted authorities, the current one first. `crosses` are certificates of the current key
-    that the earlier authorities issued: nodes that know only an earlier authority accept certificates through them.
+    `certificates` are the accepted authorities, the newest first. Each of `crosses` is a certificate of one of their
+    keys that the authority after it issued. So a node that knows any of them accepts all newer certificates.
     """
 
     directory: Path
@@ -88,6 +90,11 @@ class Authority:
         """The accepted authorities in PEM."""
         return to_pem(*self.certificates)
 
+    @property
+    def chain(self) -> str:
+        """The accepted authorities and the crosses in PEM, with which a machine that knows any of them checks all."""
+        return to_pem(*self.certificates, *self.crosses)
+
     def issue(
         self,
         key: ec.EllipticCurvePublicKey,
@@ -113,7 +120,16 @@ class Authority:
         return to_pem(leaf, *self.crosses)
 
     def rotate(self) -> None:
-        """Make a new key. The earlier authorities stay accepted until the certificates they issued have expired."""
+        """Make a new key. The earlier authorities stay accepted until the certificates they issued have expired.
+
+        Raises UsageError after MAX_AUTHORITIES rotations within the life of a certificate.
+        """
+        self.drop_expired()
+        if len(self.certificates) > MAX_AUTHORITIES:
+            raise UsageError(
+                f"{MAX_AUTHORITIES} earlier authorities are still accepted, each for {CERTIFICATE_LIFE.days} days "
+                "after its rotation. Rotate again when the oldest one has expired"
+            )
         with locked(self.directory):
             old_key, key = self.key, new_key()
             new = _self_signed(key, self.cluster)
@@ -121,16 +137,19 @@ class Authority:
                 new.subject, self.certificates[0].subject, key, old_key, CERTIFICATE_LIFE
             )
             self.key = key
-            self.certificates = (new, *self.certificates[:1])
-            self.crosses = (cross,)
+            self.certificates = (new, *self.certificates)
+            self.crosses = (cross, *self.crosses)
             self._save()
 
     def drop_expired(self) -> bool:
-        """Stop accepting the earlier authority once its cross certificate has expired. Return whether it did."""
-        if not self.crosses or is_valid_at(self.crosses[0], utc_now()):
+        """Stop accepting the earlier authorities whose certificates have all expired. Return whether there were any."""
+        now = utc_now()
+        kept = [cross for cross in self.crosses if now <= cross.not_valid_after_utc]
+        if len(kept) == len(self.crosses):
             return False
         with locked(self.directory):
-            self.certificates, self.crosses = self.certificates[:1], ()
+            self.certificates = self.certificates[: len(kept) + 1]
+            self.crosses = tuple(kept)
             self._save()
         return True
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from cryptography.hazmat.primitives import serialization
 
@@ -96,16 +97,21 @@ class JoinServer:
         """Joins in progress by the peer's address."""
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
+        self._certificates: WeakKeyDictionary[ssl.SSLContext, bytes] = WeakKeyDictionary()
+        """The certificate (DER) of each context that a connection uses."""
+        self._current = self._new_context()
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
+        entry = self._new_context()
+        entry.sni_callback = self._use_current_context
         try:
             server = await asyncio.start_server(
                 self._join,
                 host,
                 port,
-                ssl=self._context(),
+                ssl=entry,
                 ssl_handshake_timeout=JOIN_SECONDS,
                 limit=MAX_LINE_BYTES,
             )
@@ -116,12 +122,21 @@ class JoinServer:
         async with server:
             yield server.sockets[0].getsockname()[1]
 
-    def _context(self) -> ssl.SSLContext:
-        """Return a TLS context with a certificate of the coordinator that lives as long as this process."""
+    def _use_current_context(
+        self, tls: ssl.SSLObject, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        """Give a new connection the current certificate, after a rotation and for as long as this process lives."""
+        if self._issuer != self._authority.fingerprint or time.monotonic() >= self._renewal:
+            self._current = self._new_context()
+        tls.context = self._current
+
+    def _new_context(self) -> ssl.SSLContext:
+        """Return a TLS context with a new certificate of the coordinator."""
         key = new_key()
         identity = NodeIdentity(self._authority.cluster, Role.COORDINATOR, new_id())
         chain = self._authority.issue(key.public_key(), identity)
-        self._certificate = from_pem(chain)[0].public_bytes(_DER)
+        self._issuer = self._authority.fingerprint
+        self._renewal = time.monotonic() + CERTIFICATE_LIFE.total_seconds() / 2
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # every join is a full handshake
@@ -130,6 +145,7 @@ class JoinServer:
             file.touch(0o600)
             file.write_text(key_to_pem(key) + chain)
             context.load_cert_chain(file)
+        self._certificates[context] = from_pem(chain)[0].public_bytes(_DER)
         return context
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,7 +168,7 @@ class JoinServer:
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> None:
-        greeting = {"authorities": self._authority.bundle}
+        greeting = {"authorities": self._authority.chain}
         if self._is_limited(peer):
             log.warning("join refused", extra={"peer": peer, "reason": "too many joins"})
             await write_message(writer, greeting | {"refused": LIMITED})
@@ -162,7 +178,9 @@ class JoinServer:
         request = await read_message(reader)
         tls = writer.get_extra_info("ssl_object")
         try:
-            reply = self._admit(request, session_binding(tls, self._certificate), peer)
+            reply = self._admit(
+                request, session_binding(tls, self._certificates[tls.context]), peer
+            )
         except ClusterError as error:
             self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
@@ -278,7 +296,7 @@ class ClusterTrust:
         version = (0, 0)
         while True:
             found = (self.registry.version, self.authority.version)
-            if found != version:
+            if found != version or self.trust.due_request():
                 version = found
                 self._reload()
                 drop_removed(self.trust.removed)

@@ -175,6 +175,14 @@ def check_issued_by(
     raise AccessError("another authority issued the certificate")
 
 
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Return whether `certificate` may issue others."""
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (x509.ExtensionNotFound, ValueError):
+        return False
+
+
 def is_valid_at(certificate: x509.Certificate, now: datetime) -> bool:
     """Return whether `now` is in the validity period of `certificate`."""
     return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc

@@ -28,6 +28,7 @@ from proto.trust.certificates import (
     fingerprint,
     from_pem,
     identity_of,
+    is_authority,
     new_key,
     signing_request,
     utc_now,
@@ -245,9 +246,16 @@ def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> Non
         f"--join: the server at {token.address} is not the coordinator of the token. Nothing was sent to it"
     )
     try:
-        found = [a for a in from_pem(authorities) if fingerprint(a) == token.authority]
+        chain, now = from_pem(authorities), utc_now()
+        trusted = [a for a in chain if fingerprint(a) == token.authority]
+        for cross in reversed(
+            chain
+        ):  # after a rotation, the token's authority issued the next one's certificate
+            with contextlib.suppress(AccessError):
+                check_issued_by(cross, trusted, now)
+                trusted += [cross] if is_authority(cross) else []
         leaf = x509.load_der_x509_certificate(certificate)
-        check_issued_by(leaf, found, utc_now())
+        check_issued_by(leaf, trusted, now)
         identity = identity_of(leaf)
     except (AccessError, ProtocolError, ValueError) as error:
         raise untrusted from error

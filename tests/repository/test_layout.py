@@ -191,6 +191,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
     "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
     "coordinator.cluster": {"grpc", "socket", "zeroconf"},
+    "coordinator.text": {"socket"},
     "coordinator.trust": {"ssl"},
     "coordinator.web": {"fastapi", "starlette"},
 }

@@ -165,7 +165,7 @@ async def test_the_process_ends_with_its_owner() -> None:
 
 
 async def test_the_cause_of_a_refused_call_is_named(compiler: GrammarProcess) -> None:
-    """When a grammar of several tools is refused, the error names the tool's schema."""
+    """The error of a refused grammar of several tools names the tool's schema."""
     bad = OutputFormat("json_schema", {"type": "nothing"}, "tools[1].function.parameters")
     good = OutputFormat("json_schema", {"type": "object"}, "tools[0].function.parameters")
     with pytest.raises(RequestError) as refused:

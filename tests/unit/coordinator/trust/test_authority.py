@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import stat
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from coordinator.trust.authority import Authority
+from coordinator.trust.authority import MAX_AUTHORITIES, Authority
 from proto.errors import AccessError, UsageError
 from proto.trust.certificates import (
     Role,
@@ -64,6 +65,41 @@ def test_rotation_overlaps(tmp_path: Path) -> None:
         authority.bundle, frozenset(), authority.issue(node.key.public_key(), node.identity)
     )
     assert node.due_request() == ""
+
+
+def test_a_node_that_missed_rotations_is_still_a_member(tmp_path: Path) -> None:
+    """A node that knows only the first authority accepts newer chains, and its certificate is accepted."""
+    authority = make_authority(tmp_path)
+    (first,) = authority.certificates
+    node = trust_of(authority, Role.WORKER)
+    for _ in range(MAX_AUTHORITIES):
+        authority.rotate()
+    with pytest.raises(UsageError, match="Rotate again when"):
+        authority.rotate()
+    chain = from_pem(trust_of(authority, Role.COORDINATOR).certificate)
+    for certificate, issuer in zip(chain, [*chain[1:], first], strict=True):
+        check_issued_by(certificate, [issuer], utc_now())
+    check_issued_by(from_pem(node.certificate)[0], from_pem(authority.bundle), utc_now())
+    node.install(authority.bundle, frozenset())
+    assert node.due_request()
+    found = Authority.open(tmp_path)
+    assert found is not None
+    assert (found.certificates, found.crosses) == (authority.certificates, authority.crosses)
+
+
+def test_expired_authorities_are_dropped_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each earlier authority is accepted until its last certificate has expired, and no longer."""
+    authority = make_authority(tmp_path)
+    for _ in range(3):
+        authority.rotate()
+    newest = authority.certificates
+    late = authority.crosses[2].not_valid_after_utc + timedelta(seconds=1)
+    monkeypatch.setattr("coordinator.trust.authority.utc_now", lambda: late)
+    assert authority.drop_expired()
+    assert authority.certificates == newest[: len(authority.crosses) + 1]
+    assert not authority.drop_expired()
 
 
 def test_a_node_keeps_what_it_had_when_an_update_is_wrong(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.trust import cluster_trust
 from coordinator.trust.authority import Authority
@@ -20,8 +23,8 @@ from coordinator.trust.cluster_trust import LIMITED, MAX_FAILURES_OF_PEER, REFUS
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError
 from proto.rpc.channels import open_channel
-from proto.trust.certificates import Role
-from proto.trust.joining import JoinToken, join, new_token
+from proto.trust.certificates import Role, from_pem, new_key
+from proto.trust.joining import JoinToken, _check_server, join, new_token
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
 
@@ -128,3 +131,49 @@ async def test_silent_connections_are_bounded(tmp_path: Path) -> None:
             except AccessError as error:
                 assert LIMITED in str(error)
         assert (tmp_path / "b" / "node.key").exists()
+
+
+@pytest.mark.parametrize("rotations", [1, 2])
+async def test_machines_join_after_rotations(tmp_path: Path, rotations: int) -> None:
+    """Tokens from before and after a rotation admit machines, without a restart of the coordinator."""
+    async with joining(tmp_path) as (authority, token):
+        await join(token, "mac-1", tmp_path / "b")
+        for _ in range(rotations):
+            authority.rotate()
+        registry = Registry(tmp_path / "a")
+        newer = new_token(authority.cluster, authority.fingerprint, token.address)
+        registry.add_token(newer, 60.0, 1)
+        for number, one in enumerate((token, newer)):
+            joined = await join(one, f"mac-{number}", tmp_path / f"c{number}")
+            assert joined.authorities == authority.bundle
+            assert joined.due_request() == ""
+
+
+async def test_a_certificate_of_the_join_server_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines join a server that runs for longer than a certificate lives."""
+    life = timedelta(seconds=2)
+    monkeypatch.setattr(cluster_trust, "CERTIFICATE_LIFE", life)
+    monkeypatch.setattr(Authority.issue, "__defaults__", ((), life))
+    async with joining(tmp_path) as (_, token):
+        for number in range(4):
+            await join(token, f"mac-{number}", tmp_path / f"m{number}")
+            await asyncio.sleep(1.0)
+
+
+def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> None:
+    """A member that signs a certificate with its own key is no authority, although the authority issued its own."""
+    authority = make_authority(tmp_path / "a")
+    member = trust_of(authority, Role.WORKER)
+    token = new_token(authority.cluster, authority.fingerprint, "127.0.0.1:1")
+    (own,) = from_pem(member.certificate)
+    forger = replace(authority, key=member.key, certificates=(own,), crosses=())
+    forged = from_pem(
+        forger.issue(new_key().public_key(), trust_of(authority, Role.COORDINATOR).identity)
+    )[0]
+    forged.verify_directly_issued_by(own)
+    with pytest.raises(AccessError, match="not the coordinator"):
+        _check_server(
+            forged.public_bytes(Encoding.DER), authority.bundle + member.certificate, token
+        )
