@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -47,7 +48,7 @@ from coordinator.trust.key_ring import KeyRing
 from mtp.checkpoint.hub.resolve import resolve_model
 from proto import cluster_pb2 as pb
 from proto.announcement import is_loopback, join_address
-from proto.errors import MemoryLimitError, UsageError
+from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
 from proto.terminal.console import keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
@@ -59,6 +60,8 @@ from proto.trust.certificates import (
     key_to_pem,
     new_id,
     new_key,
+    renewal_time,
+    utc_now,
 )
 from proto.trust.node_trust import write_private
 
@@ -112,6 +115,33 @@ def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFile
     return TlsFiles(files / "server.pem", files / "server.key", digest)
 
 
+RENEWAL_SECONDS = 60.0
+"""Seconds between two looks at the certificate of the HTTP server."""
+
+
+def renew_certificate(
+    options: ServeOptions, tls: TlsFiles, context: ssl.SSLContext, loaded: int
+) -> int:
+    """Use the certificate's files in `context` for new connections, if they changed since `loaded`.
+
+    A certificate of the cluster is issued again after two thirds of its life, and after a rotation. Returns the time of
+    the present files in nanoseconds. Raises UsageError, AccessError or OSError for files that cannot be used.
+    """
+    if tls.fingerprint:
+        authority = Authority.open(options.state, create=True)
+        assert authority is not None
+        own = from_pem(tls.certificate.read_text())[0]
+        is_current = own.issuer == authority.certificates[0].subject
+        if not is_current or utc_now() >= renewal_time(own):
+            _cluster_certificate(authority, options)
+    changed = tls.certificate.stat().st_mtime_ns
+    if changed != loaded:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if loaded:
+            log.info("HTTP certificate renewed", extra={"file": tls.certificate.name})
+    return changed
+
+
 CONVERTED = "models"
 """Folder of the state directory for converted models, which are served by their names."""
 
@@ -142,6 +172,7 @@ async def serve(options: ServeOptions) -> None:
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
         stack.enter_context(keep_awake(enabled=options.awake))
+        stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
         await _run(server.http, server.url, listener, server.start(stack), options.model)
     _leave(INTERRUPTED if server.http.interrupted else 0)
 
@@ -184,7 +215,7 @@ class _Server:
     ) -> None:
         self.options = options
         self.trust = trust
-        tls = http_tls(options)
+        self._tls = tls = http_tls(options)
         self.port: int = listener.getsockname()[1]
         self.url = _url(listener, tls)
         self.download = ModelDownload(options.model, served_name(options.model))
@@ -211,6 +242,18 @@ class _Server:
             self.http.config.ssl_keyfile = tls.key
             if tls.fingerprint:
                 log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
+
+    async def renew_certificate(self) -> None:
+        """Renew the certificate of the HTTP server, until cancelled."""
+        loaded = 0
+        while (tls := self._tls) is not None:
+            await asyncio.sleep(RENEWAL_SECONDS)
+            context = self.http.config.ssl
+            assert context is not None
+            try:
+                loaded = renew_certificate(self.options, tls, context, loaded)
+            except (ClusterError, OSError) as error:
+                log.warning("HTTP certificate not renewed", extra={"error": str(error)})
 
     async def _end_answers(self) -> None:
         if self.parts is not None:

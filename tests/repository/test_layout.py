@@ -188,7 +188,7 @@ WIRES_OF: dict[str, set[str]] = {
     "worker": {"socket"},
     "worker.fetch": {"huggingface_hub"},
     "worker.node": {"grpc", "socket", "zeroconf"},
-    "coordinator.api": {"fastapi", "socket", "starlette", "uvicorn"},
+    "coordinator.api": {"fastapi", "socket", "ssl", "starlette", "uvicorn"},
     "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
     "coordinator.cluster": {"grpc", "socket", "zeroconf"},
     "coordinator.text": {"socket"},
