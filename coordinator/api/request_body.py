@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
 from coordinator.api.errors import request_error
 from coordinator.trust.key_ring import Scope
-from proto.errors import ClusterError, RequestError
+from proto.errors import AccessError, ClusterError, RequestError
 
 MAX_FIELDS = 2**16
 """Objects, lists and fields of objects in a body. The slowest to read are messages, about 0.3 s for all."""
@@ -125,12 +125,13 @@ def keys_are_set(options: ApiOptions) -> bool:
 async def require_key(request: Request) -> None:
     """Raise HTTPException 401 unless the request carries a valid key or no keys are set.
 
-    Raises AccessError for a named key without the scope of the request.
+    Raises AccessError for a named key without the scope of the request, and for a web page of another site.
 
     The key is in `Authorization: Bearer KEY` or, as Anthropic's clients send it, in `x-api-key`. Every key is
     compared, in constant time. `request.state.owner` becomes a digest of the valid key, and `request.state.key_name`
     the name of a named one.
     """
+    check_origin(request)
     options = api_of(request).options
     ring = options.key_ring
     if not keys_are_set(options):
@@ -166,8 +167,24 @@ def scope_of(path: str) -> Scope:
 
 def require_json(request: Request) -> None:
     """Raise RequestError for another content type, which a web page could send across sites without permission."""
-    if request.headers.get("content-type") != "application/json":
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
         raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
+
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+"""The methods that change nothing and generate nothing."""
+
+
+def check_origin(request: Request) -> None:
+    """Raise AccessError for a request that a web page of another site sends, unless the user allowed its origin."""
+    origin, allowed = request.headers.get("origin"), api_of(request).options.allowed_origins
+    if origin is None or request.method in READING or not {origin, "*"}.isdisjoint(allowed):
+        return
+    if origin.partition("://")[2] != request.headers.get("host"):
+        raise AccessError(
+            f"Origin: web pages of {origin!r:.100} may not call this server. Allow them with --allowed-origins."
+        )
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
@@ -178,6 +195,8 @@ async def read_body(request: Request, kind: type[B]) -> B:
     """
     api = api_of(request)
     options, context = api.options, api.model.context_length
+    if not keys_are_set(options):
+        require_json(request)
     with api.large_work.reading() as reserve:
         try:
             async with asyncio.timeout(options.body_seconds):

@@ -104,7 +104,11 @@ class ApiClient:
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         """Open an HTTP client of the app."""
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=transport,
+            base_url="http://test",
+            headers={"Content-Type": "application/json"},
+        ) as client:
             yield client
 
     async def get(self, path: str, **options: Any) -> httpx.Response:
@@ -159,7 +163,7 @@ class DisconnectingClient:
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
             "client": ("test", 1),
             "server": ("test", 80),
         }

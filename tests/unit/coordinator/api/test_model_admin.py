@@ -72,7 +72,8 @@ async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
         "/v1/cluster/invitations", {}, headers={**headers, "Content-Type": "application/json"}
     )
     assert invited.json()["command"] == "mtp-worker --join mtp1.abc"
-    assert (await api.post("/v1/cluster/invitations", {}, headers=headers)).status_code == 400
+    text = {**headers, "Content-Type": "text/plain"}
+    assert (await api.post("/v1/cluster/invitations", {}, headers=text)).status_code == 400
     ring_without_keys = ApiClient()
     refused = await ring_without_keys.post(
         "/v1/cluster/invitations", {}, headers={"Content-Type": "application/json"}

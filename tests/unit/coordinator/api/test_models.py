@@ -121,7 +121,8 @@ async def test_refused_loads() -> None:
     """Another change, a body that a web page could send, and a server without models are refused."""
     api, loader = served()
     json = {"Content-Type": "application/json"}
-    assert (await api.post("/v1/models/load", {"model": "x"})).status_code == 400
+    text = {"Content-Type": "text/plain"}
+    assert (await api.post("/v1/models/load", {"model": "x"}, headers=text)).status_code == 400
     assert (await api.post("/v1/models/load", {"model": ""}, headers=json)).status_code == 400
     loader.failure = BusyError("the server changes to another model")
     assert (await api.post("/v1/models/load", {"model": "x"}, headers=json)).status_code == 409

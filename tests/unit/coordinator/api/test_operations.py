@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,7 +12,7 @@ from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import HINTS
 from coordinator.status.cluster_status import ClusterStatus
 from coordinator.status.metrics import Metrics
-from tests.support.api.api_client import ApiClient, tiny_tokenizer
+from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator, FakeStatus
 
 KEY = "key-ü-1"
@@ -162,9 +163,49 @@ async def test_replan_requires_a_json_content_type() -> None:
     """A web page can post a form across sites, and that request must not move layers."""
     asked: list[bool] = []
     api = ApiClient(replan=lambda: asked.append(True))
-    refused = await api.post("/replan", {})
+    refused = await api.post("/replan", {}, headers={"Content-Type": "text/plain"})
     assert refused.status_code == 400
     assert not asked
     taken = await api.post("/replan", {}, headers={"Content-Type": "application/json"})
     assert taken.status_code == 202
     assert asked == [True]
+
+
+OWN = "http://test"
+FOREIGN = "http://pages.example"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "max_tokens": 2}),
+        ("/v1/responses", {"input": "Hi", "background": True}),
+        ("/api/generate", {"model": "tiny", "prompt": "Hi", "stream": False}),
+        ("/v1/responses/resp_1/cancel", {}),
+    ],
+)
+async def test_pages_of_other_sites_do_not_generate(path: str, body: dict[str, Any]) -> None:
+    """A request with a foreign Origin, or without a JSON content type, starts nothing where no key is set."""
+    api = ApiClient()
+    for origin in (FOREIGN, "null", "http://test:81"):
+        refused = await api.post(path, body, headers={"Origin": origin})
+        assert refused.status_code == 403
+        assert "--allowed-origins" in refused.text
+    if body:
+        text = await api.post(path, body, headers={"Content-Type": "text/plain"})
+        assert text.status_code == 400
+        assert "application/json" in text.text
+    assert not api.generator.requests
+    typed = {"Content-Type": "application/json; charset=utf-8", "Origin": OWN}
+    assert (await api.post(path, body, headers=typed)).status_code in (200, 404)
+    allowed = ApiClient(options=ApiOptions(allowed_origins=(FOREIGN,)))
+    assert (await allowed.post(path, body, headers={"Origin": FOREIGN})).status_code in (200, 404)
+
+
+async def test_a_page_of_another_site_is_refused_with_a_key_too() -> None:
+    """A browser may hold a key of the user. Reading stays allowed, and the browser hides the answer."""
+    api = ApiClient(options=ApiOptions(api_keys=("k",)))
+    headers = {"Authorization": "Bearer k", "Origin": FOREIGN}
+    body = {"messages": [USER], "max_tokens": 2}
+    assert (await api.post("/v1/chat/completions", body, headers=headers)).status_code == 403
+    assert (await api.get("/v1/models", headers=headers)).status_code == 200
