@@ -103,9 +103,11 @@ class PlanStart:
         """Load the stages of new workers, and return what happened. `workers` are all of the plan, by id.
 
         Busy workers only fetch what they lack. The new ones enter the epoch of the plan in force, so that the next plan
-        finds their stages loaded.
+        finds their stages loaded. Every worker must admit a new connection, because the hops of the plan need some, and
+        the plan in force is not left for one that cannot be reached.
         """
         try:
+            await asyncio.gather(*(self._reach(stage.node) for stage in self.plan.stages))
             room = self._model.capacity(self.plan)
             label = "loading layers for the next plan"
             await self._load_stages(label, room, self._present_epoch, self.busy)
@@ -194,6 +196,12 @@ class PlanStart:
             show(*self.loads.totals)
 
         return on_progress
+
+    async def _reach(self, address: str) -> None:
+        try:
+            await self._membership.check_reachable(address)
+        except ClusterError as error:
+            raise StartError(str(error), address) from error
 
     async def _start_error(self, worker: WorkerClient, error: ClusterError) -> StartError:
         """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""

@@ -248,6 +248,22 @@ class WorkerClient:
         self.hop: HopFigures | None = None
         """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
 
+    async def check_reachable(self, timeout: float) -> None:
+        """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""
+        options = (
+            ("grpc.use_local_subchannel_pool", 1),
+        )  # otherwise gRPC uses the open connection
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                open_channel(self.address, self.trust, Role.WORKER, self.node, options) as channel,
+            ):
+                await channel.channel_ready()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.address} admits no new connection within {timeout:g} s"
+            ) from None
+
     # ---- control
 
     async def describe(
