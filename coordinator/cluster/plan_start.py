@@ -103,8 +103,8 @@ class PlanStart:
         """Load the stages of new workers, and return what happened. `workers` are all of the plan, by id.
 
         Busy workers only fetch what they lack. The new ones enter the epoch of the plan in force, so that the next plan
-        finds their stages loaded. Every worker must admit a new connection, because the hops of the plan need some, and
-        the plan in force is not left for one that cannot be reached.
+        finds their stages loaded. Every worker must admit a new connection, as the hops need it. So the
+        plan in force is not left for one that cannot be reached.
         """
         try:
             await asyncio.gather(*(self._reach(stage.node) for stage in self.plan.stages))
