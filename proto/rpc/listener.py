@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
@@ -152,6 +153,15 @@ def warn_once_of_shortage(loop: asyncio.AbstractEventLoop) -> None:
 MAX_CONNECTIONS = 256
 """Bounds the open connections to the gRPC server. A worker has fewer than ten, and each takes three descriptors."""
 
+MAX_OF_PEER = 64
+"""Bounds the open connections from one address. Several programs on one machine have fewer."""
+
+PROVEN_BYTES = 64
+"""Bytes that a peer has sent when its connection is not replaced: fewer than the first message of a member.
+
+A stranger that sends more has 10 s for its handshake, and gRPC ends anything else.
+"""
+
 DESCRIPTORS_EACH = 4
 """Open files of this process for each permitted connection. One in four stays free for the engine and its files."""
 
@@ -165,7 +175,46 @@ CHUNK_BYTES = 2**18
 """Bytes that are copied at once."""
 
 RETRY_SECONDS = 0.01
-"""Seconds. Delay before looking again at a preamble that has arrived in part, and after a failed accept."""
+"""Seconds. Delay before looking again at a preamble that has arrived in part, and after a failed accept.
+
+The delay before another look doubles up to LAST_RETRY_SECONDS, so that strangers cost no processor time.
+"""
+
+LAST_RETRY_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class PortConnection:
+    """One connection from the address `peer`, which has sent `received` bytes. `end` closes it."""
+
+    peer: str
+    end: Callable[[], object] = lambda: None
+    received: int = 0
+
+
+class Admission:
+    """The bound on open connections, in all and from one address. A new one replaces the oldest of a stranger."""
+
+    def __init__(self, limit: int, limit_of_peer: int = MAX_OF_PEER) -> None:
+        self._limit, self._limit_of_peer = limit, limit_of_peer
+        self._open: dict[PortConnection, None] = {}
+
+    def admit(self, new: PortConnection) -> PortConnection | None:
+        """Admit `new` if there is room. Return the connection to end: an earlier one in its place, or `new` itself."""
+        own = [one for one in self._open if one.peer == new.peer]
+        crowded = own if len(own) >= self._limit_of_peer else list(self._open)
+        ended = None
+        if crowded is own or len(self._open) >= self._limit:
+            ended = next((one for one in crowded if one.received < PROVEN_BYTES), new)
+        if ended is not new:
+            self._open[new] = None
+        if ended is not None:
+            self._open.pop(ended, None)
+        return ended
+
+    def remove(self, connection: PortConnection) -> None:
+        """Forget a connection that has ended, or that was passed on."""
+        self._open.pop(connection, None)
 
 
 class SharedPort:
@@ -184,8 +233,7 @@ class SharedPort:
         self._grpc_path = grpc_path
         self._on_data = on_data
         self._tasks = BackgroundTasks()
-        self._open = 0
-        self._limit = connection_limit()
+        self._admission = Admission(connection_limit())
         self._refused, self._logged = 0, -math.inf
 
     @property
@@ -208,17 +256,20 @@ class SharedPort:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, address = await loop.sock_accept(self._listener)
             except OSError as error:  # such as too many open files
                 self._log_refused(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if self._open >= self._limit:
-                self._log_refused(f"{self._open} are open")
+            new = PortConnection(str(address[0]))
+            ended = self._admission.admit(new)
+            if ended is not None:
+                self._log_refused(f"too many are open, last from {ended.peer}")
+                ended.end()
+            if ended is new:
                 connection.close()
-                continue
-            self._open += 1
-            self._tasks.spawn(self._sort(connection))
+            else:
+                new.end = self._tasks.spawn(self._sort(connection, new)).cancel
 
     def _log_refused(self, reason: str) -> None:
         """Count a refused connection, and log the count if the last warning is old."""
@@ -227,14 +278,14 @@ class SharedPort:
             log.warning("connections refused", extra={"count": self._refused, "reason": reason})
             self._refused, self._logged = 0, now
 
-    async def _sort(self, connection: socket.socket) -> None:
+    async def _sort(self, connection: socket.socket, admitted: PortConnection) -> None:
         """Find out the protocol of a connection and pass it on."""
         connection.setblocking(False)
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
                 ticket = await _read_ticket(connection)
             if ticket is None:
-                await self._forward(connection)
+                await self._forward(connection, admitted)
             else:
                 connection.setblocking(True)
                 self._on_data(ticket, connection)
@@ -244,9 +295,9 @@ class SharedPort:
             connection.close()
             raise
         finally:
-            self._open -= 1
+            self._admission.remove(admitted)
 
-    async def _forward(self, connection: socket.socket) -> None:
+    async def _forward(self, connection: socket.socket, admitted: PortConnection) -> None:
         """Copy both directions between the client and the gRPC server until one of them ends."""
         client, to_client = await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
         try:
@@ -257,7 +308,7 @@ class SharedPort:
             to_client.close()
             raise
         copies = {
-            asyncio.create_task(_copy(client, to_server)),
+            asyncio.create_task(_copy(client, to_server, admitted)),
             asyncio.create_task(_copy(server, to_client)),
         }
         try:
@@ -279,16 +330,22 @@ def connection_limit() -> int:
     )
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    counted: PortConnection | None = None,
+) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
+            if counted is not None:
+                counted.received += len(data)
             writer.write(data)
             await writer.drain()
 
 
 async def _read_ticket(connection: socket.socket) -> bytes | None:
     """Return the ticket of a data connection, or None for another protocol, of which nothing is read."""
-    head = len(PREAMBLE) + TICKET_BYTES
+    head, pause = len(PREAMBLE) + TICKET_BYTES, RETRY_SECONDS
     while True:
         await _readable(connection)
         data = connection.recv(head, socket.MSG_PEEK)
@@ -298,7 +355,8 @@ async def _read_ticket(connection: socket.socket) -> bytes | None:
             return None
         if len(data) == head:
             return connection.recv(head)[len(PREAMBLE) :]
-        await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_RETRY_SECONDS)
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -24,7 +24,7 @@ from proto.backup import PieceJoiner, split
 from proto.control import check_signal, check_version
 from proto.errors import AccessError, BusyError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import VERSION
-from proto.rpc.channels import CHANNEL_OPTIONS, peer_of
+from proto.rpc.channels import CHANNEL_OPTIONS, FIRST_MESSAGE_SECONDS, peer_of
 from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding, ticket_metadata
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_TRANSFERS, first_message
@@ -373,6 +373,7 @@ def make_server(node: WorkerNode) -> grpc.aio.Server:
         options=(
             *CHANNEL_OPTIONS,
             # These close the connections of machines that have vanished, also those without a call.
+            ("grpc.server_handshake_timeout_ms", round(1e3 * FIRST_MESSAGE_SECONDS)),
             ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
             ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
             # The keepalive timeout alone acts through TCP, and the server has Unix sockets behind the shared port.

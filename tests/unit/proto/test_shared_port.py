@@ -12,7 +12,15 @@ import socket
 import pytest
 
 from proto.rpc import listener
-from proto.rpc.listener import DESCRIPTORS_EACH, MAX_CONNECTIONS, SharedPort, connection_limit
+from proto.rpc.listener import (
+    DESCRIPTORS_EACH,
+    MAX_CONNECTIONS,
+    PROVEN_BYTES,
+    Admission,
+    PortConnection,
+    SharedPort,
+    connection_limit,
+)
 
 LIMIT, FLOOD = 5, 40
 
@@ -52,3 +60,27 @@ def test_a_flood_is_refused_with_one_warning(
     with caplog.at_level(logging.WARNING, logger=listener.__name__):
         assert asyncio.run(asyncio.wait_for(flood(), 20)) == LIMIT
     assert [record.getMessage() for record in caplog.records] == ["connections refused"]
+
+
+def test_a_new_connection_replaces_the_oldest_of_a_stranger() -> None:
+    """A stranger keeps out neither members nor other strangers, and an address has its own bound."""
+    admission = Admission(limit=4, limit_of_peer=3)
+    mine = [PortConnection("a") for _ in range(3)]
+    mine[0].received = PROVEN_BYTES
+    assert [admission.admit(one) for one in mine] == [None, None, None]
+    again = PortConnection("a")
+    assert admission.admit(again) is mine[1], "the oldest of the same address that is no member"
+    assert admission.admit(PortConnection("b")) is None
+    assert admission.admit(PortConnection("c")) is mine[2], "the oldest of all"
+    for one in (again, *mine):
+        one.received = PROVEN_BYTES
+    full = Admission(limit=2)
+    members = [
+        PortConnection("a", received=PROVEN_BYTES),
+        PortConnection("b", received=PROVEN_BYTES),
+    ]
+    assert [full.admit(one) for one in members] == [None, None]
+    late = PortConnection("c")
+    assert full.admit(late) is late, "members are never ended"
+    full.remove(members[0])
+    assert full.admit(late) is None

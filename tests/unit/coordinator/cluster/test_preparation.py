@@ -14,7 +14,7 @@ from coordinator.cluster.plan_start import PlanStart, workers_in_use
 from coordinator.cluster.view import Settings, View
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, MemoryLimitError
+from proto.errors import ClusterError, DeadlineError, MemoryLimitError
 from proto.span import Span
 from tests.support.protocol.cluster_walk import worker
 
@@ -27,7 +27,14 @@ EPOCH = 4
 class Cluster:
     """Workers `a`, `b` and `c` of which `a` and `b` serve, and the next plan over all of them. `broken` cannot load."""
 
-    def __init__(self, *fetching: str, broken: str = "", error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        *fetching: str,
+        broken: str = "",
+        error: Exception | None = None,
+        unreachable: str = "",
+    ) -> None:
+        self.unreachable = unreachable
         members = {
             name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")
         }
@@ -41,7 +48,9 @@ class Cluster:
         self.requests: list[pb.LoadRequest] = []
         self.broken, self.error = broken, error or MemoryLimitError("too little memory")
         clients = {n: SimpleNamespace(address=n, load=self._loader(n)) for n in members}
-        self.membership: Any = SimpleNamespace(clients=clients, probe=self._probe)
+        self.membership: Any = SimpleNamespace(
+            clients=clients, probe=self._probe, check_reachable=self._check_reachable
+        )
         self.model: Any = SimpleNamespace(
             capacity=lambda plan: SimpleNamespace(sequences=1, kv_tokens=1, prefix_bytes=0),
             ref=pb.ModelRef(name="m"),
@@ -73,6 +82,10 @@ class Cluster:
     async def _provide(self, client: Any, request: pb.LoadRequest, on_progress: Any) -> None:
         self.calls.append(("fetch", client.address))
 
+    async def _check_reachable(self, address: str) -> None:
+        if address == self.unreachable:
+            raise DeadlineError(f"{address} admits no new connection within 3 s")
+
     async def _probe(self, address: str) -> None:
         self.calls.append(("probe", address))
 
@@ -97,6 +110,17 @@ async def test_a_failure_is_an_event(error: Exception, address: str | None) -> N
     assert event.address == address
     assert str(error.args[0]) in event.reason
     assert (("probe", "c") in cluster.calls) == isinstance(error, ClusterError)
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+async def test_a_worker_that_cannot_be_reached_ends_the_preparation(name: str) -> None:
+    """No worker loads for a plan whose hops could not connect, and the plan in force goes on."""
+    cluster = Cluster(unreachable=name)
+    event = await cluster.prepare()
+    assert isinstance(event, PreparationFailed)
+    assert event.address == name
+    assert "no new connection" in event.reason
+    assert not cluster.calls
 
 
 def test_this_machine_is_in_use_while_it_serves_alone() -> None:
