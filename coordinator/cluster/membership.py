@@ -36,7 +36,7 @@ from coordinator.cluster.worker_client import (
 from proto import cluster_pb2 as pb
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
-from proto.rpc.status_codes import printable
+from proto.rpc.status_codes import NO_MEMBERS, printable
 from proto.span import Span
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,10 @@ PROBE_SECONDS = 1.0
 """Seconds. Deadline for a worker to answer after a plan failed for an unknown reason."""
 
 
+REFUSED_LOG_SECONDS = 60.0
+"""Seconds between two warnings about a peer that does not prove to be a member of the cluster."""
+
+
 class Membership:
     """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
 
@@ -122,8 +126,8 @@ class Membership:
         """Watched workers that have not sent a first status yet."""
         self._described_at: dict[str, float] = {}
         """Time of the last Describe of each candidate."""
-        self._last_errors: dict[str, type[ClusterError]] = {}
-        """Kind of the last error of each address that did not answer as a worker."""
+        self._last_errors: dict[str, tuple[type[ClusterError], float]] = {}
+        """Kind and time of the last logged error of each address that did not answer as a worker."""
         self._discovery = Discovery(options.addresses, mdns=options.mdns)
         self._background = BackgroundTasks()
 
@@ -206,20 +210,33 @@ class Membership:
         self._described_at[candidate.id] = self._clock()
 
     def _record_silence(self, candidate: Candidate, address: str, error: ClusterError) -> None:
-        """Log an address that did not answer as a worker, once per kind of error.
+        """Log an address that did not answer as a worker, once for each kind of error.
 
-        A silent address is logged at debug level if mDNS announced it or if it was a worker before: mDNS records
-        outlive a worker and may name addresses that only other machines reach.
+        A peer that does not prove to be a member is logged once a minute, and it is shown as refused. A silent address
+        is logged at debug level if mDNS announced it or if it was a worker before: mDNS records outlive a worker and
+        may name addresses that only other machines reach.
         """
         member = self._view().members.get(address)
-        if self._last_errors.get(address) is not type(error):
-            self._last_errors[address] = type(error)
-            silent = isinstance(error, WorkerLostError | DeadlineError)
+        # Workers that announce another cluster are none of this one's concern.
+        named = isinstance(error, AccessError) and candidate.announcement is None
+        refused = named or any(text in str(error) for text in NO_MEMBERS)
+        kind, logged = self._last_errors.get(address, (None, -REFUSED_LOG_SECONDS))
+        if kind is not type(error) or (refused and self._clock() >= logged + REFUSED_LOG_SECONDS):
+            self._last_errors[address] = type(error), self._clock()
+            silent = isinstance(error, WorkerLostError | DeadlineError) and not refused
             expected = silent and (candidate.announcement is not None or member is not None)
             level = logging.DEBUG if expected else logging.WARNING
             hint = ". Start mtp-worker there, or correct --worker" if silent else ""
             log.log(level, "no worker", extra={"address": address, "error": f"{error}{hint}"})
-        if member is not None and member.state is MemberState.REFUSED and not member.failure_count:
+        if refused and (member is None or member.reason != str(error)):
+            stranger = member or Member(address, "", printable(candidate.name, MAX_NAME), 0)
+            self._apply_event(WorkerRefused(stranger, str(error)))
+        elif (
+            not refused
+            and member
+            and member.state is MemberState.REFUSED
+            and not member.failure_count
+        ):
             # The refused worker is gone. A worker with failures stays in the view because of its back-off.
             self._apply_event(WorkerLeft(address))
 

@@ -36,16 +36,17 @@ def with_advice(details: str) -> str:
 CLOSED = "the connection was closed"
 """The text for a connection that the peer closed. A peer that requires TLS closes a connection without it."""
 
+NO_MEMBERS = (
+    "it has no TLS, so it has not joined the cluster. Start it with --join and a token of this cluster",
+    "its certificate is of another cluster, or expired. Start it with --join and a token of this cluster",
+    "it is another node of the cluster than expected",
+)
+"""The texts for peers that do not prove to be the expected member of the cluster."""
+
 _PLAIN: tuple[tuple[str, str], ...] = (
-    (
-        "WRONG_VERSION_NUMBER",
-        "it has no TLS, so it has not joined the cluster. Start it with --join and a token of this cluster",
-    ),
-    (
-        "CERTIFICATE_VERIFY_FAILED",
-        "its certificate is of another cluster, or expired. Start it with --join and a token of this cluster",
-    ),
-    ("Hostname Verification", "it is another node of the cluster than expected"),
+    ("WRONG_VERSION_NUMBER", NO_MEMBERS[0]),
+    ("CERTIFICATE_VERIFY_FAILED", NO_MEMBERS[1]),
+    ("Hostname Verification", NO_MEMBERS[2]),
     ("ALPN", _ANOTHER_PROGRAM),
     ("http1.x", _ANOTHER_PROGRAM),
     ("HTTP/2", _ANOTHER_PROGRAM),

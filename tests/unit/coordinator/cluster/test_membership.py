@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.apply import apply
+from coordinator.cluster.discovery import Candidate
 from coordinator.cluster.events import Event
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.view import MemberState, Settings, View
 from proto import cluster_pb2 as pb
+from proto.errors import WorkerLostError
+from proto.rpc.status_codes import NO_MEMBERS
 
 
 class Leaving:
@@ -124,3 +127,23 @@ class Members:
         client: Any = Leaving()
         await self.membership._admit_worker("a:7000", client, info)
         assert client.closed
+
+
+def test_a_peer_that_is_no_member_is_shown_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The status has the advice. A peer that is silent later is forgotten."""
+    members = Members()
+    now = [0.0]
+    members.membership._clock = lambda: now[0]
+    candidate = Candidate("a:7000", ("a:7000",))
+    stranger = WorkerLostError(f"a:7000 is lost: {NO_MEMBERS[1]}")
+    for second in range(121):
+        now[0] = float(second)
+        members.membership._record_silence(candidate, "a:7000", stranger)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    member = members.view.members["a:7000"]
+    assert member.state is MemberState.REFUSED
+    assert "Start it with --join" in member.reason
+    members.membership._record_silence(candidate, "a:7000", WorkerLostError("no answer"))
+    assert members.view.members == {}
