@@ -153,10 +153,10 @@ def warn_once_of_shortage(loop: asyncio.AbstractEventLoop) -> None:
 MAX_CONNECTIONS = 256
 """Bounds the open connections to the gRPC server. A worker has fewer than ten, and each takes three descriptors."""
 
-MAX_OF_PEER = 64
+MAX_OF_PEER = 128
 """Bounds the open connections from one address. Several programs on one machine have fewer."""
 
-PROVEN_BYTES = 64
+PROVEN_BYTES = 32
 """Bytes that a peer has sent when its connection is not replaced: fewer than the first message of a member.
 
 A stranger that sends more has 10 s for its handshake, and gRPC ends anything else.
@@ -270,6 +270,7 @@ class SharedPort:
                 connection.close()
             else:
                 new.end = self._tasks.spawn(self._sort(connection, new)).cancel
+            await asyncio.sleep(0)  # those that were accepted before show what they have sent
 
     def _log_refused(self, reason: str) -> None:
         """Count a refused connection, and log the count if the last warning is old."""
@@ -281,9 +282,11 @@ class SharedPort:
     async def _sort(self, connection: socket.socket, admitted: PortConnection) -> None:
         """Find out the protocol of a connection and pass it on."""
         connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            admitted.received = len(connection.recv(PROVEN_BYTES, socket.MSG_PEEK))
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
-                ticket = await _read_ticket(connection)
+                ticket = await _read_ticket(connection, admitted)
             if ticket is None:
                 await self._forward(connection, admitted)
             else:
@@ -343,12 +346,13 @@ async def _copy(
             await writer.drain()
 
 
-async def _read_ticket(connection: socket.socket) -> bytes | None:
+async def _read_ticket(connection: socket.socket, admitted: PortConnection) -> bytes | None:
     """Return the ticket of a data connection, or None for another protocol, of which nothing is read."""
     head, pause = len(PREAMBLE) + TICKET_BYTES, RETRY_SECONDS
     while True:
         await _readable(connection)
         data = connection.recv(head, socket.MSG_PEEK)
+        admitted.received = len(data)
         if not data:
             raise ConnectionError("the peer ended the connection")
         if not data.startswith(PREAMBLE[: len(data)]):

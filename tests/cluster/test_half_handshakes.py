@@ -1,20 +1,24 @@
-"""Half TLS handshakes of strangers against a secured worker, a real process at a network address of this machine."""
+"""Strangers and renewals at the port of a secured worker, a real process at a network address of this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
+import socket
 from pathlib import Path
 
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.trust.cluster_trust import ClusterTrust
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.channels import open_channel
+from proto.rpc.channels import client_context, open_channel
+from proto.trust.certificates import Role, from_pem, host_name, identity_of
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_join import host as host
 from tests.support.processes.processes import ending, launch_worker
@@ -78,3 +82,51 @@ async def test_half_handshakes_crash_nothing(host: str, tmp_path: Path) -> None:
         assert worker.running, worker.text()[-2000:]
         info = await describe(address, cluster.trust)
         assert info.name == "mac-1"
+
+
+RENEWALS = 200
+
+
+def peer_certificate(address: str, trust: NodeTrust) -> x509.Certificate:
+    """Return the certificate that a new connection to the worker gets."""
+    context = client_context(trust)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    name = host_name(trust.identity.cluster, Role.WORKER)
+    with (
+        socket.create_connection((host, int(port)), DEADLINE) as plain,
+        context.wrap_socket(plain, server_hostname=name) as secured,
+    ):
+        return x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
+
+
+async def test_renewals_lose_no_connection(host: str, tmp_path: Path) -> None:
+    """Connections succeed while the certificate of a worker is renewed again and again, and strangers visit."""
+    cluster = ClusterTrust.open(tmp_path / "state", create=True)
+    assert cluster is not None
+    authority, trust = cluster.authority, cluster.trust
+    async with cluster.listening(host, 0):
+        worker = launch_worker(
+            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
+        )
+        ready = await asyncio.to_thread(worker.wait_for, "worker ready")
+    with ending(worker):
+        address = str(ready["address"])
+        name, _, port = address.rpartition(":")
+        visits = asyncio.create_task(strangers((name, int(port))))
+        first = await asyncio.to_thread(peer_certificate, address, trust)
+        key, identity = first.public_key(), identity_of(first)
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        channel: grpc.aio.Channel = open_channel(address, trust)
+        async with channel:
+            stub = pb_grpc.WorkerStub(channel)
+            for _ in range(RENEWALS):
+                chain = authority.issue(key, identity)
+                update = pb.TrustUpdate(authorities=authority.bundle, certificate=chain)
+                await stub.UpdateTrust(update, timeout=20)
+                found = await asyncio.to_thread(peer_certificate, address, trust)
+                assert found == from_pem(chain)[0]
+                assert (await describe(address, trust)).name == "mac-1"
+        visits.cancel()
+        await asyncio.gather(visits, return_exceptions=True)
+        assert worker.running, worker.text()[-2000:]
