@@ -138,8 +138,8 @@ async def test_forty_slow_formats_leave_the_loop_and_each_other_alone(
     await watching
     kinds = {type(answer) for answer in answers}
     assert kinds <= {RequestError, CapacityError}, answers
-    assert seconds < 8  # five on an idle machine
-    assert gap < 0.5
+    assert seconds < 15  # five on an idle machine
+    assert gap < 2  # one of these formats would stop it for ten
 
 
 async def test_a_job_ends_with_its_client(compiler: GrammarProcess) -> None:
