@@ -28,7 +28,7 @@ from proto.errors import CapacityError, NotReadyError, RequestError
 JOB_SECONDS = 2.0
 """Seconds. Longest compilation of the format of one request."""
 
-WAIT_SECONDS = 2.5
+WAIT_SECONDS = 2.0
 """Seconds. Longest wait for the jobs of other requests, after which the client may send its request again."""
 
 START_SECONDS = 30.0
