@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import ssl
 import tempfile
 import time
@@ -14,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from cryptography.hazmat.primitives import serialization
 
@@ -71,7 +71,10 @@ def make_invitation(trust: ClusterTrust) -> Invitation:
 _DER = serialization.Encoding.DER
 
 MAX_OPEN, MAX_OPEN_OF_PEER = 64, 8
-"""Bound the joins in progress, in all and from one address."""
+"""Bound the joins in progress, in all and from one address. Above twice as many, connections end at once."""
+
+RETRY_SECONDS = 0.1
+"""Seconds. Delay after a failed accept."""
 
 MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
 FAILURE_SECONDS = 60.0
@@ -97,41 +100,32 @@ class JoinServer:
         """Joins in progress by the peer's address."""
         self._failures: deque[tuple[float, str]] = deque()
         """Monotonic seconds and peer of each refused token, the oldest first."""
-        self._certificates: WeakKeyDictionary[ssl.SSLContext, bytes] = WeakKeyDictionary()
-        """The certificate (DER) of each context that a connection uses."""
-        self._current = self._new_context()
+        self._joins: set[asyncio.Task[None]] = set()
+        self._context, self._certificate = self._new_context()
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
         """Serve joins while the block runs, and yield the port. Raises UsageError if it is not available."""
-        entry = self._new_context()
-        entry.sni_callback = self._use_current_context
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            server = await asyncio.start_server(
-                self._join,
-                host,
-                port,
-                ssl=entry,
-                ssl_handshake_timeout=JOIN_SECONDS,
-                limit=MAX_LINE_BYTES,
-            )
+            listener = socket.create_server((host, port), family=family, backlog=MAX_OPEN)
         except OSError as error:
             raise UsageError(
                 f"--listen {host}:{port}: {error.strerror or error}. Choose another address or port"
             ) from error
-        async with server:
-            yield server.sockets[0].getsockname()[1]
+        listener.setblocking(False)
+        accepting = asyncio.create_task(self._accept(listener))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            tasks = [accepting, *self._joins]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            listener.close()
 
-    def _use_current_context(
-        self, tls: ssl.SSLObject, name: str | None, context: ssl.SSLContext
-    ) -> None:
-        """Give a new connection the current certificate, after a rotation and for as long as this process lives."""
-        if self._issuer != self._authority.fingerprint or time.monotonic() >= self._renewal:
-            self._current = self._new_context()
-        tls.context = self._current
-
-    def _new_context(self) -> ssl.SSLContext:
-        """Return a TLS context with a new certificate of the coordinator."""
+    def _new_context(self) -> tuple[ssl.SSLContext, bytes]:
+        """Return a TLS context with a new certificate of the coordinator, and the certificate (DER)."""
         key = new_key()
         identity = NodeIdentity(self._authority.cluster, Role.COORDINATOR, new_id())
         chain = self._authority.issue(key.public_key(), identity)
@@ -145,28 +139,59 @@ class JoinServer:
             file.touch(0o600)
             file.write_text(key_to_pem(key) + chain)
             context.load_cert_chain(file)
-        self._certificates[context] = from_pem(chain)[0].public_bytes(_DER)
-        return context
+        return context, from_pem(chain)[0].public_bytes(_DER)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection."""
-        peer = str(writer.get_extra_info("peername", ("?",))[0])
-        self._open[peer] += 1
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections, and close those above the bounds before their handshakes."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError:  # such as too many open files
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            peer = str(address[0])
+            if self._open.total() >= 2 * MAX_OPEN or self._open[peer] >= 2 * MAX_OPEN_OF_PEER:
+                connection.close()
+                continue
+            self._open[peer] += 1
+            task = asyncio.create_task(self._join(connection, peer))
+            self._joins.add(task)
+            task.add_done_callback(self._joins.discard)
+
+    async def _join(self, connection: socket.socket, peer: str) -> None:
+        """Handle one connection, with the present certificate."""
+        if self._issuer != self._authority.fingerprint or time.monotonic() >= self._renewal:
+            self._context, self._certificate = self._new_context()
+        context, certificate = self._context, self._certificate
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(MAX_LINE_BYTES, loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
             async with asyncio.timeout(JOIN_SECONDS):
-                await self._answer(reader, writer, peer)
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=context, ssl_handshake_timeout=JOIN_SECONDS
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+                try:
+                    await self._answer(reader, writer, peer, certificate)
+                finally:
+                    writer.close()
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
         except (OSError, TimeoutError, ProtocolError) as error:
             log.info("join ended early", extra={"peer": peer, "error": type(error).__name__})
         finally:
+            connection.close()
             self._open[peer] -= 1
             self._open += Counter()  # drops the peers without joins
-            writer.close()
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(JOIN_SECONDS):
-                    await writer.wait_closed()
 
     async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        certificate: bytes,
     ) -> None:
         greeting = {"authorities": self._authority.chain}
         if self._is_limited(peer):
@@ -178,9 +203,7 @@ class JoinServer:
         request = await read_message(reader)
         tls = writer.get_extra_info("ssl_object")
         try:
-            reply = self._admit(
-                request, session_binding(tls, self._certificates[tls.context]), peer
-            )
+            reply = self._admit(request, session_binding(tls, certificate), peer)
         except ClusterError as error:
             self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})

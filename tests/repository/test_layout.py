@@ -192,7 +192,7 @@ WIRES_OF: dict[str, set[str]] = {
     "coordinator.cli": {"httpx", "socket", "ssl", "urllib"},
     "coordinator.cluster": {"grpc", "socket", "zeroconf"},
     "coordinator.text": {"socket"},
-    "coordinator.trust": {"ssl"},
+    "coordinator.trust": {"socket", "ssl"},
     "coordinator.web": {"fastapi", "starlette"},
 }
 """The network libraries that each folder may import; folders that are not listed import none."""

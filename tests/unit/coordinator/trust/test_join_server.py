@@ -19,7 +19,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.trust import cluster_trust
 from coordinator.trust.authority import Authority
-from coordinator.trust.cluster_trust import LIMITED, MAX_FAILURES_OF_PEER, REFUSED, JoinServer
+from coordinator.trust.cluster_trust import (
+    LIMITED,
+    MAX_FAILURES_OF_PEER,
+    MAX_OPEN_OF_PEER,
+    REFUSED,
+    JoinServer,
+)
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError
 from proto.rpc.channels import open_channel
@@ -177,3 +183,19 @@ def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> N
         _check_server(
             forged.public_bytes(Encoding.DER), authority.bundle + member.certificate, token
         )
+
+
+async def test_handshakes_of_strangers_are_bounded(tmp_path: Path) -> None:
+    """Connections above the bound end at once, and the machines of another address join."""
+    async with joining(tmp_path) as (_, token):
+        host, _, port = token.address.rpartition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MAX_OPEN_OF_PEER)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in held]
+        done, _ = await asyncio.wait(ends, timeout=1)
+        assert len(done) == MAX_OPEN_OF_PEER
+        for end in ends:
+            end.cancel()
+        for _, writer in held:
+            writer.close()
+        await asyncio.sleep(0.2)
+        assert (await join(token, "mac-2", tmp_path / "b")).identity.cluster == token.cluster
