@@ -35,13 +35,13 @@ START_SECONDS = 30.0
 """Seconds. Deadline of the start. A process reads 250,000 tokens in about 1.5 s on an idle machine."""
 
 MAX_GROWTH = 256 * 2**20
-"""Bytes. Longest growth of the process's memory by one job."""
+"""Bytes. Largest growth of the process's memory by one job."""
 
 LOOK_SECONDS = 0.02
 """Seconds between two looks at the memory of the process."""
 
-MAX_RESULTS = 256
-"""Results kept for requests with the same format, refusals among them."""
+MAX_RESULTS = 64
+"""Results kept for requests with the same format, refusals among them: 16 MB of the largest grammars."""
 
 _LENGTH = struct.Struct("<I")
 
