@@ -102,21 +102,24 @@ class GrammarProcess:
             self._turn.release()
 
     async def _run(self, job: bytes, param: str) -> dict[str, Any]:
-        """Return the result of one job. The process is ended when the job exceeds a bound, or is cancelled."""
+        """Return the result of one job. The process is ended when the job exceeds a bound, or is cancelled.
+
+        Raises NotReadyError if the process ends for another reason.
+        """
         connection = await self._connected()
         working = asyncio.create_task(_exchange(connection, job))
         try:
             bound = await self._watch(working)
             if not bound:
                 return dict(working.result())
-        except (OSError, ValueError, psutil.Error):
-            bound = "ended its process"
+        except (OSError, ValueError, psutil.Error) as error:
+            # The format need not be the cause, so this is no result to keep.
+            raise NotReadyError("The compiler of formats has ended. Try again.") from error
         finally:
             if not working.done() or working.cancelled() or working.exception():
                 working.cancel()
-                await asyncio.wait(
-                    {working}
-                )  # it reads from the connection, which must be open until then
+                # It reads from the connection, which must be open until it has ended.
+                await asyncio.wait({working})
                 self.close()
         text = f"{param}: compiling the format {bound}. Send a smaller format."
         return {"refusal": text, "param": param}

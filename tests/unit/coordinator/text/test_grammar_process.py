@@ -16,7 +16,7 @@ from coordinator.text.grammar_process import GrammarProcess
 from coordinator.text.grammars import OutputFormat, pack_vocabulary
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from proto.errors import CapacityError, RequestError
+from proto.errors import CapacityError, NotReadyError, RequestError
 
 PATIENCE = 20.0
 """Seconds. Longest wait for a process to end."""
@@ -152,6 +152,16 @@ async def test_a_job_ends_with_its_client(compiler: GrammarProcess) -> None:
     await asyncio.gather(job, return_exceptions=True)
     assert await ended(first)
     assert await compiler.compile(schema({"type": "boolean"}))
+
+
+async def test_a_process_that_was_killed_refuses_no_format(compiler: GrammarProcess) -> None:
+    """The client may send its request again, and another process compiles the same format."""
+    assert await compiler.compile(SMALL)
+    psutil.Process(pid_of(compiler)).kill()
+    again = schema({"type": "array", "items": {"type": "integer"}})
+    with pytest.raises(NotReadyError, match="Try again"):
+        await compiler.compile(again)
+    assert await compiler.compile(again)
 
 
 async def test_the_process_ends_with_its_owner() -> None:
