@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from coordinator.text.grammars import OutputFormat, call_grammar, compile_format, pack_vocabulary
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from mtp.sampling.grammar import GrammarState, Vocabulary, tokenizer_of
+from mtp.sampling import grammar as grammar_module
+from mtp.sampling.grammar import GrammarState, Vocabulary, grammar_problem, tokenizer_of
 from proto.errors import ProtocolError
 from proto.params import SamplingParams
 
@@ -95,3 +98,27 @@ def test_a_vocabulary_survives_the_wire_and_is_checked() -> None:
             Vocabulary.unpack(broken)
     with pytest.raises(ProtocolError, match="vocabulary"):
         GrammarState.make(SamplingParams(grammar=b"start: /a/"), b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("PREPARE_SECONDS", "to prepare"), ("MASK_SECONDS", "a token takes")]
+)
+def test_a_grammar_above_a_limit_of_the_last_stage_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    """The trial measures the preparation and each token. Without the limit the same grammar has no problem."""
+    output, _ = cases()[0]
+    grammar, tokenizer = compiled(output).decode(), tokenizer_of(vocabulary())
+    assert grammar_problem(grammar, tokenizer) == ""
+    monkeypatch.setattr(grammar_module, name, 0.0)
+    assert words in grammar_problem(grammar, tokenizer)
+
+
+def test_a_text_beyond_a_limit_of_llguidance_may_only_end() -> None:
+    """An answer never goes on without its grammar."""
+    names = {f"p{number}": {"type": "string"} for number in range(1000)}
+    content = {"type": "object", "properties": names, "additionalProperties": False}
+    grammar = str(LLMatcher.grammar_from_json_schema(json.dumps(content)))
+    mask = GrammarState(grammar, tokenizer_of(vocabulary())).allowed(encode("{"))
+    assert mask is not None
+    assert list(np.flatnonzero(mask)) == [4089]

@@ -10,8 +10,10 @@ import pytest
 
 from coordinator.cli.doctor_command import json_report
 from coordinator.doctor import diagnosis
+from coordinator.doctor.answer import Answer
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
 from coordinator.doctor.finding import Finding, Verdict
+from coordinator.schedule.request import GenerationStats
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import CheckpointError
@@ -64,3 +66,23 @@ def test_the_report_has_no_path_of_the_user() -> None:
     assert home not in text or home == "/"
     assert "~/models" in text
     assert json.loads(text)["checks"][0]["verdict"] == "warn"
+
+
+async def test_a_plain_answer_that_fails_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer with drafts is measured all the same, and is compared with nothing."""
+
+    async def measure(checkpoint: Checkpoint, depth: int, *_: object, **__: object) -> Answer:
+        await asyncio.sleep(0)
+        if depth == 0:
+            raise CheckpointError("the plain answer failed")
+        return Answer(depth, (1, 2), GenerationStats(1, 2))
+
+    monkeypatch.setattr("coordinator.doctor.answer.measure_answer", measure)
+    options = DoctorOptions(Checkpoint.open(checkpoint_dir()), full=True)
+    run = Diagnosis(options, lambda finding: None)
+    await run._check_model()
+    assert run.findings[0].figure == "the plain answer failed"
+    assert {finding.verdict for finding in run.findings} == {Verdict.FAIL}
+    assert "exact mode" not in {finding.check for finding in run.findings}
