@@ -55,6 +55,12 @@ def worker(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
     ] = f"127.0.0.1:{DEFAULT_PORT}",
+    data_port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port for frames, for a firewall.  [default: any free one]"
+        ),
+    ] = 0,
     name: Annotated[
         str | None, typer.Option(help="Name shown in status and logs.  [default: host name]")
     ] = None,
@@ -131,6 +137,7 @@ def worker(
     options = WorkerOptions(
         host=host,
         port=port,
+        data_port=data_port,
         name=name or socket.gethostname().partition(".")[0],
         layers=span,
         model=own,

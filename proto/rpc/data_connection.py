@@ -38,7 +38,7 @@ TOKEN_BYTES = 16
 TICKET_BYTES = 32
 """Bytes of a ticket: enough that nothing can guess it while its call is open."""
 
-_TICKET = "mtp-ticket-bin"
+_TICKET, _PORT = "mtp-ticket-bin", "mtp-data-port"
 _EPOCH, _STAGE, _SENDER, _TOKEN = "mtp-epoch", "mtp-stage", "mtp-sender", "mtp-token-bin"
 
 
@@ -79,17 +79,28 @@ class StreamBinding:
         return cls(_decimal(found, _EPOCH), _decimal(found, _STAGE), sender, token)
 
 
-def ticket_metadata(ticket: bytes) -> tuple[tuple[str, bytes], ...]:
-    """Return the initial metadata that gives a caller its ticket."""
-    return ((_TICKET, ticket),)
+@dataclass(frozen=True)
+class TicketOffer:
+    """What a worker gives to the caller of a checked call: a ticket, and the port where it is valid once."""
 
+    ticket: bytes
+    port: int
 
-def ticket_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
-    """Invert `ticket_metadata`. Raises ProtocolError when the ticket is missing or malformed."""
-    ticket = dict(metadata or ()).get(_TICKET)
-    if not isinstance(ticket, bytes) or len(ticket) != TICKET_BYTES:
-        raise ProtocolError("the worker sent no ticket for a data connection")
-    return ticket
+    def to_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Return the initial metadata of the call."""
+        return ((_TICKET, self.ticket), (_PORT, str(self.port)))
+
+    @classmethod
+    def from_metadata(cls, metadata: Iterable[tuple[str, str | bytes]] | None) -> TicketOffer:
+        """Invert `to_metadata`. Raises ProtocolError when an entry is missing or malformed."""
+        found = dict(metadata or ())
+        ticket = found.get(_TICKET)
+        if not isinstance(ticket, bytes) or len(ticket) != TICKET_BYTES:
+            raise ProtocolError("the worker sent no ticket for a data connection")
+        port = _decimal(found, _PORT)
+        if not 0 < port < 2**16:
+            raise ProtocolError(f"the worker sent the invalid data port {port}")
+        return cls(ticket, port)
 
 
 def _decimal(found: dict[str, str | bytes], name: str) -> int:
@@ -100,25 +111,25 @@ def _decimal(found: dict[str, str | bytes], name: str) -> int:
 
 
 PREAMBLE = b"MTPDATA\x01"
-"""The first bytes of a data connection. TLS and HTTP/2, the other protocols of the port, begin with other bytes."""
+"""The first bytes of a data connection, which show another program that came to the wrong port."""
 
 
 def dial(
-    address: str, trust: NodeTrust | None, node: str, ticket: bytes, timeout: float
+    address: str, trust: NodeTrust | None, node: str, offer: TicketOffer, timeout: float
 ) -> tuple[socket.socket, HopFigures]:
-    """Open a data connection to a worker and return it with the figures of the hop. Blocks for at most `timeout`.
+    """Open a data connection to the worker whose calls go to `address`, and return it with the figures of the hop.
 
+    Blocks for at most `timeout`.
     With `trust` the worker must be of the same cluster and, if `node` is given, have that node id. Raises AccessError,
     DeadlineError or WorkerLostError.
     """
-    host, port = host_of(address), int(address.rpartition(":")[2])
     due = time.monotonic() + timeout
     connection: socket.socket | None = None
     try:
-        connection = socket.create_connection((host, port), timeout)
+        connection = socket.create_connection((host_of(address), offer.port), timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with _ended_at(connection, due):
-            connection.sendall(PREAMBLE + ticket)
+            connection.sendall(PREAMBLE + offer.ticket)
             if trust is not None:
                 name = host_name(trust.identity.cluster, Role.WORKER, node)
                 connection = client_context(trust).wrap_socket(connection, server_hostname=name)
@@ -130,14 +141,14 @@ def dial(
             raise AccessError(f"{address} refuses: {error.verify_message}") from error
         if time.monotonic() >= due or isinstance(error, TimeoutError):
             raise DeadlineError(
-                f"opening a connection to {address} timed out after {timeout:g} s"
+                f"opening a data connection to {address} timed out after {timeout:g} s (port {offer.port})"
             ) from error
         text = with_advice(str(getattr(error, "strerror", None) or error))
-        raise WorkerLostError(f"{address} is lost: {text}") from error
+        raise WorkerLostError(f"{address} is lost: {text} (data port {offer.port})") from error
 
 
 async def dial_on_thread(
-    address: str, trust: NodeTrust | None, node: str, ticket: bytes, timeout: float
+    address: str, trust: NodeTrust | None, node: str, offer: TicketOffer, timeout: float
 ) -> tuple[socket.socket, HopFigures]:
     """Call `dial` on a thread. If the caller is cancelled meanwhile, the thread closes the connection."""
     dialled: Future[tuple[socket.socket, HopFigures]] = Future()
@@ -145,7 +156,7 @@ async def dial_on_thread(
 
     def work() -> None:
         try:
-            dialled.set_result(dial(address, trust, node, ticket, timeout))
+            dialled.set_result(dial(address, trust, node, offer, timeout))
         except Exception as error:
             dialled.set_exception(error)
 
@@ -166,7 +177,7 @@ def _close_connection(dialled: Future[tuple[socket.socket, HopFigures]]) -> None
 class Ticket:
     """The place of one call in DataTickets. `connection` is the data connection once it is open."""
 
-    value: bytes
+    offer: TicketOffer
     peer: NodeIdentity | None
     connection: asyncio.Future[socket.socket]
 
@@ -192,6 +203,8 @@ class DataTickets:
     """The calls of a server that wait for their data connections. Only the event loop's thread calls its methods."""
 
     def __init__(self, trust: NodeTrust | None) -> None:
+        self.port = 0
+        """The port of the data connections, once it listens."""
         self._trust = trust
         self._issued: list[Ticket] = []
 
@@ -199,7 +212,8 @@ class DataTickets:
     def issued(self, peer: NodeIdentity | None) -> Iterator[Ticket]:
         """Issue a ticket to the caller `peer`, for one connection while the block runs."""
         future: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(secrets.token_bytes(TICKET_BYTES), peer, future)
+        offer = TicketOffer(secrets.token_bytes(TICKET_BYTES), self.port)
+        ticket = Ticket(offer, peer, future)
         self._issued.append(ticket)
         try:
             yield ticket
@@ -210,7 +224,7 @@ class DataTickets:
 
     def accept(self, value: bytes, connection: socket.socket) -> None:
         """Complete the connection that presented the ticket `value`, on a thread, or close it."""
-        found = [t for t in self._issued if hmac.compare_digest(t.value, value)]
+        found = [t for t in self._issued if hmac.compare_digest(t.offer.ticket, value)]
         if not found:
             log.warning("data connection refused: its ticket is unknown")
             connection.close()

@@ -24,9 +24,9 @@ from proto.rpc.data_connection import (
     FRAMES,
     HopFigures,
     StreamBinding,
+    TicketOffer,
     dial_on_thread,
     shut_down,
-    ticket_in,
 )
 from proto.rpc.status_codes import from_status
 from proto.trust.certificates import Role
@@ -374,7 +374,7 @@ async def open_connection(
         raise await _status_of(call, address) from error
     if call.done():  # refused: the worker sent a status instead
         raise await _status_of(call, address)
-    return await dial_on_thread(address, trust, node, ticket_in(metadata), timeout)
+    return await dial_on_thread(address, trust, node, TicketOffer.from_metadata(metadata), timeout)
 
 
 async def end_of_connection(

@@ -21,7 +21,6 @@ from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
 from proto.rpc.data_connection import FRAMES, RESULTS, StreamBinding
-from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role, host_name, new_id
 from proto.trust.node_trust import NodeTrust
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
@@ -60,7 +59,7 @@ class SecuredWorker:
     authority: Authority
     trust: NodeTrust
     node: WorkerNode
-    address: str
+    address: str = ""
     previous: str = field(default_factory=new_id)
     removed: str = field(default_factory=new_id)
 
@@ -71,13 +70,13 @@ async def secured_worker(folder: Path, stage: int = 1) -> AsyncIterator[SecuredW
     authority = make_authority(folder)
     trust = trust_of(authority, Role.WORKER)
     node = WorkerNode(Identity("w", None, 2**30, LocalModels(None), trust=trust))
-    listener = bind_listener("test", "127.0.0.1", 0)
-    worker = SecuredWorker(authority, trust, node, f"127.0.0.1:{listener.getsockname()[1]}")
+    worker = SecuredWorker(authority, trust, node)
     trust.removed = frozenset({worker.removed})
     place = Place(1, stage, 2, TOKEN, worker.previous if stage else "")
     node.binding = Binding(place, node.host, node.traffic, lambda: None)
     node.binding.bound = True
-    async with served(node, listener):
+    async with served(node, "127.0.0.1") as port:
+        worker.address = f"127.0.0.1:{port}"
         yield worker
     await node.close()
 

@@ -13,10 +13,18 @@ import pytest
 
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.frame import Frame, encode
-from proto.rpc import listener
-from proto.rpc.data_connection import FRAMES, PREAMBLE, TICKET_BYTES, StreamBinding, dial, ticket_in
+from proto.rpc import data_port
+from proto.rpc.data_connection import (
+    FRAMES,
+    PREAMBLE,
+    TICKET_BYTES,
+    StreamBinding,
+    TicketOffer,
+    dial,
+)
+from proto.rpc.data_port import DataPort
 from proto.rpc.link import LENGTH
-from proto.rpc.listener import SharedPort, bind_listener
+from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
@@ -50,16 +58,16 @@ def trust_of_peer(worker: SecuredWorker, peer: str) -> NodeTrust | None:
             return trust_of(authority, Role.WORKER, worker.previous)
 
 
-async def opened_call(channel: Any) -> tuple[Any, bytes]:
+async def opened_call(channel: Any) -> tuple[Any, TicketOffer]:
     """Return an accepted call of the previous stage, and its ticket."""
     binding = StreamBinding(1, 1, "sender", TOKEN).to_metadata()
     call = channel.stream_stream(FRAMES)(metadata=binding)
-    return call, ticket_in(await call.initial_metadata())
+    return call, TicketOffer.from_metadata(await call.initial_metadata())
 
 
-def dialled(worker: SecuredWorker, trust: NodeTrust | None, ticket: bytes) -> Any:
+def dialled(worker: SecuredWorker, trust: NodeTrust | None, offer: TicketOffer) -> Any:
     """Open a data connection on a thread."""
-    return asyncio.to_thread(dial, worker.address, trust, "", ticket, SECONDS)
+    return asyncio.to_thread(dial, worker.address, trust, "", offer, SECONDS)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -82,9 +90,9 @@ async def test_a_stolen_ticket_is_refused(peer: str, tmp_path: Path) -> None:
         channel_of(worker, "worker, previous stage") as channel,
         asyncio.timeout(DEADLINE),
     ):
-        call, ticket = await opened_call(channel)
+        call, offer = await opened_call(channel)
         with pytest.raises((WorkerLostError, AccessError, DeadlineError)):
-            await dialled(worker, trust_of_peer(worker, peer), ticket)
+            await dialled(worker, trust_of_peer(worker, peer), offer)
         assert (await call.code()).name == "PERMISSION_DENIED"
         assert worker.node.traffic.received.messages == 0
 
@@ -96,9 +104,9 @@ async def test_the_caller_sends_frames_until_it_is_removed(tmp_path: Path) -> No
         channel_of(worker, "worker, previous stage") as channel,
         asyncio.timeout(DEADLINE),
     ):
-        _, ticket = await opened_call(channel)
+        _, offer = await opened_call(channel)
         trust = trust_of_peer(worker, "worker, previous stage")
-        connection, figures = await dialled(worker, trust, ticket)
+        connection, figures = await dialled(worker, trust, offer)
         assert isinstance(connection, ssl.SSLSocket)
         assert connection.version() == "TLSv1.3"
         assert 0 < figures.seconds < SECONDS
@@ -123,9 +131,10 @@ async def test_a_ticket_is_valid_once_and_while_its_call_is_open(tmp_path: Path)
         ended_call, ended = await opened_call(channel)
         ended_call.cancel()
         await until(lambda: not worker.node.tickets._issued)
-        for ticket in (bytes(TICKET_BYTES), used, ended):
+        unknown = TicketOffer(bytes(TICKET_BYTES), used.port)
+        for offer in (unknown, used, ended):
             with pytest.raises(ClusterError):
-                await dialled(worker, trust, ticket)
+                await dialled(worker, trust, offer)
         connection.close()
 
 
@@ -136,26 +145,24 @@ async def test_a_client_refuses_another_node(tmp_path: Path) -> None:
         channel_of(worker, "worker, previous stage") as channel,
         asyncio.timeout(DEADLINE),
     ):
-        _, ticket = await opened_call(channel)
+        _, offer = await opened_call(channel)
         trust = trust_of_peer(worker, "worker, previous stage")
         with pytest.raises(AccessError):
-            await asyncio.to_thread(dial, worker.address, trust, "0" * 16, ticket, SECONDS)
+            await asyncio.to_thread(dial, worker.address, trust, "0" * 16, offer, SECONDS)
         assert worker.node.traffic.received.messages == 0
 
 
-async def test_silent_and_surplus_connections_are_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The port closes a connection that does not say what it is, the oldest one for a connection above its bound."""
-    monkeypatch.setattr(listener, "FIRST_MESSAGE_SECONDS", 0.5)
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+async def test_silent_and_surplus_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port closes a connection without a ticket in time, and the oldest one for a connection above its bound."""
+    monkeypatch.setattr(data_port, "FIRST_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr(data_port, "MAX_WAITING", 2)
     accepted: list[bytes] = []
 
     def on_data(ticket: bytes, connection: socket.socket) -> None:
         accepted.append(ticket)
         connection.close()
 
-    port = SharedPort(bind_listener("test", "127.0.0.1", 0), f"{tmp_path}/none", on_data)
+    port = DataPort(bind_listener("test", "127.0.0.1", 0), on_data)
     port.start()
 
     def connect(first: bytes) -> socket.socket:

@@ -13,7 +13,6 @@ import pytest
 from coordinator.schedule.request import GenerationRequest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto.errors import WorkerLostError
-from proto.rpc.listener import bind_listener
 from tests.conftest import Checkpoints
 from tests.support.processes.in_process_coordinator import running_coordinator
 from worker.node.local_models import LocalModels
@@ -27,9 +26,8 @@ async def worker(model: Path) -> AsyncIterator[str]:
     models = LocalModels(model)
     await asyncio.to_thread(models.open, model)
     node = WorkerNode(Identity("w", None, 2**32, models, bytes_per_second=1e11))
-    listener = bind_listener("test", "127.0.0.1", 0)
-    async with served(node, listener):
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    async with served(node, "127.0.0.1") as port:
+        yield f"127.0.0.1:{port}"
     await node.close()
 
 

@@ -21,7 +21,7 @@ from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.errors import ClusterError, StaleEpochError, UsageError
 from proto.frame import VERSION, Frame, decode, encode
-from proto.rpc.data_connection import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding, dial, ticket_in
+from proto.rpc.data_connection import FRAMES, RESULTS, TOKEN_BYTES, StreamBinding, TicketOffer, dial
 from proto.rpc.link import FrameWriter, LoopFrameReader
 from proto.span import Span
 from tests.cluster.conftest import Pool
@@ -208,8 +208,8 @@ async def test_an_impossible_load_is_refused(worker: str, toy: Path, tmp_path: P
 
 async def data_connection(address: str, call: Any) -> socket.socket:
     """Return the data connection of a call."""
-    ticket = ticket_in(await call.initial_metadata())
-    return (await asyncio.to_thread(dial, address, None, "", ticket, 10.0))[0]
+    offer = TicketOffer.from_metadata(await call.initial_metadata())
+    return (await asyncio.to_thread(dial, address, None, "", offer, 10.0))[0]
 
 
 GARBAGE = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +14,8 @@ from pathlib import Path
 from proto.announcement import Announcement, is_loopback, join_address
 from proto.errors import UsageError
 from proto.rpc.channels import add_port
-from proto.rpc.listener import SharedPort, bind_listener
+from proto.rpc.data_port import DataPort
+from proto.rpc.listener import bind_listener
 from proto.span import Span
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """`model` is a checkpoint directory or None; `memory_limit` in bytes; port 0 lets the system choose."""
+    """`model` is a checkpoint directory or None; `memory_limit` in bytes; a port of 0 lets the system choose."""
 
     host: str
     port: int
@@ -42,6 +41,7 @@ class WorkerOptions:
     memory_limit: int
     mdns: bool
     state_dir: Path | None
+    data_port: int = 0
     wired: bool = True
     insecure: bool = False
     join: str | None = field(default=None, repr=False)  # a secret
@@ -104,28 +104,32 @@ async def _join(token: str, name: str, directory: Path) -> NodeTrust:
 
 
 @asynccontextmanager
-async def served(node: WorkerNode, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve the calls and the data connections of `node` at a bound `listener` while the block runs.
+async def served(
+    node: WorkerNode, host: str, port: int = 0, data_port: int = 0
+) -> AsyncIterator[int]:
+    """Serve the calls of `node` at `port` while the block runs, and its data connections at `data_port`.
 
-    Raises UsageError if the temporary directory cannot hold a socket.
+    The block gets the number of the port. Raises UsageError for a host or a port that is unavailable.
     """
-    with tempfile.TemporaryDirectory(prefix="mtp-") as folder:
-        path = f"{folder}/grpc"
-        server = make_server(node)
-        try:
-            add_port(server, f"unix:{path}", node.identity.trust)
-        except RuntimeError as error:  # gRPC has logged the cause, such as a path above 103 bytes
-            raise UsageError(
-                f"{path}: no socket can be made there. Set TMPDIR to a shorter directory"
-            ) from error
-        await server.start()
-        port = SharedPort(listener, path, node.tickets.accept)
-        port.start()
-        try:
-            yield
-        finally:
-            await server.stop(STOP_SECONDS)
-            await port.close()
+    flags = f"--listen {join_address(host, port)}"
+    with bind_listener(flags, host, port) as probe:  # gRPC would not say why it cannot listen
+        address = probe.getsockname()[0]
+    listener = bind_listener(f"--data-port {data_port}", host, data_port)
+    server = make_server(node)
+    try:
+        port = add_port(server, join_address(address, port), node.identity.trust)
+    except RuntimeError as error:
+        listener.close()
+        raise UsageError(f"{flags}: another program listens there. Choose another port") from error
+    await server.start()
+    data = DataPort(listener, node.tickets.accept)
+    data.start()
+    node.tickets.port = data.port
+    try:
+        yield port
+    finally:
+        await server.stop(STOP_SECONDS)
+        await data.close()
 
 
 DRAIN_SECONDS = 20.0
@@ -155,17 +159,17 @@ async def run(options: WorkerOptions) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
-        flags = f"--listen {join_address(options.host, options.port)}"
-        listener = bind_listener(flags, options.host, options.port)
-        port = int(listener.getsockname()[1])
-        await stack.enter_async_context(served(node, listener))
+        port = await stack.enter_async_context(
+            served(node, options.host, options.port, options.data_port)
+        )
         if options.mdns:
             await stack.enter_async_context(announced(_announcement(identity, port), options.host))
         log.info(
             "worker ready",
             extra={
                 "worker": options.name,
-                "address": f"{options.host}:{port}",
+                "address": join_address(options.host, port),
+                "data_port": node.tickets.port,
                 "layers": str(options.layers or "any"),
             },
         )

@@ -25,7 +25,7 @@ from proto.control import check_signal, check_version
 from proto.errors import AccessError, BusyError, NotReadyError, ProtocolError, StaleEpochError
 from proto.frame import VERSION
 from proto.rpc.channels import CHANNEL_OPTIONS, FIRST_MESSAGE_SECONDS, peer_of
-from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding, ticket_metadata
+from proto.rpc.data_connection import FRAMES, RESULTS, SERVICE, StreamBinding
 from proto.rpc.link import FrameReader, FrameWriter
 from proto.rpc.listener import MAX_TRANSFERS, first_message
 from worker.engine import hardware
@@ -123,7 +123,7 @@ class DataPlane:
         """Give the caller a ticket, and return the data connection that it opens."""
         peer = peer_of(context) if self.node.identity.trust is not None else None
         with self.node.tickets.issued(peer) as ticket:
-            await context.send_initial_metadata(ticket_metadata(ticket.value))
+            await context.send_initial_metadata(ticket.offer.to_metadata())
             return await ticket.wait_for_connection()
 
 
@@ -376,7 +376,7 @@ def make_server(node: WorkerNode) -> grpc.aio.Server:
             ("grpc.server_handshake_timeout_ms", round(1e3 * FIRST_MESSAGE_SECONDS)),
             ("grpc.keepalive_time_ms", round(1e3 * KEEPALIVE_SECONDS)),
             ("grpc.keepalive_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
-            # The keepalive timeout alone acts through TCP, and the server has Unix sockets behind the shared port.
+            # The keepalive timeout acts through an option of TCP that macOS lacks.
             ("grpc.http2.ping_timeout_ms", round(1e3 * KEEPALIVE_REPLY_SECONDS)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),

@@ -97,9 +97,10 @@ class Process:
 
 @dataclass
 class Worker(Process):
-    """A worker process. `address` is its listening address."""
+    """A worker process. `address` is where it listens for calls, and `data_port` for data connections."""
 
     address: str = ""
+    data_port: int = 0
 
 
 @dataclass
@@ -161,8 +162,9 @@ def launch_worker(folder: Path, name: str, *arguments: str, **how: Any) -> Proce
 
 def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
     """Wait until a launched worker is ready, and return it."""
-    address = str(process.wait_for("worker ready", timeout)["address"])
-    return Worker(process.name, process.popen, process.log, address)
+    ready = process.wait_for("worker ready", timeout)
+    data_port = int(str(ready["data_port"]))
+    return Worker(process.name, process.popen, process.log, str(ready["address"]), data_port)
 
 
 def launch_coordinator(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import os
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
+
+from tests.support.processes.processes import Worker
 
 T = TypeVar("T")
 
@@ -32,15 +37,20 @@ class Connection:
             writer.transport.abort()
 
 
+OWN_HOST = str(ipaddress.ip_address("127.128.0.0") + os.getpid())
+"""The proxies' loopback address, which no other process has: a worker's data port is the same behind its proxy."""
+
+
 class Proxy:
-    """A proxy to `target`, a worker's address. Its methods may be called from any thread.
+    """A proxy to `target`, a worker, for calls and data connections. Its methods may be called from any thread.
 
     Faults take `opener`, the process whose connections they affect. None affects all connections.
     """
 
-    def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, target: Worker, loop: asyncio.AbstractEventLoop) -> None:
         self.target = target
         self.address = ""
+        self._servers: list[asyncio.Server] = []
         self._loop = loop
         self._connections: set[Connection] = set()
         self._frozen: set[int | None] = set()
@@ -102,26 +112,39 @@ class Proxy:
     # ---- on the proxies' loop
 
     async def start(self) -> None:
-        """Listen on a free port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
+        """Listen on the worker's ports at an address of the proxies."""
+        host, _, port = self.target.address.rpartition(":")
+        for number in (int(port), self.target.data_port):
+            accept = partial(self._accept, (host, number))
+            self._servers.append(await asyncio.start_server(accept, OWN_HOST, number))
+        self.address = f"{OWN_HOST}:{port}"
 
     async def stop(self) -> None:
-        """Close the listener and all connections."""
-        self._server.close()
+        """Close the listeners and all connections."""
+        for server in self._servers:
+            server.close()
         for connection in self._connections:
             connection.cut()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._forward(reader, writer))
+    def _accept(
+        self,
+        target: tuple[str, int],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        task = asyncio.create_task(self._forward(target, reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self,
+        target: tuple[str, int],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         connection = Connection(writer.get_extra_info("peername")[1], [writer])
         if self._closed:
             connection.cut()
@@ -131,8 +154,7 @@ class Proxy:
         if not openers:
             connection.flowing.set()
         try:
-            host, _, port = self.target.rpartition(":")
-            onward, back = await asyncio.open_connection(host, int(port))
+            onward, back = await asyncio.open_connection(*target)
             connection.writers.append(back)
             there = asyncio.create_task(_copy(reader, back, connection.flowing))
             here = asyncio.create_task(_copy(onward, writer, connection.flowing))
@@ -163,8 +185,8 @@ def _ports(pid: int) -> set[int]:
 
 
 @contextmanager
-def proxies(targets: list[str]) -> Iterator[list[Proxy]]:
-    """Run one proxy for each address, on an event loop in a separate thread."""
+def proxies(targets: list[Worker]) -> Iterator[list[Proxy]]:
+    """Run one proxy for each worker, on an event loop in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxies")
     thread.start()

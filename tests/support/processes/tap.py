@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ import grpc
 import grpc.aio
 
 from proto.rpc.channels import CHANNEL_OPTIONS
-from proto.rpc.data_connection import FRAMES, PREAMBLE, RESULTS, ROUND_TRIPS, ticket_in
+from proto.rpc.data_connection import FRAMES, PREAMBLE, RESULTS, ROUND_TRIPS, TicketOffer
+from proto.rpc.data_port import DataPort
 from proto.rpc.link import LENGTH
-from proto.rpc.listener import BackgroundTasks, SharedPort, bind_listener
+from proto.rpc.listener import BackgroundTasks, bind_listener
 
 START_SECONDS = 60.0
 
@@ -48,8 +48,8 @@ class Tap:
     messages: list[Message]
     address: str = ""
     _server: Any = field(default=None, repr=False)
-    _methods: dict[bytes, str] = field(default_factory=dict, repr=False)
-    """The methods of the calls that wait for their data connections, by ticket."""
+    _offers: dict[bytes, tuple[str, TicketOffer]] = field(default_factory=dict, repr=False)
+    """The methods and the worker's offers of the calls that wait for their data connections, by ticket."""
     _tasks: BackgroundTasks = field(default_factory=BackgroundTasks, repr=False)
 
     async def start(self) -> None:
@@ -57,13 +57,9 @@ class Tap:
         self._channel = grpc.aio.insecure_channel(self.target, options=CHANNEL_OPTIONS)
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._server.add_generic_rpc_handlers((_Every(self),))
-        self._folder = tempfile.TemporaryDirectory()
-        path = f"{self._folder.name}/grpc"
-        self._server.add_insecure_port(f"unix:{path}")
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        listener = bind_listener("tap", "127.0.0.1", 0)
-        self._port = SharedPort(listener, path, self._accept_data)
-        self.address = f"127.0.0.1:{self._port.port}"
+        self._port = DataPort(bind_listener("tap", "127.0.0.1", 0), self._accept_data)
         self._port.start()
 
     async def stop(self) -> None:
@@ -72,17 +68,16 @@ class Tap:
         await self._port.close()
         await self._tasks.close()
         await self._channel.close()
-        self._folder.cleanup()
 
     def _accept_data(self, ticket: bytes, connection: socket.socket) -> None:
         self._tasks.spawn(self._forward_data(ticket, connection))
 
     async def _forward_data(self, ticket: bytes, connection: socket.socket) -> None:
         """Forward a data connection. Frames travel in one direction, which the method of its call decides."""
-        method = self._methods.pop(ticket)
-        host, _, port = self.target.rpartition(":")
+        method, offer = self._offers.pop(ticket)
+        host = self.target.rpartition(":")[0]
         client, to_client = await asyncio.open_connection(sock=connection)
-        worker, to_worker = await asyncio.open_connection(host, int(port))
+        worker, to_worker = await asyncio.open_connection(host, offer.port)
         to_worker.write(PREAMBLE + ticket)
         try:
             for _ in range(ROUND_TRIPS):
@@ -122,7 +117,9 @@ class Tap:
         try:
             metadata = await call.initial_metadata()
             if method in (FRAMES, RESULTS) and not call.done():
-                self._methods[ticket_in(metadata)] = method
+                offer = TicketOffer.from_metadata(metadata)
+                self._offers[offer.ticket] = method, offer
+                metadata = TicketOffer(offer.ticket, self._port.port).to_metadata()
             await context.send_initial_metadata(metadata)
             async for data in call:
                 self.messages.append(Message(self.worker, method, False, data))

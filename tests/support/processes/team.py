@@ -44,11 +44,12 @@ class Team:
             raise
         self.proxies: list[Proxy] = []
 
-    def _launch(self, number: int, model: str | Path, listen: str) -> Process:
+    def _launch(self, number: int, model: str | Path, listen: str, data_port: int = 0) -> Process:
         self.starts += 1
         name = f"w{number}"
         place = self.places[number]
         arguments = ["--model", str(model), "--listen", listen, "--name", name, "--no-mdns"]
+        arguments += ["--data-port", str(data_port)]
         return launch(
             self.folder,
             f"{name}.{self.starts}",
@@ -83,7 +84,8 @@ class Team:
 
     def launch_again(self, number: int, model: str | Path) -> Process:
         """Start a new process for an ended worker, at the same address."""
-        return self._launch(number, model, self.workers[number].address)
+        ended = self.workers[number]
+        return self._launch(number, model, ended.address, ended.data_port)
 
     def restart(self, number: int, model: str | Path) -> None:
         """Kill a worker if it runs, start it again and wait until it is ready."""
@@ -113,7 +115,7 @@ def running_team(
     """Run `count` workers, with their proxies if they are `proxied`."""
     team = Team(folder, model, count, places)
     try:
-        targets = [worker.address for worker in team.workers] if proxied else []
+        targets = team.workers if proxied else []
         with proxies(targets) as team.proxies:
             yield team
     finally:

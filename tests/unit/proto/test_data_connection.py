@@ -11,7 +11,7 @@ import pytest
 
 from proto.errors import ClusterError, DeadlineError, ProtocolError, WorkerLostError
 from proto.frame import MAX_MESSAGE_BYTES
-from proto.rpc.data_connection import DataTickets
+from proto.rpc.data_connection import TICKET_BYTES, DataTickets, TicketOffer
 from proto.rpc.link import (
     DIRECT_BYTES,
     LENGTH,
@@ -34,6 +34,17 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     yield ends
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("port", ["", "0", "65536", "-1", "1e3", "9" * 30])
+def test_an_offer_names_a_port(port: str) -> None:
+    """An offer of a ticket survives its way through metadata, and one without a valid port is refused."""
+    offer = TicketOffer(bytes(TICKET_BYTES), 50506)
+    metadata = offer.to_metadata()
+    assert TicketOffer.from_metadata(metadata) == offer
+    changed = [(key, port if value == "50506" else value) for key, value in metadata]
+    with pytest.raises(ProtocolError, match="port"):
+        TicketOffer.from_metadata(changed)
 
 
 def frames_of(data: bytes, most: int) -> list[bytes]:

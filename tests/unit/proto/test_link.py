@@ -19,7 +19,7 @@ from proto.rpc.data_connection import (
     TICKET_BYTES,
     HopFigures,
     StreamBinding,
-    ticket_metadata,
+    TicketOffer,
 )
 from proto.rpc.link import Link
 
@@ -32,7 +32,7 @@ async def port() -> AsyncIterator[int]:
     """Run a server that accepts a stream of frames and keeps it open, and yield its port."""
 
     async def accept(requests: Any, context: Any) -> AsyncIterator[bytes]:
-        await context.send_initial_metadata(ticket_metadata(bytes(TICKET_BYTES)))
+        await context.send_initial_metadata(TicketOffer(bytes(TICKET_BYTES), 1).to_metadata())
         await asyncio.Event().wait()
         yield b""
 
