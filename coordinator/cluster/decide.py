@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.plan import LayerGapError, Plan
-from coordinator.cluster.view import Member, MemberState, Phase, View
+from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, View
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]
@@ -93,7 +93,7 @@ def decide(view: View, planner: Planner) -> Action | None:
 def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
     """Start a plan once one is possible and no further worker is expected. Serve alone, or give up, at the deadline."""
     settings = view.settings
-    usable = view.usable()
+    usable = _workers_for_a_first_plan(view, planner)
     enough = settings.nodes is not None and len(usable) >= settings.nodes
     missing = settings.nodes_required and not view.recovering and not enough
     wait = settings.first_wait if missing else settings.wait
@@ -118,6 +118,18 @@ def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
         return StartAlone(view.epoch + 1)
     over = view.waited >= (settings.recovery_wait if view.recovering else wait)
     return GiveUp(_failure_reason(view, problem)) if over else None
+
+
+def _workers_for_a_first_plan(view: View, planner: Planner) -> list[Member]:
+    """Return the workers for a plan while none serves. The back-offs of failed ones end early if all are needed."""
+    usable = view.usable()
+    if not view.recovering or view.waited < FIRST_BACKOFF or _can_serve_alone(view):
+        return usable
+    try:
+        planner(usable, view.epoch + 1)
+    except ClusterError:
+        return view.ready()
+    return usable
 
 
 def _can_serve_alone(view: View) -> bool:

@@ -170,9 +170,12 @@ class View:
 
     def usable(self) -> list[Member]:
         """Return the workers that a plan may use now, ordered by address."""
-        return sorted(
-            (m for m in self.members.values() if m.usable(self.now)), key=lambda m: m.address
-        )
+        return [member for member in self.ready() if member.usable(self.now)]
+
+    def ready(self) -> list[Member]:
+        """Return the workers that are alive and can serve, backing off or not, ordered by address."""
+        alive = (m for m in self.members.values() if m.state is MemberState.READY)
+        return sorted(alive, key=lambda m: m.address)
 
     def candidates(self) -> list[Member]:
         """Return the usable workers for the plan after the one in force.

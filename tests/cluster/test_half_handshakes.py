@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import random
 import socket
+import statistics
+import time
 from pathlib import Path
 
 import grpc.aio
@@ -17,7 +19,7 @@ from coordinator.trust.cluster_trust import ClusterTrust
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
-from proto.rpc.channels import client_context, open_channel
+from proto.rpc.channels import FIRST_MESSAGE_SECONDS, client_context, open_channel
 from proto.trust.certificates import Role, from_pem, host_name, identity_of
 from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_join import host as host
@@ -84,6 +86,49 @@ async def test_half_handshakes_crash_nothing(host: str, tmp_path: Path) -> None:
         assert raw == [], "gRPC's own lines would fill the log"
         info = await describe(address, cluster.trust)
         assert info.name == "mac-1"
+
+
+HELD = 1000
+"""Half handshakes that are open at once. They end by the deadline of the worker, not by their number."""
+
+HANDSHAKE_SECONDS = FIRST_MESSAGE_SECONDS + 5
+MEMBER_SECONDS = 1.0
+
+
+async def test_open_half_handshakes_delay_no_member(host: str, tmp_path: Path) -> None:
+    """Members connect within a second while strangers hold connections, which end after the deadline."""
+    cluster = ClusterTrust.open(tmp_path / "state", create=True)
+    assert cluster is not None
+    async with cluster.listening(host, 0):
+        worker = launch_worker(
+            tmp_path, "mac-1", "--listen", f"{host}:0", "--state-dir", str(tmp_path / "state")
+        )
+        ready = await asyncio.to_thread(worker.wait_for, "worker ready")
+    with ending(worker):
+        address = str(ready["address"])
+        name, _, port = address.rpartition(":")
+        held = [await asyncio.open_connection(name, int(port)) for _ in range(HELD)]
+        for _, writer in held:
+            writer.write(CLIENT_HELLO)
+        waits = []
+        for _ in range(10):
+            began = time.monotonic()
+            assert (await describe(address, cluster.trust)).name == "mac-1"
+            waits.append(time.monotonic() - began)
+        assert statistics.median(waits) < MEMBER_SECONDS, waits
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            ends = await asyncio.gather(*(end_of(reader) for reader, _ in held))
+        assert ends == [True] * HELD
+        for _, writer in held:
+            writer.transport.abort()
+        assert worker.running, worker.text()[-2000:]
+
+
+async def end_of(reader: asyncio.StreamReader) -> bool:
+    """Wait until the peer ends a connection, by closing or by aborting it."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    return True
 
 
 RENEWALS = 200

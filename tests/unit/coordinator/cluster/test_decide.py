@@ -36,7 +36,7 @@ from coordinator.cluster.events import (
     WorkerLost,
 )
 from coordinator.cluster.plan import LayerGapError, Plan
-from coordinator.cluster.view import Member, MemberState, Phase, Settings, View
+from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, Settings, View
 from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
@@ -87,7 +87,7 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
             for stage in plan.stages:
                 member = view.members[stage.node]
                 assert member.state is MemberState.READY
-                assert member.backoff_until <= view.now
+                assert member.backoff_until <= view.now or _is_last_resort(step)
         case StartAlone(epoch):
             assert epoch > before.epoch
             assert not view.settings.why_not_alone
@@ -101,6 +101,13 @@ def _check_action(action: Action, step: Step, limit: float) -> None:
         case PreparePlan(plan):
             assert before.serving == view.serving
             assert any(stage.node not in view.serving for stage in plan.stages)
+
+
+def _is_last_resort(step: Step) -> bool:
+    """Return whether back-offs end early: a recovery has waited, and this process cannot serve."""
+    before = step.before
+    stuck = before.settings.why_not_alone or before.alone_problem
+    return before.recovering and before.waited + step.after >= FIRST_BACKOFF and bool(stuck)
 
 
 def _check_change(step: Step) -> None:
@@ -232,6 +239,26 @@ def test_a_worker_that_is_needed_is_waited_for() -> None:
     view = happen(view, TimePassed(), planner, after=2.0).view
     assert view.phase is Phase.GATHERING
     assert happen(view, WorkerJoined(worker("b", process=2)), planner).view.serving == ("a", "b")
+
+
+@pytest.mark.parametrize(("others", "after"), [(0, 2.0), (1, None)], ids=["needed", "not needed"])
+def test_a_back_off_does_not_stop_the_only_plan(others: int, after: float | None) -> None:
+    """Answers wait for a worker that failed often only while it might be replaced, not for minutes."""
+    planner = planner_for(1)
+    view = serving("a", planner=planner, settings=REMOTE)
+    for number in range(others):
+        view = happen(view, WorkerJoined(worker(f"b{number}")), planner).view
+    failing = replace(view.members["a"], failure_count=8)
+    view = replace(view, members={**view.members, "a": failing})
+    failed = happen(view, PlanFailed(view.epoch, "its engine failed", "a"), planner).view
+    assert failed.members["a"].backoff_until - failed.now > 200
+    if after is None:
+        assert failed.serving == ("b0",)
+        return
+    assert failed.phase is Phase.GATHERING
+    early = happen(failed, TimePassed(), planner, after=after / 2).view
+    assert early.phase is Phase.GATHERING
+    assert happen(early, TimePassed(), planner, after=after / 2).view.serving == ("a",)
 
 
 def test_this_machine_serves_when_workers_do_not_come_back() -> None:
