@@ -103,8 +103,8 @@ DESCRIBE_SECONDS = 30.0
 class ConnectionPolicy:
     """The coordinator's rule for connections to workers.
 
-    A worker at a loopback address runs on this machine; its connection is not secured. Every other worker must prove
-    that it belongs to the cluster of `trust`. `insecure` accepts any worker instead, without encryption.
+    A worker at a loopback address runs on this machine; its connection is secured if it has joined. Every other one
+    must prove that it belongs to the cluster of `trust`. `insecure` accepts any worker instead, without encryption.
     """
 
     trust: NodeTrust | None = None
@@ -154,7 +154,17 @@ async def connect_worker(
     """
     trust = policy.trust_for(candidate, address)
     node = candidate.node if trust is not None else ""
-    client, info = await _describe(address, me, trust, node, model, timeout)
+    try:
+        client, info = await _describe(address, me, trust, node, model, timeout)
+    except WorkerLostError as error:
+        if trust is not None or CLOSED not in str(error):
+            raise
+        if policy.trust is None:
+            raise WorkerLostError(
+                f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
+            ) from error
+        trust = policy.trust  # a worker of this machine that has joined
+        client, info = await _describe(address, me, trust, node, model, timeout)
     try:
         if trust is not None and info.node_id in trust.removed:
             raise AccessError(f"{address} was removed from the cluster")
@@ -181,13 +191,6 @@ async def _describe(
     client = WorkerClient(address, me, trust, node)
     try:
         return client, await client.describe(model, timeout=timeout)
-    except WorkerLostError as error:
-        await client.close()
-        if trust is None and CLOSED in str(error):
-            raise WorkerLostError(
-                f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
-            ) from error
-        raise
     except BaseException:
         await client.close()
         raise

@@ -81,7 +81,7 @@ class StreamBinding:
 
 @dataclass(frozen=True)
 class TicketOffer:
-    """What a worker gives to the caller of a checked call: a ticket, and the port where it is valid once."""
+    """A worker's reply to the caller of a checked call: a ticket, and the port where it is valid once."""
 
     ticket: bytes
     port: int

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -148,6 +149,21 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
         for output in outputs:
             assert text not in output
     assert (tmp_path / "b" / "worker" / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
+    """The commands for two Macs work with loopback addresses: both workers join, and serve over mutual TLS."""
+    with joined_cluster("127.0.0.1", tmp_path) as (coordinator, workers, _):
+        assert completion(coordinator.url)["choices"][0]["text"]
+        assert len(coordinator.records("machine joined")) == 2
+        assert all(worker.records("connected") for worker in workers)
+        shutil.copytree(tmp_path / "a", tmp_path / "stale", ignore=shutil.ignore_patterns("worker"))
+    alone = launch_worker(tmp_path, "late", "--state-dir", str(tmp_path / "stale"))
+    with ending(alone):
+        alone.wait_for("worker ready")
+        assert alone.records("not joined, so without TLS on loopback"), (
+            "the token has no coordinator"
+        )
 
 
 def _answers(url: str, key: str) -> str:

@@ -30,6 +30,7 @@ WORKER: Rows = {
     "--layers": (["2-5"], {"layers": Span(2, 6)}),
     "--model": (["builtin"], {"model": find_model("builtin")}),
     "--listen": (["127.0.0.2:7"], {"host": "127.0.0.2", "port": 7}),
+    "--data-port": (["50506"], {"data_port": 50506}),
     "--name": (["mac-9"], {"name": "mac-9"}),
     "--memory-limit": (["3GB"], {"memory_limit": 3 * 10**9}),
     "--no-mdns": ([], {"mdns": False}),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from proto.announcement import Announcement, is_loopback, join_address
-from proto.errors import UsageError
+from proto.errors import ClusterError, UsageError
 from proto.rpc.channels import add_port
 from proto.rpc.data_port import DataPort
 from proto.rpc.listener import bind_listener
@@ -60,22 +60,21 @@ async def worker_trust(
 ) -> NodeTrust | None:
     """Return the credentials of a worker that listens on `host`, or None for a listener without TLS.
 
-    Only a listener on loopback, or with `insecure`, has no TLS. `token` is the value of --join, `given` that of
-    --state-dir. Raises UsageError when the worker has no credentials, and the errors of a join.
+    Only a listener with `insecure` has no TLS, and one on loopback while no coordinator of this user has a cluster.
+    `token` is the value of --join, `given` that of --state-dir. Raises UsageError when the worker has no credentials,
+    and the errors of a join.
     """
-    if token and (insecure or is_loopback(host)):
-        raise UsageError(
-            "--join secures connections from other machines. Use it without --insecure, and with --listen and an "
-            "address that they reach"
-        )
+    if token and insecure:
+        raise UsageError("--join secures the connections of this worker. Use it without --insecure")
     if insecure and not is_loopback(host):
         log.warning(
             "insecure: any machine that reaches this worker can use it, and read its traffic"
         )
-    if insecure or is_loopback(host):
-        return None
     state = state_dir(given)
     directory = state / _PREFIX
+    local = read_text(state / LOCAL_TOKEN)
+    if insecure or (is_loopback(host) and not token and not local):
+        return None
     if token:
         return await _join(token, name, directory)
     problem: UsageError | None = None
@@ -83,8 +82,14 @@ async def worker_trust(
         trust = NodeTrust.load(directory)
     except UsageError as error:
         trust, problem = None, error
-    if trust is None and (local := read_text(state / LOCAL_TOKEN)):
-        return await _join(local, name, directory)
+    if trust is None and local:
+        try:
+            return await _join(local, name, directory)
+        except ClusterError as error:
+            if not is_loopback(host):
+                raise
+            log.warning("not joined, so without TLS on loopback", extra={"error": str(error)})
+            return None
     if trust is None:
         raise problem or UsageError(
             f"--listen {host} is open to the network, and this machine has joined no cluster. Run mtp-coord token "
