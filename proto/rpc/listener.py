@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import socket
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -45,11 +46,18 @@ class BackgroundTasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+PROBE_SECONDS = 0.5
+"""Seconds. Longest wait for an answer of this machine."""
+
+
 def bind_listener(flags: str, host: str, port: int) -> socket.socket:
     """Return a socket bound to `host` and `port`; port 0 chooses a free one.
 
     Raises UsageError naming `flags`, the options as the user writes them.
     """
+    # macOS lets a listener on every interface and one on a single address have the same port.
+    if sys.platform == "darwin" and port and has_listener(host, port):
+        raise UsageError(f"{flags}: {_problem(OSError(errno.EADDRINUSE, ''))}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,6 +67,16 @@ def bind_listener(flags: str, host: str, port: int) -> socket.socket:
         listener.close()
         raise UsageError(f"{flags}: {_problem(error)}") from error
     return listener
+
+
+def has_listener(host: str, port: int) -> bool:
+    """Return whether a program of this machine answers at `port` and the address `host`, or on loopback for any."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (an address to reach)
+    try:
+        with socket.create_connection((host, port), PROBE_SECONDS) as connection:
+            return connection.getsockname() != connection.getpeername()  # TCP can connect to itself
+    except OSError:
+        return False
 
 
 def own_addresses() -> list[str]:

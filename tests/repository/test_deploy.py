@@ -19,20 +19,20 @@ import yaml
 from tests.support.processes.programs import CommandLine, from_words
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-AGENTS = sorted(DEPLOY.glob("launchd/*.plist"))
+DAEMONS = sorted(DEPLOY.glob("launchd/*.plist"))
 UNITS = sorted(DEPLOY.glob("systemd/*.service"))
 CONTAINERFILE = DEPLOY / "container" / "Containerfile"
 PLACEHOLDER = re.compile(r"@[A-Z]+@")
 
-each_agent = pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
+each_daemon = pytest.mark.parametrize("path", DAEMONS, ids=lambda path: path.stem)
 each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 
 
-def read_agent(path: Path) -> dict[str, Any]:
+def read_daemon(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        agent = plistlib.load(file)
-    assert isinstance(agent, dict)
-    return agent
+        daemon = plistlib.load(file)
+    assert isinstance(daemon, dict)
+    return daemon
 
 
 class UnitParser(configparser.ConfigParser):
@@ -61,7 +61,7 @@ def read_containerfile() -> list[tuple[str, str]]:
 
 def calls() -> list[CommandLine]:
     """Return every call of our programs in deploy/, except those in pages (see tests/repository/test_docs.py)."""
-    found = [from_words(path.name, read_agent(path)["ProgramArguments"]) for path in AGENTS]
+    found = [from_words(path.name, read_daemon(path)["ProgramArguments"]) for path in DAEMONS]
     found += [from_words(p.name, shlex.split(read_unit(p)["Service"]["ExecStart"])) for p in UNITS]
     commands = [json.loads(rest) for word, rest in read_containerfile() if word == "CMD"]
     found += [from_words(CONTAINERFILE.name, words) for words in commands]
@@ -82,15 +82,16 @@ def test_listening_elsewhere_is_said_aloud(call: CommandLine) -> None:
     assert ("--insecure" in call.args) == (elsewhere and call.program == "mtp-coord")
 
 
-@each_agent
+@each_daemon
 def test_launchd_placeholders_are_filled_by_the_page(path: Path) -> None:
     """The commands of deploy/README.md replace every placeholder, since launchd expands neither ~ nor $HOME."""
-    agent = path.read_text().partition("<plist")[2]
-    assert "~" not in agent
-    assert "$" not in agent
+    daemon = path.read_text().partition("<plist")[2]
+    assert "~" not in daemon
+    assert "$" not in daemon
     page = (DEPLOY / "README.md").read_text()
     filled = [line for line in page.replace("\\\n", " ").splitlines() if path.name in line]
-    for placeholder in set(PLACEHOLDER.findall(agent)):
+    assert "@USER@" in daemon, "a daemon without a user runs as root"
+    for placeholder in set(PLACEHOLDER.findall(daemon)):
         assert any(f"s|{placeholder}|" in line for line in filled)
 
 

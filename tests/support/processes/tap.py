@@ -115,12 +115,12 @@ class Tap:
         multi: Any = self._channel.stream_stream(method)
         call = multi(noted(), metadata=metadata)
         try:
-            metadata = await call.initial_metadata()
+            initial: Any = await call.initial_metadata()
             if method in (FRAMES, RESULTS) and not call.done():
-                offer = TicketOffer.from_metadata(metadata)
+                offer = TicketOffer.from_metadata(initial)
                 self._offers[offer.ticket] = method, offer
-                metadata = TicketOffer(offer.ticket, self._port.port).to_metadata()
-            await context.send_initial_metadata(metadata)
+                initial = TicketOffer(offer.ticket, self._port.port).to_metadata()
+            await context.send_initial_metadata(initial)
             async for data in call:
                 self.messages.append(Message(self.worker, method, False, data))
                 yield data
