@@ -22,6 +22,12 @@ Failures follow each other often, and the next recovery uses these workers anywa
 would leave less time for progress.
 """
 
+LONGEST_PATIENCE = 6.0
+"""Seconds of a recovery after which back-offs do not count, so that answers do not stand still under a long `--wait`.
+
+With the usual wait of 5 s, this process serves alone before, which workers that fail again would interrupt.
+"""
+
 PAYING_SHARE = 0.7
 """Slowest stage of the new plan over that of the present one, below which open answers are paused for it.
 A change of plan computes every open answer again, so a small gain does not pay."""
@@ -123,7 +129,8 @@ def _plan_while_gathering(view: View, planner: Planner) -> Action | None:
 def _workers_for_a_first_plan(view: View, planner: Planner) -> list[Member]:
     """Return the workers for a plan while none serves. The back-offs of failed ones end early if all are needed."""
     usable = view.usable()
-    if not view.recovering or view.waited < FIRST_BACKOFF or _can_serve_alone(view):
+    patience = LONGEST_PATIENCE if _can_serve_alone(view) else FIRST_BACKOFF
+    if not view.recovering or view.waited < patience:
         return usable
     try:
         planner(usable, view.epoch + 1)

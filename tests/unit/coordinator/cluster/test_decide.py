@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.cluster.decide import (
     CALM_SECONDS,
+    LONGEST_PATIENCE,
     Action,
     GiveUp,
     KeepPlan,
@@ -107,7 +108,8 @@ def _is_last_resort(step: Step) -> bool:
     """Return whether back-offs end early: a recovery has waited, and this process cannot serve."""
     before = step.before
     stuck = before.settings.why_not_alone or before.alone_problem
-    return before.recovering and before.waited + step.after >= FIRST_BACKOFF and bool(stuck)
+    patience = FIRST_BACKOFF if stuck else LONGEST_PATIENCE
+    return before.recovering and before.waited + step.after >= patience
 
 
 def _check_change(step: Step) -> None:
@@ -241,11 +243,17 @@ def test_a_worker_that_is_needed_is_waited_for() -> None:
     assert happen(view, WorkerJoined(worker("b", process=2)), planner).view.serving == ("a", "b")
 
 
-@pytest.mark.parametrize(("others", "after"), [(0, 2.0), (1, None)], ids=["needed", "not needed"])
-def test_a_back_off_does_not_stop_the_only_plan(others: int, after: float | None) -> None:
+@pytest.mark.parametrize(
+    ("settings", "others", "after"),
+    [(REMOTE, 0, 2.0), (replace(PATIENT, wait=600.0), 0, 6.0), (REMOTE, 1, None)],
+    ids=["needed", "needed and a long wait", "not needed"],
+)
+def test_a_back_off_does_not_stop_the_only_plan(
+    settings: Settings, others: int, after: float | None
+) -> None:
     """Answers wait for a worker that failed often only while it might be replaced, not for minutes."""
     planner = planner_for(1)
-    view = serving("a", planner=planner, settings=REMOTE)
+    view = serving("a", planner=planner, settings=settings)
     for number in range(others):
         view = happen(view, WorkerJoined(worker(f"b{number}")), planner).view
     failing = replace(view.members["a"], failure_count=8)
