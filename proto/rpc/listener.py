@@ -70,7 +70,7 @@ def bind_listener(flags: str, host: str, port: int) -> socket.socket:
 
 
 def has_listener(host: str, port: int) -> bool:
-    """Return whether a program of this machine answers at `port` of `host`. The address of all interfaces is loopback."""
+    """Return whether a program answers at `port` of `host`. The address of all interfaces means loopback."""
     try:
         with socket.create_connection((host, port), PROBE_SECONDS) as connection:
             return connection.getsockname() != connection.getpeername()  # TCP can connect to itself
