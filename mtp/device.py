@@ -31,8 +31,10 @@ class Device:
     lets the host wait for single operations while more than 10 are unfinished, so nothing is gained."""
     compile_seconds: float
     """Seconds that any work may take because it compiles kernels. On CUDA MLX compiles kernels from source when they
-    first run: 1 to 12 seconds each on an H200. `warm_up` compiles the usual ones while a stage loads, so a frame finds
-    few that are missing. On Metal most come compiled."""
+    first run: 1 to 12 seconds each on an H200. On Metal most come compiled."""
+    warm_up_batches: tuple[int, ...]
+    """Sequences at once in the frames that warm a stage up while it loads. On CUDA they cover every kernel by number of
+    rows. On Metal a few frames load the library's kernels and compile what MLX fuses, so the first answer need not."""
     probe_matrices: int
     """Matrices of 64 MB that a probe of the bandwidth reads at once. 16 take 2 ms even at 500 GB/s."""
     exact_probe_rows: int
@@ -57,9 +59,9 @@ _CPU_VARIANT = "reference" if sys.platform == "darwin" else "joined"  # macOS ha
 DEVICES = {
     device.backend: device
     for device in (
-        Device("cpu", 1, 0, 0.0, 1, 9, None, _CPU_VARIANT, computes_on_host=True),
-        Device("metal", 4, 2**28, 0.0, 16, 64, 1, "reference", wires_memory=True),
-        Device("cuda", 4, 2**28, 30.0, 16, 512, 1, "cuda", token_major_exact=True),
+        Device("cpu", 1, 0, 0.0, (), 1, 9, None, _CPU_VARIANT, computes_on_host=True),
+        Device("metal", 4, 2**28, 0.0, (1,), 16, 64, 1, "reference", wires_memory=True),
+        Device("cuda", 4, 2**28, 30.0, (1, 4, 8), 16, 512, 1, "cuda", token_major_exact=True),
     )
 }
 

@@ -18,6 +18,7 @@ import pytest
 
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import part_module
+from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import PackedLinear
 from mtp.layers.layer import Hole, KVFormat
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
@@ -244,16 +245,19 @@ def test_a_prefix_copy_continues_as_the_prompt_did() -> None:
     assert restored.tokens == whole.tokens
 
 
-def test_the_warm_up_runs_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    """First, middle and last stages run all frames of the warm-up."""
+@pytest.mark.parametrize(("backend", "frames"), [("cuda", 31), ("metal", 7), ("cpu", 0)])
+def test_the_warm_up_runs_to_its_end(
+    backend: str, frames: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First, middle and last stages run all frames of the warm-up, of which each device needs a number of its own."""
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr("worker.engine.warm_up.this_device", lambda: DEVICES[backend])
+    monkeypatch.setattr("worker.engine.warm_up.CHUNK", 4)
     for start, end in ((0, 4), (1, 3)):
         stage = Stage(modules_of(start, end), KVFormat())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("worker.engine.warm_up.CHUNK", 4)
-            warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)
+        warm_up(stage, first=start == 0, last=end == 4, expect=lambda _: None)
     messages = [record.getMessage() for record in caplog.records]
     done = [vars(r)["done"] for r in caplog.records if r.getMessage() == "compiling kernels"]
-    assert done == [f"{frame} of 31 frames" for frame in (0, 8, 16, 24)] * 2
-    assert messages.count("kernels compiled") == 2
+    assert done == [f"{frame} of {frames} frames" for frame in range(0, frames, 8)] * 2
+    assert messages.count("kernels compiled") == (2 if frames else 0)
     assert "warm-up ended early" not in messages

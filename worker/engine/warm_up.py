@@ -1,7 +1,7 @@
 """Compilation of the usual kernels while a stage loads.
 
-MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. Without a warm-up
-the first clients would wait for it.
+MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. On Metal it loads or
+compiles a kernel at its first use too, which takes milliseconds. Without a warm-up the first clients would wait for it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,6 @@ CHUNK = 512
 WIDTHS = (1, 2, 4, 5, 1)
 """Rows of the windows. The widths between them run the same kernels."""
 
-BATCHES = (1, 4, 8)
-"""Sequences at once. With windows of 5 tokens they cover every kernel by number of rows."""
-
-FRAMES = sum(count + len(WIDTHS) + 1 for count in BATCHES)
-"""Frames in all: one for each prompt, then the windows, and one for the end of the sequences."""
-
 LOGGED_FRAMES = 8
 """Frames from one line of the log to the next."""
 
@@ -46,15 +40,18 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 class WarmUp:
     """Frames of the usual shapes for one engine, each made from what the engine said of the frame before."""
 
-    def __init__(self, engine: StageEngine, drafts: int) -> None:
+    def __init__(self, engine: StageEngine, drafts: int, batches: tuple[int, ...]) -> None:
         self._engine = engine
         self._drafts = drafts
+        self._batches = batches
+        self.total = sum(count + len(WIDTHS) + 1 for count in batches)
+        """Frames in all: one for each prompt, then the windows, and one for the end of the sequences."""
         self.done = 0
 
     def run(self) -> Iterator[None]:
-        """Process the frames of every size in `BATCHES`. Yield before each."""
+        """Process the frames for each number of sequences. Yield before each frame."""
         first = 0
-        for count in BATCHES:
+        for count in self._batches:
             yield from self._run_batch(range(first, first + count))
             first += count
 
@@ -115,22 +112,25 @@ class _Follower:
 
 
 def warm_up(stage: Stage, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
-    """Run frames of the usual shapes through `stage` and forget them. Do nothing where kernels come compiled.
+    """Run frames of the usual shapes through `stage` and forget them, as the device needs.
 
     `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
     example for lack of memory, ends the warm-up; the stage serves all the same.
     """
-    if not this_device().compile_seconds:
+    batches = this_device().warm_up_batches
+    if not batches:
         return
     started = time.monotonic()
     verifier = Verifier(stage.modules, stage.kv_format, stage.draft_vocab) if last else None
     drafts = 2 if verifier is not None and verifier.drafter is not None else 0
     engine = StageEngine(stage, epoch=0, first=first, verifier=verifier)
-    frames = WarmUp(engine, drafts)
+    frames = WarmUp(engine, drafts, batches)
     try:
         for _ in frames.run():
             if frames.done % LOGGED_FRAMES == 0:
-                log.info("compiling kernels", extra={"done": f"{frames.done} of {FRAMES} frames"})
+                log.info(
+                    "compiling kernels", extra={"done": f"{frames.done} of {frames.total} frames"}
+                )
             expect(COMPILE_SECONDS)
     except Exception as error:
         log.warning("warm-up ended early", extra={"frames": frames.done, "error": str(error)[:300]})
