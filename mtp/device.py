@@ -106,6 +106,48 @@ class Arithmetic:
         return f"{self.backend} {self.architecture}, mlx {self.version}"
 
 
+M5 = 17
+"""Generation of M5's GPU. Its fused attention for prompts starts at FUSED_ROWS."""
+
+FUSED_ROWS = 1024
+
+FUSED_QUERIES = 32
+"""Queries that MLX's fused attention for few rows takes on Metal, over all query heads of a key head."""
+
+
+@dataclass(frozen=True)
+class ChunkLengths:
+    """Tokens of a prompt chunk: `longest` for long prompts, and `shortest` for short ones."""
+
+    longest: int = 512
+    shortest: int = 128
+
+
+def chunk_lengths(*, sparse: bool) -> ChunkLengths:
+    """Return the lengths of prompt chunks that suit the GPU of this machine and a dense or `sparse` model.
+
+    Fewer than `shortest` rows cost about as much, because a stage reads its weights anyway. 128 tokens of a mixture of
+    experts read nearly all of them: on a Mac in as much time as some 350 tokens compute, by its bandwidth and speed.
+    """
+    generation = Arithmetic.here().generation
+    if generation is None:
+        return ChunkLengths()
+    if generation >= M5:
+        return ChunkLengths(FUSED_ROWS, FUSED_ROWS)
+    return ChunkLengths(shortest=512) if sparse else ChunkLengths()
+
+
+def fuses_prompts(rows: int) -> bool:
+    """Return whether MLX's attention holds no scores of a prompt chunk of `rows` rows."""
+    return rows >= FUSED_ROWS and (Arithmetic.here().generation or 0) >= M5
+
+
+def widest_fused_window(queries_per_key: int) -> int | None:
+    """Return the widest window that MLX's fused attention takes, for `queries_per_key` heads; None for no limit."""
+    on_metal = this_device().backend == "metal"
+    return max(1, FUSED_QUERIES // queries_per_key) if on_metal else None
+
+
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
     """Return which machines round in the same way, for people, or an empty string if all of them do.
 

@@ -23,7 +23,6 @@ from coordinator.cluster.view import Settings
 from coordinator.cluster.worker_client import ConnectionPolicy
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.cluster_status import ModelStatus
 from coordinator.text.grammars import pack_vocabulary
@@ -31,7 +30,7 @@ from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
 from coordinator.trust.cluster_trust import Invitation
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import snapshot_of
-from mtp.depth.controller import Controller, MtpMode
+from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
@@ -251,16 +250,11 @@ class ServedParts:
 
     def __init__(self, model: OpenedModel, source: PipelineSource, lasting: LastingParts) -> None:
         self.model = model
-        config, options = model.checkpoint.config, model.options
-        limits = Limits(
-            config.max_positions,
-            config.vocab_size,
-            prefill_chunk=options.prefill_chunk or LocalPipelines.default_prefill_chunk(),
+        config, options, manager = model.checkpoint.config, model.options, lasting.manager
+        scheduler = Scheduler.for_model(
+            config, model.mode, model.vocabulary, prefill_chunk=options.prefill_chunk
         )
-        self.loop = GenerationLoop(
-            source, Scheduler(limits, Controller(model.mode), model.vocabulary)
-        )
-        manager = lasting.manager
+        self.loop = GenerationLoop(source, scheduler)
         status = LiveStatus(
             self.loop,
             manager,

@@ -34,7 +34,6 @@ from worker.engine.backup import ReceivedBackup
 from worker.engine.engine_thread import EngineThread
 from worker.engine.hardware import (
     default_memory_limit,
-    default_prefill_chunk,
     own_version,
     release_weights,
     set_limits,
@@ -283,11 +282,6 @@ class LocalPipelines:
         self.reserved_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
         self._last: LocalPipeline | None = None
-
-    @staticmethod
-    def default_prefill_chunk() -> int:
-        """Return the tokens of a prompt chunk that suit the GPU of this machine."""
-        return default_prefill_chunk()
 
     def status(self) -> NodeStatus:
         """Return the status of this process while it serves alone."""

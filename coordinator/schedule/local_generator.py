@@ -15,7 +15,7 @@ from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.hub.resolve import snapshot_of
-from mtp.depth.controller import Controller, MtpMode
+from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.terminal.progress import OnProgress
@@ -83,9 +83,9 @@ async def local_generator(
         exact=exact,
         draft_vocab=draft_vocab or DraftVocabularySize(),
     )
-    limits = limits or Limits(checkpoint.config.max_positions, checkpoint.config.vocab_size)
     make = partial(LocalPipelines(model).make, on_progress=on_progress)
-    loop = GenerationLoop(LocalSource(make), Scheduler(limits, Controller(mode), vocabulary))
+    scheduler = Scheduler.for_model(checkpoint.config, mode, vocabulary, limits)
+    loop = GenerationLoop(LocalSource(make), scheduler)
     try:
         await loop.start()
         yield loop

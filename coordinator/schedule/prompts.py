@@ -15,17 +15,10 @@ from proto.errors import CapacityError, RequestError
 from proto.frame import Frame
 
 PIPELINED_CHUNKS = 8
-"""Chunks. Minimum number of chunks of a prompt whose chunks stay above SMALLEST_CHUNK.
+"""Chunks. Minimum number of chunks of a prompt whose chunks stay above the shortest.
 
 N stages then prefill the prompt 8 N / (N + 7) times as fast as one stage.
 """
-
-SMALLEST_CHUNK = 128
-"""Tokens. Lower bound of a chunk: fewer rows cost a stage almost as much, because it reads all its weights anyway.
-
-This matters most for a mixture of experts.
-"""
-
 
 SHORTEST_CHUNK = 64
 """Tokens. Shortest chunk after a GPU gave up longer ones. Shorter chunks read the weights too often."""
@@ -36,13 +29,15 @@ class Limits:
     """The user's limits. `context` and `vocab` come from the model.
 
     Up to `queue` requests may wait; None allows as many as suit the plan. A prompt is cut into chunks of at most
-    `prefill_chunk` tokens. Chunks of several prompts share a frame of up to `step_tokens` tokens.
+    `prefill_chunk` tokens, a short one of `shortest_chunk`. Chunks of several prompts share a frame of up to
+    `step_tokens` tokens.
     """
 
     context: int
     vocab: int = 2**31
     queue: int | None = None
     prefill_chunk: int = 512
+    shortest_chunk: int = 128
     step_tokens: int = 2048
 
     def with_shorter_chunks(self) -> Self | None:
@@ -60,7 +55,7 @@ class Limits:
         stages idle. The length does not depend on the number of stages: some kernels round differently for another
         number of rows, so the answer would depend on the number of stages.
         """
-        return min(self.prefill_chunk, max(SMALLEST_CHUNK, -(-prompt // PIPELINED_CHUNKS)))
+        return min(self.prefill_chunk, max(self.shortest_chunk, -(-prompt // PIPELINED_CHUNKS)))
 
 
 WAITING_PER_PLACE = 8

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
+from typing import Self
 
 from coordinator.cluster.capacity import Capacity
 from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
@@ -34,9 +35,11 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
-from mtp.depth.controller import MAX_DEPTH, Controller
+from mtp.checkpoint.format.config import ModelConfig
+from mtp.depth.controller import MAX_DEPTH, Controller, MtpMode
 from mtp.depth.search import DraftResult
 from mtp.depth.step_costs import Shape
+from mtp.device import chunk_lengths, widest_fused_window
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
@@ -165,6 +168,26 @@ class Scheduler:
         self._vocabulary_sent = False  # in this epoch
         self._shape: Shape | None = None
         """The shape that the controller chose for the next micro-batch, until it is sent."""
+
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        mode: MtpMode,
+        vocabulary: bytes,
+        limits: Limits | None = None,
+        prefill_chunk: int | None = None,
+    ) -> Self:
+        """Return a scheduler for a model. Without `limits`, chunks of prompts suit the GPU of this machine."""
+        lengths = chunk_lengths(sparse=config.num_experts > 0)
+        limits = limits or Limits(
+            config.max_positions,
+            config.vocab_size,
+            prefill_chunk=prefill_chunk or lengths.longest,
+            shortest_chunk=lengths.shortest,
+        )
+        fused_width = widest_fused_window(config.queries_per_key)
+        return cls(limits, Controller(mode, fused_width=fused_width), vocabulary)
 
     def reset(
         self,

@@ -63,8 +63,12 @@ class Controller:
     the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step.
     """
 
-    def __init__(self, mode: MtpMode, max_depth: int = AUTO_DEPTH) -> None:
+    def __init__(
+        self, mode: MtpMode, max_depth: int = AUTO_DEPTH, fused_width: int | None = None
+    ) -> None:
         self.mode = mode
+        self.fused_width = fused_width
+        """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()
         self._searches: dict[tuple[int, int], Search] = {}
@@ -114,7 +118,9 @@ class Controller:
         key = ((sequences - 1).bit_length(), fill)
         if key not in self._searches:
             deepest = None if self.mode.filled else self.max_depth
-            self._searches[key] = Search(self.acceptance, shapes_to_compare(fill, deepest))
+            self._searches[key] = Search(
+                self.acceptance, shapes_to_compare(fill, deepest), self.fused_width
+            )
         return self._searches[key]
 
 

@@ -211,13 +211,18 @@ EVALUATION_STEPS = 4
 class Search:
     """The choice between `shapes` for steps of one number of sequences. The first shape is used until it is measured.
 
-    `acceptance` is shared by all searches.
+    `acceptance` is shared by all searches. Windows wider than `fused_width` leave a fused kernel.
     """
 
-    def __init__(self, acceptance: AcceptanceEstimate, shapes: Sequence[Shape]) -> None:
+    def __init__(
+        self,
+        acceptance: AcceptanceEstimate,
+        shapes: Sequence[Shape],
+        fused_width: int | None = None,
+    ) -> None:
         self.acceptance = acceptance
         self.shapes = tuple(shapes)
-        self.costs = StepCosts()
+        self.costs = StepCosts(fused_width)
         self.current = self.shapes[0]
         """The shape in use."""
         self._deepest = max(shape.depth for shape in self.shapes)

@@ -63,6 +63,9 @@ LARGEST_SURPRISE = 0.25
 CONFIRMED = math.log(1.08)
 """Logarithm. Samples this close to each other, or to the earlier cost, end a measurement. Steps scatter by 5 %."""
 
+UNFUSED = math.log(1.1)
+"""Logarithm. A guess for windows that MLX's fused attention does not take, until one of them is measured."""
+
 SHARE_STEPS = 24
 """Steps. Time constant of the averages of a shape's interval and stage times, relative to its cost.
 
@@ -79,7 +82,8 @@ class StepCosts:
     was timed on an idle machine and one that was timed under load can be compared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fused_width: int | None = None) -> None:
+        self._fused_width = fused_width
         self._relative: dict[Shape, float] = {}
         self._samples: dict[Shape, int] = {}
         self._fresh: dict[Shape, list[float]] = {}
@@ -125,13 +129,16 @@ class StepCosts:
         """Return the logarithm of the cost of `shape` over the level.
 
         The cost of a shape that is not measured follows from the measured widths around its own, and from the cost of a
-        draft. Beyond the widest measured windows, each further token costs at least half of what the last one did.
+        draft. Beyond the widest measured windows, each further token costs at least half of what the last one did. The
+        first windows that leave a fused kernel are expected to cost a tenth more.
         """
         if shape in self._relative:
             return self._relative[shape]
         if not self._relative:
             return 0.0
-        return math.log(self._rows_cost(shape.width) + self._draft_cost() * shape.depth)
+        cost = math.log(self._rows_cost(shape.width) + self._draft_cost() * shape.depth)
+        fused = self._fused_width or math.inf
+        return cost + (UNFUSED if shape.width > fused >= self.widest else 0.0)
 
     def interval_share(self, shape: Shape) -> float:
         """Return the interval between two windows of a filled pipeline of `shape`, relative to its cost."""

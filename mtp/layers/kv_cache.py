@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mtp.device import this_device
+from mtp.device import fuses_prompts, this_device
 from mtp.layers.layer import Hole, KVFormat, LayerCache
 from proto.errors import ProtocolError
 
@@ -195,7 +195,7 @@ def tiled_attention(
     if queries is not None and this_device().token_major_exact:
         keys, values = _token_major(keys), _token_major(values)
     end = offset + width
-    tile = max(1, SCORE_BYTES // (heads * end * q.itemsize))
+    tile = width if fuses_prompts(width) else max(1, SCORE_BYTES // (heads * end * q.itemsize))
     tile = tile if queries is None else min(tile, queries)
     outputs = []
     for start in range(0, width, tile):

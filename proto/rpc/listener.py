@@ -73,7 +73,8 @@ def has_listener(host: str, port: int) -> bool:
     """Return whether a program answers at `port` of `host`. The address of all interfaces means loopback."""
     try:
         with socket.create_connection((host, port), PROBE_SECONDS) as connection:
-            return connection.getsockname() != connection.getpeername()  # TCP can connect to itself
+            own, other = connection.getsockname(), connection.getpeername()
+            return bool(own != other)  # TCP can connect to itself
     except OSError:
         return False
 

@@ -146,6 +146,7 @@ ARROWS: dict[str, set[str]] = {
     "coordinator.schedule": {
         "coordinator.cluster",
         "coordinator.status",
+        "mtp",
         "mtp.checkpoint.format",
         "mtp.checkpoint.hub",
         "mtp.depth",

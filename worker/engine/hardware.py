@@ -40,12 +40,6 @@ REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
 FIRST_WITH_BFLOAT16 = 15
 """Generation of M3 (M1 is 13, M2 is 14). Earlier GPUs emulate bfloat16, so mlx-lm advises float16 on them."""
 
-FIRST_WITH_WIDE_PREFILL = 17
-"""Generation of M5. Its fused attention for prompts starts at 1024 rows."""
-
-DEFAULT_PREFILL_CHUNK = 512
-WIDE_PREFILL_CHUNK = 1024
-
 COMPILERS = ("sh", "g++", "c++", "clang++")
 """Names of the process that MLX starts: the compiler, or the shell around it."""
 
@@ -121,13 +115,6 @@ def warn_of_emulated_bfloat16(dtype: mx.Dtype) -> None:
         log.warning(
             "this GPU emulates bfloat16: serve with --dtype float16 for speed, on every machine of the plan"
         )
-
-
-def default_prefill_chunk() -> int:
-    """Return the tokens of a prompt chunk that suit the GPU of this machine."""
-    own = Arithmetic.here().generation
-    wide = own is not None and own >= FIRST_WITH_WIDE_PREFILL
-    return WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK
 
 
 def compiler_runs() -> bool:

@@ -190,6 +190,11 @@ class ModelConfig:
         """Channels of the convolution of a GDN layer: those of q, k and v."""
         return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
 
+    @property
+    def queries_per_key(self) -> int:
+        """Query heads that share one head of keys and values."""
+        return int(self.text_config["num_attention_heads"]) // self.num_kv_heads
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K/V per token in one attention layer; an element has `itemsize` bytes."""
         return 2 * self.num_kv_heads * self.head_dim * itemsize

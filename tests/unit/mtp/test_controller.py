@@ -270,6 +270,23 @@ def test_hiccups_do_not_push_a_cost_up() -> None:
     )
 
 
+def test_windows_that_leave_a_fused_kernel_are_expected_to_cost_more() -> None:
+    """The guess applies until one of them is measured, and then the measurement does."""
+    guesses = {}
+    for fused in (None, 2):
+        costs = StepCosts(fused)
+        for width, seconds in ((1, 1.0), (2, 1.1)):
+            costs.start_measurement(Shape(width))
+            for _ in range(8):
+                costs.record_step(Shape(width), seconds)
+        guesses[fused] = costs.relative_cost(Shape(4))
+        costs.start_measurement(Shape(3))
+        for _ in range(8):
+            costs.record_step(Shape(3), 1.2)
+        assert math.exp(costs.relative_cost(Shape(4))) == pytest.approx(1.25, abs=0.02)
+    assert guesses[2] - guesses[None] == pytest.approx(math.log(1.1))
+
+
 def test_the_report_shows_what_the_choice_rests_on() -> None:
     """Plain decoding is the unit of cost and speed. The shape in use is marked once per search."""
     controller = Controller(MtpMode(), max_depth=2)

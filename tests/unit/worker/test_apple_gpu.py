@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
-from mtp.device import Arithmetic
+from mtp import device
+from mtp.device import (
+    FUSED_ROWS,
+    Arithmetic,
+    ChunkLengths,
+    chunk_lengths,
+    widest_fused_window,
+)
+from mtp.layers import kv_cache
 from worker.engine import hardware
 
 
@@ -56,10 +66,45 @@ def test_bfloat16_on_m1_and_m2_is_advised_against(
     assert ("--dtype float16" in caplog.text) is warned
 
 
-@pytest.mark.parametrize(("generation", "chunk"), [(None, 512), (16, 512), (17, 1024)])
-def test_m5_gets_longer_prompt_chunks(
-    monkeypatch: pytest.MonkeyPatch, generation: int | None, chunk: int
+@pytest.mark.parametrize(
+    ("generation", "sparse", "lengths"),
+    [
+        (None, True, ChunkLengths(512, 128)),
+        (16, False, ChunkLengths(512, 128)),
+        (16, True, ChunkLengths(512, 512)),
+        (17, False, ChunkLengths(1024, 1024)),
+    ],
+)
+def test_prompt_chunks_suit_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, generation: int | None, sparse: bool, lengths: ChunkLengths
 ) -> None:
-    """An M5 gets chunks that reach its fused attention kernel."""
+    """An M5 gets chunks that reach its fused attention kernel, and a mixture of experts gets longer short ones."""
     use_generation(monkeypatch, generation)
-    assert hardware.default_prefill_chunk() == chunk
+    assert chunk_lengths(sparse=sparse) == lengths
+
+
+@pytest.mark.parametrize(("generation", "calls"), [(16, 4), (17, 1)])
+def test_an_m5_attends_a_prompt_chunk_at_once(
+    monkeypatch: pytest.MonkeyPatch, generation: int, calls: int
+) -> None:
+    """A kernel that holds no scores gets all rows, and another one as many as their bound permits."""
+    use_generation(monkeypatch, generation)
+    attend, widths = mx.fast.scaled_dot_product_attention, list[int]()
+
+    def counting(q: mx.array, *args: Any, **options: Any) -> mx.array:
+        widths.append(q.shape[2])
+        return attend(q, *args, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(kv_cache, "SCORE_BYTES", FUSED_ROWS * FUSED_ROWS)
+    q, k = (mx.random.normal((1, 1, FUSED_ROWS, 32)) for _ in range(2))
+    found = kv_cache.tiled_attention(q, k, k, 0, 1.0)
+    assert widths == [FUSED_ROWS // calls] * calls
+    assert mx.allclose(found, attend(q, k, k, scale=1.0, mask="causal"), atol=1e-4)
+
+
+def test_the_widest_fused_window_follows_from_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metal's kernel for few rows takes 32 queries over the heads that share a key."""
+    assert widest_fused_window(6) is None, "the CPU has no such kernel"
+    monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
+    assert [widest_fused_window(heads) for heads in (4, 6, 8, 16, 64)] == [8, 5, 4, 2, 1]

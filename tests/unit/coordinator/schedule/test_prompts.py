@@ -35,6 +35,18 @@ def chunk_frame(tokens: int, seconds: float) -> Frame:
 # ---- the time of prompts
 
 
+def test_a_short_prompt_has_no_shorter_chunks_than_the_gpu_computes_fast() -> None:
+    """A prompt is cut into eight chunks or more, of the shortest to the longest useful length."""
+    limits = Limits(10_000, prefill_chunk=1024, shortest_chunk=512)
+    assert [limits.chunk_length(tokens) for tokens in (100, 4000, 6000, 9000)] == [
+        512,
+        512,
+        750,
+        1024,
+    ]
+    assert replace(limits, prefill_chunk=256).chunk_length(6000) == 256, "the longest counts"
+
+
 @pytest.mark.parametrize("stages", [1, 4])
 def test_the_budget_follows_the_measured_time(stages: int) -> None:
     """Frames of all stages take at most the time beside streams. Without streams they take longer."""
