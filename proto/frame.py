@@ -321,7 +321,7 @@ MAX_HEADER_BYTES = 8 * 2**20
 """Bounds a header. It carries token ids, and 262,144 of them take 1 MB; the rest is a margin."""
 
 MAX_VOCABULARY_BYTES = 6 * 2**20
-"""Bytes. Maximum size of the packed vocabulary in a header; 250,000 tokens take about 1.4 MB."""
+"""Bytes. Maximum size of the packed vocabulary in a header; 250,000 tokens and their merges take about 2.5 MB."""
 
 MAX_FRAME_TOKENS = 2**18
 MAX_SEGMENTS = 1024

@@ -32,7 +32,7 @@ WAIT_SECONDS = 2.0
 """Seconds. Longest wait for the jobs of other requests, after which the client may send its request again."""
 
 START_SECONDS = 30.0
-"""Seconds. Deadline of the start. A process reads 250,000 tokens in about 1.5 s on an idle machine."""
+"""Seconds. Deadline of the start. A process reads 250,000 tokens in about 3 s on an idle machine."""
 
 MAX_GROWTH = 256 * 2**20
 """Bytes. Largest growth of the process's memory by one job."""

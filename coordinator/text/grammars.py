@@ -95,10 +95,9 @@ def pack_vocabulary(tokenizer: Tokenizer) -> bytes:
     """
     if not tokenizer.eos_ids:
         return b""
-    return Vocabulary(
-        tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)),
-        tuple(sorted(tokenizer.control_ids)),
-        tuple(sorted(tokenizer.eos_ids)),
+    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    return Vocabulary.of_backend(
+        tokenizer.backend, tokens, tokenizer.control_ids, tokenizer.eos_ids
     ).pack()
 
 

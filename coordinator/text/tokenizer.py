@@ -145,11 +145,11 @@ class Tokenizer:
         self, wrapper: tokenizer_utils.TokenizerWrapper, eos_ids: frozenset[int] = frozenset()
     ) -> None:
         self._wrapper = wrapper
-        self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
+        self.backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
         self._max_tokens: int | None = None
         self.eos_ids = eos_ids | frozenset(wrapper.eos_token_ids)
-        self._bytes = _byte_table(self._backend)
-        self._control = _control_ids(self._backend) - _marker_ids(wrapper)
+        self._bytes = _byte_table(self.backend)
+        self._control = _control_ids(self.backend) - _marker_ids(wrapper)
         self._template_names = _template_names(wrapper.chat_template)
 
     @classmethod
@@ -215,8 +215,8 @@ class Tokenizer:
     def _encode_text(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
         """Encode `text`. The backend lets other threads run during a batch, but not during a single text."""
         if len(text) <= SHORT_CHARACTERS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_length(self, text: str, limit: int) -> None:
         """Raise RequestError once the first pieces of `text` have more than `limit` tokens."""
@@ -231,7 +231,7 @@ class Tokenizer:
 
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token spelled `text`, such as `<|im_end|>`, or None for other text."""
-        token = self._backend.token_to_id(text)
+        token = self.backend.token_to_id(text)
         return token if token in self._control else None
 
     def chat_prompt(

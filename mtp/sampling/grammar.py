@@ -1,14 +1,15 @@
 """Grammars that constrain an answer: the tokens allowed at each position, as a pure function of grammar and text.
 
-A grammar is text for llguidance: JSON, or Lark with `%json` for schemas. The last stage needs the bytes of every
-token, which a `Vocabulary` holds, because its files have no tokenizer.
+A grammar is text for llguidance: JSON, or Lark with `%json` for schemas. The last stage needs the tokenizer, which a
+`Vocabulary` holds, because its files have none.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,14 +17,14 @@ from typing import Any
 import mlx.core as mx
 import msgpack
 import numpy as np
+import tokenizers
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from proto.errors import ProtocolError
 from proto.params import SamplingParams
 
 MAX_UNPACKED_BYTES = 32 * 2**20
-"""Bytes. Maximum size of an unpacked vocabulary; 250,000 tokens take about 2 MB."""
-
+"""Bytes. Maximum size of an unpacked vocabulary; 250,000 tokens take about 5 MB."""
 
 MAX_CHECKPOINTS = 64
 """Copies of a matcher that a sequence keeps: more than a window with its drafts has tokens. A copy takes 0.1 ms."""
@@ -31,16 +32,63 @@ MAX_CHECKPOINTS = 64
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of every token, the ids of control tokens, and the ids that end a text."""
+    """A byte-level BPE tokenizer, in a form that packs well.
+
+    It holds the bytes of every token, the ids of control tokens, and the ids that end a text. `merges` has the ids of
+    two tokens for each merge, in their order. `layout` is the tokenizer's JSON without its tokens and merges.
+    """
 
     tokens: tuple[bytes, ...]
     control: tuple[int, ...]
     ends: tuple[int, ...]
+    merges: tuple[int, ...]
+    layout: str
+
+    @classmethod
+    def of_backend(
+        cls,
+        backend: tokenizers.Tokenizer,
+        tokens: Iterable[bytes],
+        control: Collection[int],
+        ends: Iterable[int],
+    ) -> Vocabulary:
+        """Return the vocabulary of a tokenizer whose tokens have the bytes `tokens`."""
+        layout = json.loads(backend.to_str())
+        ids, merges = layout["model"].pop("vocab"), layout["model"].pop("merges")
+        for added in layout["added_tokens"]:
+            added["special"] = added["id"] in control
+        pairs = tuple(ids[part] for pair in merges for part in pair)
+        return cls(
+            tuple(tokens), tuple(sorted(control)), tuple(sorted(ends)), pairs, json.dumps(layout)
+        )
+
+    def backend(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer, which adds nothing to a text, changes nothing, and reads no control tokens in it.
+
+        Raises ValueError for a vocabulary that is not a tokenizer's.
+        """
+        layout = json.loads(self.layout)
+        spelled = [token.decode("latin-1").translate(_ALPHABET) for token in self.tokens]
+        added = {int(token["id"]) for token in layout["added_tokens"]}
+        ids = {text: i for i, text in enumerate(spelled) if text and i not in added}
+        parts = [spelled[i] for i in self.merges]
+        layout["model"] |= {"vocab": ids, "merges": list(zip(parts[::2], parts[1::2], strict=True))}
+        layout |= {"normalizer": None, "post_processor": None}
+        try:
+            found = tokenizers.Tokenizer.from_str(json.dumps(layout))
+        except BaseException as error:
+            # The library raises no narrower class, and a panic of it is no Exception.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise ValueError(f"its tokenizer does not load: {error}") from error
+            raise
+        found.encode_special_tokens = True
+        return found
 
     def pack(self) -> bytes:
         """Return the vocabulary as compressed bytes."""
-        content = msgpack.packb([list(self.tokens), list(self.control), list(self.ends)])
-        return zlib.compress(content)
+        merges = np.array(self.merges, np.uint32).reshape(-1, 2).T.tobytes()
+        fields = (list(self.tokens), list(self.control), list(self.ends), merges, self.layout)
+        return zlib.compress(msgpack.packb(fields))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Vocabulary:
@@ -50,27 +98,36 @@ class Vocabulary:
             content = unzip.decompress(packed, MAX_UNPACKED_BYTES)
             if not unzip.eof:
                 raise ValueError(f"it is incomplete, or exceeds {MAX_UNPACKED_BYTES} bytes")
-            tokens, control, ends = msgpack.unpackb(content)
+            tokens, control, ends, merges, layout = msgpack.unpackb(content)
             if not all(isinstance(token, bytes) for token in tokens):
                 raise ValueError("its tokens are not bytes")
-            if not ends or not all(0 <= int(i) < len(tokens) for i in (*control, *ends)):
+            pairs = np.frombuffer(merges, np.uint32).reshape(2, -1).T.ravel().tolist()
+            if not ends or not all(0 <= int(i) < len(tokens) for i in (*control, *ends, *pairs)):
                 raise ValueError("its token ids are out of range")
+            if not isinstance(layout, str):
+                raise ValueError("its layout is not a text")
         except (ValueError, TypeError, zlib.error, msgpack.UnpackException) as error:
             raise ProtocolError(f"the vocabulary is malformed: {error}") from error
-        return cls(tuple(tokens), tuple(control), tuple(ends))
+        return cls(tuple(tokens), tuple(control), tuple(ends), tuple(pairs), layout)
+
+
+_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_ALPHABET = dict(zip((b for b in range(256) if b not in _PLAIN), range(256, 512), strict=False))
+"""The characters of bytes in the spelling of byte-level tokenizers. Bytes in _PLAIN are spelled as themselves."""
 
 
 @lru_cache(maxsize=2)
 def tokenizer_of(packed: bytes) -> LLTokenizer:
     """Return llguidance's tokenizer of a packed vocabulary.
 
-    It takes about a second for 250,000 tokens, so the last two are kept. Raises ProtocolError for malformed bytes.
+    It takes about three seconds for 250,000 tokens, so the last two are kept. Raises ProtocolError for malformed bytes.
     """
     vocabulary = Vocabulary.unpack(packed)
-    size = len(vocabulary.tokens)
-    return LLTokenizer(
-        TokenizerWrapper(_Tokens(vocabulary)), n_vocab=size, eos_token=list(vocabulary.ends)
-    )
+    try:
+        wrapper = TokenizerWrapper(_Tokens(vocabulary))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ProtocolError(f"the vocabulary is malformed: {error}") from error
+    return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.ends))
 
 
 PREPARE_SECONDS = 0.2
@@ -123,30 +180,21 @@ def _prepared(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 class _Tokens:
-    """A vocabulary as llguidance reads tokenizers. Its encoding takes the longest token at each place."""
+    """A vocabulary as llguidance reads tokenizers.
+
+    Forced text gets the tokens that the model was trained with: other tokens of the same text mislead it.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.tokens)
         self.special_token_ids = list(vocabulary.control)
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
-        control = set(vocabulary.control)
-        self._ids = {t: i for i, t in reversed([*enumerate(self.tokens)]) if i not in control}
-        self._longest = max(map(len, self._ids), default=1)
+        self._backend = vocabulary.backend()
 
-    def __call__(self, text: Any) -> list[int]:
-        """Return the tokens of `text`, bytes or str. Bytes without a token are omitted."""
-        content = text.encode() if isinstance(text, str) else bytes(text)
-        found, start = [], 0
-        while start < len(content):
-            for end in range(min(len(content), start + self._longest), start, -1):
-                if (token := self._ids.get(content[start:end])) is not None:
-                    found.append(token)
-                    break
-            else:
-                end = start + 1
-            start = end
-        return found
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of `text`. Bytes raise TypeError, and llguidance then sends text only."""
+        return self._backend.encode(text, add_special_tokens=False).ids
 
 
 class GrammarState:
@@ -190,7 +238,7 @@ class GrammarState:
         return _unpacked(self._matcher.compute_bitmask(), self._tokenizer)
 
     def forced(self, answer: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow `answer`, in greedy encoding; empty if there is a choice."""
+        """Return the tokens that must follow `answer`, as the tokenizer cuts them; empty if there is a choice."""
         constrained = self._constrained(answer)
         if constrained is None or not self._follow(constrained):
             return []

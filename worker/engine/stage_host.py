@@ -50,7 +50,7 @@ SLACK = 4.0
 """Factor over the usual time of a size, for other programs, swapping and a hot machine."""
 
 VOCABULARY_SECONDS = 20.0
-"""Seconds added for a frame that brings a vocabulary. The last stage prepares 250,000 tokens in about 1.4 s."""
+"""Seconds added for a frame that brings a vocabulary. The last stage prepares 250,000 tokens in about 3 s."""
 
 SMOOTHING = 0.2
 """Weight of the newest frame in the usual time."""

@@ -91,9 +91,9 @@ def test_only_an_end_token_may_follow_a_complete_text() -> None:
 
 def test_a_vocabulary_survives_the_wire_and_is_checked() -> None:
     """Packing and unpacking keep a vocabulary; malformed bytes and a missing vocabulary raise ProtocolError."""
-    vocabulary = Vocabulary((b"a", b"\xff", b"<end>"), (2,), (2,))
+    vocabulary = Vocabulary((b"a", b"\xff", b"<end>"), (2,), (2,), (0, 1), "{}")
     assert Vocabulary.unpack(vocabulary.pack()) == vocabulary
-    for broken in (b"", b"junk", vocabulary.pack()[:-3], Vocabulary((b"a",), (), (7,)).pack()):
+    for broken in (b"", b"junk", vocabulary.pack()[:-3], Vocabulary((b"a",), (), (7,), (), "{}").pack()):
         with pytest.raises(ProtocolError):
             Vocabulary.unpack(broken)
     with pytest.raises(ProtocolError, match="vocabulary"):
@@ -122,3 +122,42 @@ def test_a_text_beyond_a_limit_of_llguidance_may_only_end() -> None:
     mask = GrammarState(grammar, tokenizer_of(vocabulary())).allowed(encode("{"))
     assert mask is not None
     assert list(np.flatnonzero(mask)) == [4089]
+
+
+def forced_text(grammar: str) -> list[int]:
+    """Return the tokens of a text that has one choice at most at each place, token by token."""
+    state = GrammarState(grammar, tokenizer_of(vocabulary()))
+    answer: list[int] = []
+    while (mask := state.allowed(answer)) is not None:
+        allowed = np.flatnonzero(mask)
+        if allowed.size != 1 or allowed[0] == 4089:
+            break
+        answer.append(int(allowed[0]))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        "<tool_call>\n<function=gather>\n<parameter=weather_of_city>\n",
+        "a <|im_end|> inside <think> a value </think>",
+        "e\u0301 is not \u00e9",
+    ],
+)
+def test_forced_text_has_the_tokens_of_the_tokenizer(text: str) -> None:
+    """A text without a choice is cut as the model was trained, and a control token's name is text."""
+    tokenizer = Tokenizer.load(checkpoint_dir(), (4089,))
+    end = "\n%%END%%"  # tokens at the end of a grammar have no longer ones to wait for
+    found = forced_text(f"start: {json.dumps(text + end)}")
+    assert b"".join(map(tokenizer.token_bytes, found)) == (text + end).encode()
+    assert not tokenizer.control_ids.intersection(found)
+    if "<|" not in text and "\u0301" not in text:  # the tokenizer reads these in another way
+        assert found == encode(text + end)
+
+
+def test_a_vocabulary_that_is_no_tokenizer_is_refused() -> None:
+    """Fields that fit the wire and no tokenizer raise ProtocolError."""
+    for layout in ("", "{}", "[1]", '{"added_tokens": [], "model": {"type": "BPE"}}', "[" * 9000):
+        with pytest.raises(ProtocolError, match="malformed"):
+            tokenizer_of(Vocabulary((b"a", b"b"), (), (0,), (0, 1), layout).pack())
