@@ -117,21 +117,56 @@ class Message(Body):
         return self
 
 
+BASH_SCHEMA: Json = {
+    "type": "object",
+    "properties": {"command": {"type": "string"}, "restart": {"type": "boolean"}},
+}
+"""The input of Anthropic's tool for a shell, whose clients run the commands."""
+
+
 class Tool(Body):
-    """A tool of the client."""
+    """A tool of the client. Anthropic's web search, which its own agents offer, is left out of the prompt."""
 
     name: str
-    type: Literal["custom"] | None = None
+    type: str | None = None
     description: str | None = None
-    input_schema: Json
+    input_schema: Json | None = None
+    max_uses: int | None = hint("tools[].web_search")
+    allowed_domains: list[str] | None = hint("tools[].web_search")
+    blocked_domains: list[str] | None = hint("tools[].web_search")
+    user_location: Json | None = hint("tools[].web_search")
     strict: bool | None = hint("tools[].strict")
     eager_input_streaming: bool | None = hint("tools[].eager_input_streaming")
     defer_loading: Literal[False] | None = None
     cache_control: Any | None = hint("cache_control")
 
+    @model_validator(mode="after")
+    def _type_is_known(self) -> Tool:
+        if self.type in (None, "custom"):
+            if self.input_schema is None:
+                raise field_error("input_schema", "required. Send the schema of the tool's input.")
+        elif not self.is_search and not self.is_shell:
+            raise field_error(
+                "type",
+                f"{self.type!r:.80} is not supported. Send the tool with its own input_schema.",
+            )
+        return self
+
+    @property
+    def is_search(self) -> bool:
+        """True for a search that Anthropic's server runs."""
+        return bool(self.type and self.type.startswith("web_search_"))
+
+    @property
+    def is_shell(self) -> bool:
+        """True for Anthropic's tool for a shell, which has no schema of its own."""
+        return bool(self.type and self.type.startswith("bash_"))
+
     def for_template(self) -> Json:
         """Return the tool in OpenAI's format, as chat templates read it."""
-        return template_tool(self.name, self.description, self.input_schema)
+        description = "Run a command in a shell." if self.is_shell else self.description
+        schema = BASH_SCHEMA if self.is_shell else self.input_schema
+        return template_tool(self.name, description, schema)
 
 
 class ToolChoice(Body):
@@ -187,9 +222,14 @@ class PromptBody(Body):
         choice = self.tool_choice
         if choice and (choice.type == "tool") != (choice.name is not None):
             raise field_error("tool_choice", "name is required with the type tool, and only then")
-        if self.forced_tool is not None and not self.tools:
+        if self.forced_tool is not None and not self.functions:
             raise field_error("tool_choice", "requires tools")
         return self
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools or () if not tool.is_search]
 
     @property
     def forced_tool(self) -> str | None:
@@ -247,7 +287,7 @@ def internal_request(body: PromptBody) -> ChatRequest:
     if thinking and thinking.type != "disabled":
         effort = body.output_config.effort if body.output_config else None
         budget = thinking.budget_tokens or BUDGETS.get(effort or "")
-    tools = [tool.for_template() for tool in body.tools or ()]
+    tools = [tool.for_template() for tool in body.functions]
     return ChatRequest(
         messages=template_messages(body),
         settings=settings,

@@ -129,14 +129,30 @@ def request_error(error: ValidationError) -> RequestError:
         return RequestError(f"{name}: this server does not support the field. Omit it.", param=name)
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
-    message = found["msg"].removeprefix("Value error, ")
+    if found["type"].startswith("union_tag"):
+        return _type_error(name, found.get("ctx", {}))
+    message = found["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
     message = message[0].lower() + message[1:]
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
+
+
+def _type_error(name: str, context: Mapping[str, str]) -> RequestError:
+    """Return the error for an object whose type this server does not have. `context` is pydantic's."""
+    sent, known = context.get("tag"), context.get("expected_tags", "")
+    problem = (
+        "the field type is required." if sent is None else f"type {sent!r:.80} is not supported."
+    )
+    return RequestError(
+        f"{name}: {problem}" + (f" Send one of {known}." if known else ""), param=name
+    )
 
 
 def _routing_error(request: Request, error: HTTPException) -> HTTPException:
     """Return `error` with a message that helps if the router raised it."""
     path, method = request.scope["path"], request.method
+    if error.status_code == 404 and path.rpartition("/")[2] in ("embed", "embeddings"):
+        message = f"{path}: this server computes no embeddings. Use one with an embedding model, such as Ollama."
+        return HTTPException(404, message, error.headers)
     if error.status_code == 404 and error.detail == "Not Found":
         message = f"{path}: path not found. docs/API.md lists the paths."
         return HTTPException(404, message, error.headers)

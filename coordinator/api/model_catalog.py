@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class ModelFacts:
     problem: str = ""
     family: str = ""
     """The `model_type` of the checkpoint."""
+    parameters: int = 0
 
 
 def is_repo_name(name: str) -> bool:
@@ -95,6 +97,21 @@ def quantization_text(checkpoint: Checkpoint) -> str:
     return f"{quantization['bits']}-bit" if quantization else ""
 
 
+def count_parameters(checkpoint: Checkpoint) -> int:
+    """Return the number of weights before quantization, as the headers of the stored tensors describe them."""
+    bits = (checkpoint.config.quantization or {}).get("bits", 32)
+    stored = {
+        name for plan in checkpoint.plans.values() for s in plan.values() for name in s.tensors
+    }
+    infos = [
+        checkpoint.tensors[name]
+        for name in stored
+        if name in checkpoint.tensors and not name.endswith((".scales", ".biases", "_scale_inv"))
+    ]
+    # A packed weight has several values in each unsigned integer.
+    return sum(i.nbytes * 8 // bits if i.dtype == "U32" else math.prod(i.shape) for i in infos)
+
+
 def describe_model(name: str, checkpoint: Checkpoint) -> ModelFacts:
     """Return the facts of an opened checkpoint."""
     config, mtp = checkpoint.config, checkpoint.mtp
@@ -110,6 +127,7 @@ def describe_model(name: str, checkpoint: Checkpoint) -> ModelFacts:
         "complete" if mtp.complete else "incomplete" if mtp.present else "missing",
         problem,
         config.model_type,
+        count_parameters(checkpoint),
     )
 
 

@@ -20,6 +20,7 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
+from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.request_body import Body, Many, Seed, StopString, hint, read_body
 from coordinator.api.request_settings import (
     ChatRequest,
@@ -31,6 +32,7 @@ from coordinator.api.request_settings import (
 from coordinator.text.calls import CallEnd, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from coordinator.text.tokenizer import ModelInfo
 from proto.errors import RequestError
 
 TAG = ":latest"
@@ -415,7 +417,7 @@ async def tags(request: Request) -> Response:
     api = api_of(request)
     others = [] if api.model_loader is None else await api.model_loader.list_models()
     entries = _served_entries(api) + [
-        _entry(api, found.name, found.name, found.nbytes, found.family, found.quantization)
+        _entry(api, found.name, found)
         for found in others
         if not found.problem and found.name not in api.model.listed_names
     ]
@@ -427,7 +429,8 @@ async def running(request: Request) -> Response:
     """List the loaded model, with its size on all nodes and its context."""
     api = api_of(request)
     context, expires = api.model.context_length, utc_time(NEVER)
-    extra = {"expires_at": expires, "size_vram": _size(api), "context_length": context}
+    size = sum(node.memory_used for node in api.status.status().nodes) or api.model.nbytes
+    extra = {"expires_at": expires, "size": size, "size_vram": size, "context_length": context}
     return JSONResponse({"models": [{**entry, **extra} for entry in _served_entries(api)]})
 
 
@@ -446,9 +449,10 @@ async def show(request: Request) -> Response:
     family = api.model.family
     return JSONResponse(
         {
-            "details": _details(family, api.model.quantization),
+            "details": _details(api.model),
             "model_info": {
                 "general.architecture": family,
+                "general.parameter_count": api.model.parameters,
                 f"{family}.context_length": api.model.context_length,
             },
             "capabilities": capabilities,
@@ -458,35 +462,35 @@ async def show(request: Request) -> Response:
 
 
 def _served_entries(api: Api) -> list[Json]:
-    model, size = api.model, _size(api)
-    return [
-        _entry(api, name, model.id, size, model.family, model.quantization)
-        for name in model.listed_names
-    ]
+    return [_entry(api, name, api.model) for name in api.model.listed_names]
 
 
-def _entry(api: Api, name: str, model: str, nbytes: int, family: str, quantization: str) -> Json:
+def _entry(api: Api, name: str, model: ModelInfo | ModelFacts) -> Json:
+    known = model.id if isinstance(model, ModelInfo) else model.name
     return {
         "name": tagged_name(name),
         "model": tagged_name(name),
         "modified_at": utc_time(api.model.created),
-        "size": nbytes,
-        "digest": hashlib.sha256(model.encode()).hexdigest(),
-        "details": _details(family, quantization),
+        "size": model.nbytes,
+        "digest": hashlib.sha256(known.encode()).hexdigest(),
+        "details": _details(model),
     }
 
 
-def _size(api: Api) -> int:
-    """Return the memory in use on all nodes, in bytes."""
-    return sum(node.memory_used for node in api.status.status().nodes)
-
-
-def _details(family: str, quantization: str) -> Json:
+def _details(model: ModelInfo | ModelFacts) -> Json:
     return {
         "parent_model": "",
         "format": "safetensors",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": quantization,
+        "family": model.family,
+        "families": [model.family] if model.family else [],
+        "parameter_size": parameter_size(model.parameters),
+        "quantization_level": model.quantization,
     }
+
+
+def parameter_size(count: int) -> str:
+    """Return a number of parameters as Ollama writes it, such as 8.0B or 7.6M; empty for an unknown number."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count or "")

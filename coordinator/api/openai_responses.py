@@ -25,6 +25,7 @@ from coordinator.api.request_body import (
     hint,
     number_in_query,
     read_body,
+    shape,
 )
 from coordinator.api.request_settings import (
     ChatRequest,
@@ -49,26 +50,48 @@ from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from proto.errors import RequestError
 
 
-class WebSearchTool(Body):
-    """OpenAI's web search, a hint: agents offer it by default, and this server has no search to offer to the model."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["web_search", "web_search_preview"] = hint("tools[].web_search")
-
-
 class Tool(Body):
-    """A function that the model may call. OpenAI's other hosted tools are rejected."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = hint("tools[].strict")
+    defer_loading: bool | None = hint("tools[].defer_loading")
 
-    def for_template(self) -> Json:
-        """Return the tool in the format of chat templates."""
-        return template_tool(self.name, self.description, self.parameters)
+
+class LeftOutTool(Body):
+    """A tool that agents offer by default, a hint: this server has no search, and the model writes only functions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "custom",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "tool_search",
+        "image_generation",
+    ] = hint("tools[].web_search")
+
+
+class NamespaceTool(Body):
+    """Functions under a common name. The model sees each as NAMESPACE.FUNCTION."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[Annotated[Tool | LeftOutTool, Field(discriminator="type")]]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 class NamedTool(Body):
@@ -76,6 +99,13 @@ class NamedTool(Body):
 
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | NamedTool,
+    shape('auto, none, required or {"type": "function", "name": …}'),
+]
 
 
 class Reasoning(Body):
@@ -120,8 +150,10 @@ class ResponsesBody(Body):
     background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Many[Annotated[Tool | WebSearchTool, Field(discriminator="type")]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tools: (
+        Many[Annotated[Tool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None
+    ) = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
@@ -154,9 +186,16 @@ class ResponsesBody(Body):
         return self
 
     @property
-    def functions(self) -> list[Tool]:
-        """The functions among the tools."""
-        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
+    def functions(self) -> dict[str, tuple[str | None, Tool]]:
+        """The functions among the tools with their namespaces, by the names that the model sees."""
+        found: dict[str, tuple[str | None, Tool]] = {}
+        for tool in self.tools or ():
+            namespace = tool.name if isinstance(tool, NamespaceTool) else None
+            members = tool.tools if isinstance(tool, NamespaceTool) else [tool]
+            for each in members:
+                if isinstance(each, Tool):
+                    found[full_name(namespace, each.name)] = (namespace, each)
+        return found
 
     @property
     def items(self) -> list[Item]:
@@ -169,7 +208,7 @@ class ResponsesBody(Body):
     def forced_tool(self) -> str | None:
         """The name of the tool that must be called, an empty string for any tool, or None."""
         if isinstance(self.tool_choice, NamedTool):
-            return self.tool_choice.name
+            return full_name(self.tool_choice.namespace, self.tool_choice.name)
         return "" if self.tool_choice == "required" else None
 
     @property
@@ -214,7 +253,7 @@ class CallItem(Body):
     arguments: str
     id: str | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: str | None = None
 
 
 class CallOutputItem(Body):
@@ -302,7 +341,11 @@ def _assistant(items: Iterable[Item], markers: tuple[str, str]) -> list[Json]:
     if not items:
         return []
     text = "".join(_content(item) for item in items if isinstance(item, MessageItem))
-    calls = [(i.call_id, i.name, i.arguments) for i in items if isinstance(i, CallItem)]
+    calls = [
+        (item.call_id, full_name(item.namespace, item.name), item.arguments)
+        for item in items
+        if isinstance(item, CallItem)
+    ]
     turn = call_message(text, calls, markers)
     thoughts = [_text(i.content or ()) for i in items if isinstance(i, ReasoningItem)]
     if any(thoughts):
@@ -382,7 +425,7 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     ]
     items = [*_items.validate_python(before), *own]
     answer = await chat_answer(api, _internal_request(api, body, items), new_id("resp_"))
-    writer = ResponseWriter(answer, _repeated_fields(body))
+    writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     record = None if body.store is False else _new_record(request, body, answer, before, own)
     return PreparedAnswer(answer, writer, bool(body.stream), record)
 
@@ -414,7 +457,7 @@ async def restore(api: Api, record: Record, request: GenerationRequest) -> Prepa
     items = _items.validate_python([*record.history["before"], *record.history["input"]])
     answer = await chat_answer(api, _internal_request(api, body, items), record.id, request)
     answer = replace(answer, created=record.created)
-    writer = ResponseWriter(answer, _repeated_fields(body))
+    writer = ResponseWriter(answer, _repeated_fields(body), _names(body))
     return PreparedAnswer(answer, writer, stream=True, record=record)
 
 
@@ -446,7 +489,10 @@ async def _referenced_item(request: Request, reference: ReferenceItem) -> Item:
 
 def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> ChatRequest:
     thinking, budget = reasoning_of(body.reasoning.effort if body.reasoning else None)
-    tools = [tool.for_template() for tool in body.functions]
+    tools = [
+        template_tool(name, tool.description, tool.parameters)
+        for name, (_, tool) in body.functions.items()
+    ]
     return ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
         settings=GenerationSettings(
@@ -463,6 +509,15 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> Cha
         output=body.output,
         user=body.user,
     )
+
+
+def _names(body: ResponsesBody) -> dict[str, Json]:
+    """Return the fields that name a function of a namespace in an output item, by the name that the model sees."""
+    return {
+        name: {"name": tool.name, "namespace": namespace}
+        for name, (namespace, tool) in body.functions.items()
+        if namespace
+    }
 
 
 def _repeated_fields(body: ResponsesBody) -> Json:

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from coordinator.api.errors import field_error
-from coordinator.api.request_body import Body, Label, Many, Seed, StopString, hint
+from coordinator.api.request_body import Body, Label, Many, Seed, StopString, hint, shape
 from coordinator.api.request_settings import (
     MAX_CHOICES,
     GenerationSettings,
@@ -70,26 +63,13 @@ SAMPLING = (
 """The body's fields that are fields of SamplingParams."""
 
 
-def _shape(description: str) -> WrapValidator:
-    """Return a validator with one message for a union of types, instead of one per type."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """Validate `value`, with one message for all types of the union."""
-        try:
-            return handler(value)
-        except ValidationError as error:
-            raise PydanticCustomError("shape", "send {what}", {"what": description}) from error
-
-    return WrapValidator(check)
-
-
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=4)],
-    _shape("a string of 1 to 256 characters, or a list of at most 4 of them"),
+    shape("a string of 1 to 256 characters, or a list of at most 4 of them"),
 ]
 Prompt = Annotated[
     str | Many[str] | Many[int] | Many[list[int]],
-    _shape("a string, a list of strings, a list of token ids, or a list of such lists"),
+    shape("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 
 
@@ -108,7 +88,7 @@ class NamedTool(Body):
 
 ToolChoice = Annotated[
     Literal["auto", "none", "required"] | NamedTool,
-    _shape('auto, none, required or {"type": "function", "function": {"name": …}}'),
+    shape('auto, none, required or {"type": "function", "function": {"name": …}}'),
 ]
 
 
@@ -231,7 +211,7 @@ class Message(Body):
     content: (
         Annotated[
             str | Many[TextPart],
-            _shape("a string or a list of text parts. This model reads text only."),
+            shape("a string or a list of text parts. This model reads text only."),
         ]
         | None
     ) = None

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
@@ -100,6 +109,20 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 """A stop string. The end of the text is compared with it at every token."""
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+
+def shape(description: str) -> WrapValidator:
+    """Return a validator with one message for a union of types, instead of one per type."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Validate `value`, with one message for all types of the union."""
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise PydanticCustomError("shape", "send {what}", {"what": description}) from error
+
+    return WrapValidator(check)
+
 
 HINTS: set[str] = set()
 """The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""

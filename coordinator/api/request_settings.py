@@ -228,7 +228,7 @@ class ChatRequest:
     whose arguments are objects. `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
     off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
     answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
-    any tool. `output` is the format of the content. `user` is a label for the log.
+    any tool. `output` is the format of the content, which a forced call replaces. `user` is a label for the log.
     """
 
     messages: Sequence[Json]
@@ -349,11 +349,6 @@ def _tool_schemas(chat: ChatRequest) -> Iterator[tuple[str, Any]]:
 def _forced_output(api: Api, chat: ChatRequest) -> OutputFormat | None:
     if chat.forced_tool is None:
         return chat.output
-    if chat.output is not None:
-        raise RequestError(
-            f"tool_choice: cannot force a call and {chat.output.param} at once. Send one of them.",
-            param="tool_choice",
-        )
     tools = [t for t in chat.tools if chat.forced_tool in ("", t["function"]["name"])]
     if not tools:
         raise RequestError(

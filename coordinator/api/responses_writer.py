@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from coordinator.api.choice import AnswerEvent, ChoiceEnd
@@ -24,17 +25,18 @@ EVENTS = {
 class OutputItem:
     """An output item while it is generated. `kind` is its type, `index` its place in the output.
 
-    `status` is `incomplete` for an item that the limit cut off, and for a call that cannot be parsed.
+    `status` is `incomplete` for an item that the limit cut off, and for a call that cannot be parsed. `named` has the
+    fields that name the function of a call.
     """
 
-    def __init__(self, kind: str, index: int, answer_id: str, call_id: str, name: str) -> None:
+    def __init__(self, kind: str, index: int, answer_id: str, call_id: str, named: Json) -> None:
         self.kind = kind
         self.index = index
         self.id = f"{PREFIXES[kind]}_{answer_id.partition('_')[2]}{index}"
         self.open = True
         self.status = "in_progress"
         self._call_id = call_id
-        self._name = name
+        self._named = named
         self._text: list[str] = []
 
     @property
@@ -60,7 +62,7 @@ class OutputItem:
     def final_fields(self) -> Json:
         """Return the fields of the event that ends the content."""
         if self.kind == "function_call":
-            return {"name": self._name, "arguments": self.text}
+            return {"name": self._named["name"], "arguments": self.text}
         return {"text": self.text}
 
     def close(self, *, complete: bool) -> None:
@@ -72,7 +74,7 @@ class OutputItem:
         """Return the item."""
         item: Json = {"id": self.id, "type": self.kind, "status": self.status}
         if self.kind == "function_call":
-            call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
+            call = {"call_id": self._call_id, **self._named, "arguments": self.text}
             return item | call
         item["content"] = [self.part()] if self._text else []
         own: Json = {"role": "assistant"} if self.kind == "message" else {"summary": []}
@@ -80,12 +82,16 @@ class OutputItem:
 
 
 class ResponseWriter(AnswerWriter):
-    """The writer of `POST /v1/responses`. `fields` are the fields of the response that repeat the request."""
+    """The writer of `POST /v1/responses`. `fields` are the fields of the response that repeat the request.
 
-    def __init__(self, answer: GeneratedAnswer, fields: Json) -> None:
+    `names` has the fields that name a function whose client knows it by another name than the model.
+    """
+
+    def __init__(self, answer: GeneratedAnswer, fields: Json, names: Mapping[str, Json]) -> None:
         super().__init__(answer)
         assert len(answer.choices) == 1
         self._fields = fields
+        self._names = names
         self._failure: Json | None = None
         self._items: list[OutputItem] = []
         self._number = 0
@@ -165,7 +171,8 @@ class ResponseWriter(AnswerWriter):
         return closed + self._added(item), item
 
     def _add(self, kind: str, call_id: str = "", name: str = "") -> OutputItem:
-        item = OutputItem(kind, len(self._items), self._answer.id, call_id, name)
+        named = self._names.get(name, {"name": name})
+        item = OutputItem(kind, len(self._items), self._answer.id, call_id, named)
         self._items.append(item)
         return item
 

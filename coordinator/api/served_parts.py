@@ -12,7 +12,7 @@ from coordinator.api.app import create_app
 from coordinator.api.context import Api, ApiOptions
 from coordinator.api.journal import Journal
 from coordinator.api.live_status import LiveStatus, trace_report
-from coordinator.api.model_catalog import ModelLoader, quantization_text
+from coordinator.api.model_catalog import ModelLoader, count_parameters, quantization_text
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.cluster.local_pipeline import LocalModel, LocalPipelines
 from coordinator.cluster.manager import ClusterManager
@@ -240,6 +240,8 @@ class OpenedModel:
             fingerprint=self.checkpoint.fingerprint(),
             family=config.model_type,
             quantization=quantization_text(self.checkpoint),
+            nbytes=sum(self.checkpoint.part_bytes().values()),
+            parameters=count_parameters(self.checkpoint),
         )
         self.local = LocalPipelines(local_model(self.checkpoint, options, self.mode))
         self.why_not_alone = why_not_alone(self.local.model)

@@ -120,6 +120,10 @@ class ArgumentTypes:
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
 
+    def declares(self, function: str) -> bool:
+        """Return whether the client declared `function`. A call of another one is text."""
+        return function in self._parameters
+
     def kinds(self, function: str, argument: str) -> Kinds:
         """Return the types of an argument. An argument that the schema does not name is a string."""
         root = self._parameters.get(function, {})
@@ -240,7 +244,7 @@ class XmlCallParser(CallParser):
         name = self._read_name(at + len(FUNCTION))
         if name is None:
             return None
-        if not name:
+        if not self._types.declares(name):
             return self._break()
         self._function, self._arguments = name, 0
         self._read = self._read_between
@@ -325,8 +329,9 @@ def _escaped(text: str) -> str:
 class JsonCallParser(CallParser):
     """The parser of the JSON form. It returns a call when its end marker has arrived, or at the end of the text."""
 
-    def __init__(self, end: str) -> None:
+    def __init__(self, tools: Sequence[Json], end: str) -> None:
         super().__init__(end)
+        self._types = ArgumentTypes(tools)
         self._read = self._read_call
         self._searched = 0  # characters in which no end marker closes the call
 
@@ -334,20 +339,27 @@ class JsonCallParser(CallParser):
         """See CallParser."""
         if self.done or self.broken:
             return []
-        return _json_call(self._buffer) or self._break()
+        return self._call_of(self._buffer) or self._break()
 
     def _read_call(self) -> list[CallPart] | None:
         at = self._buffer.find(self._end, self._searched)
         if at < 0 or not self._end:
             self._searched = max(self._searched, len(self._buffer) - len(self._end))
             return None
-        parts = _json_call(self._buffer[:at])
+        parts = self._call_of(self._buffer[:at])
         if parts is None:  # the marker is inside a string
             self._searched = at + 1
             return []
         if not parts:
             return self._break()
         self._take_end(at)
+        return parts
+
+    def _call_of(self, text: str) -> list[CallPart] | None:
+        """Return the parts of `_json_call`, or an empty list for a function that the client did not declare."""
+        parts = _json_call(text)
+        if parts and isinstance(parts[0], CallStart) and not self._types.declares(parts[0].name):
+            return []
         return parts
 
 

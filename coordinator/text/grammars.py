@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher, LLTokenizer
 
-from coordinator.text.calls import CallStyle, Json
+from coordinator.text.calls import ArgumentTypes, CallStyle, Json
 from mtp.sampling.grammar import Vocabulary, grammar_problem
 from proto.errors import RequestError
 from proto.params import MAX_GRAMMAR_BYTES
@@ -68,8 +68,8 @@ def _members(schema: Json, path: str) -> Iterator[tuple[str, Any]]:
 
 FormatKind = Literal["json_schema", "lark"]
 
-WHITESPACE = r"[ \t\n\r]{0,20}"
-"""The whitespace between JSON tokens. Without a limit a model may repeat it until the answer's limit."""
+WHITESPACE = " ?"
+"""The whitespace between JSON tokens. More of it has no meaning, and a model may repeat it until the answer's limit."""
 
 
 @dataclass(frozen=True)
@@ -150,20 +150,30 @@ def call_grammar(
     for number, tool in enumerate(tools):
         rules += body(f"f{number}", tool["function"])
     more = "" if single else f" ({_text(chr(10))} call){{0,{MAX_CALLS - 1}}}"
-    return "\n".join([f"start: call{more}", *rules])
+    return "\n".join([f"start: call{more}", *rules, *(_TEXT_RULES if style == "xml" else ())])
 
 
 def _json_call(rule: str, function: Json) -> list[str]:
+    parameters = dict(function.get("parameters") or ANY_OBJECT)
+    parameters.pop("$schema", None)  # it stands at the root of a schema only
     schema = {
+        **_definitions(parameters),
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or {"type": "object"},
-        },
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-    return [f"{rule}: {rule}_json {_text(chr(10))}", f"{rule}_json: %json {json.dumps(schema)}"]
+    return [f"{rule}: {rule}_json {_text(chr(10))}", f"{rule}_json: {_json_rule(schema)}"]
+
+
+_CLOSING = r"/\n?<\/parameter>\n/"
+"""The end of a parameter, as the parser of calls reads it."""
+
+_TEXT_RULES = (
+    f"text[suffix={_CLOSING}]: TEXT",
+    r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/",
+)
+"""The rules of a string with the end of its parameter. No string contains the end of a parameter, function or call."""
 
 
 def _xml_call(rule: str, function: Json) -> list[str]:
@@ -171,31 +181,39 @@ def _xml_call(rule: str, function: Json) -> list[str]:
     properties = parameters.get("properties") or {}
     required = set(parameters.get("required") or ())
     rules, items = [], []
-    for number, (name, schema) in enumerate(properties.items()):
+    for number, name in enumerate(properties):
         item = f"{rule}_p{number}"
         items.append(item if name in required else f"{item}?")
         opening = _text(f"<parameter={name}>\n")
-        value, extra = _xml_value(f"{item}_v", schema, parameters)
+        value, extra = _xml_value(f"{item}_v", name, function)
         rules += [f"{item}: {opening} {value}", *extra]
     opening = _text(f"<function={function['name']}>\n")
     head = f"{rule}: {' '.join([opening, *items, _text('</function>' + chr(10))])}"
     return [head, *rules]
 
 
-def _xml_value(rule: str, schema: Any, parameters: Json) -> tuple[str, list[str]]:
-    """Return the expression of a value with the end of its parameter, and the rules it uses."""
-    closing = "\n</parameter>\n"
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string" and isinstance(schema.get("enum"), list):
-        choices = " | ".join(_text(str(choice)) for choice in schema["enum"])
-        return f"({choices}) {_text(closing)}", []
-    if kind == "string" or kind is None:
-        return rule, [f"{rule}[suffix={_text(closing)}]: /(?s:.*)/"]
-    definitions = {
-        name: parameters[name] for name in ("$defs", "definitions") if name in parameters
-    }
-    whole = {**schema, **definitions}
-    return f"{rule} {_text(closing)}", [f"{rule}: %json {json.dumps(whole)}"]
+def _xml_value(rule: str, name: str, function: Json) -> tuple[str, list[str]]:
+    """Return the expression of an argument's value with the end of its parameter, and the rules it uses."""
+    parameters = function["parameters"]
+    schema = parameters["properties"][name]
+    kinds = ArgumentTypes([{"function": function}]).kinds(function["name"], name)
+    if isinstance(schema, dict) and kinds == {"string"}:
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices and isinstance(choices, list):
+            return f"({' | '.join(_text(str(choice)) for choice in choices)}) {_CLOSING}", []
+    if not kinds or "string" in kinds:
+        return "text", []
+    return f"{rule} {_CLOSING}", [f"{rule}: {_json_rule({**schema, **_definitions(parameters)})}"]
+
+
+def _definitions(parameters: Json) -> Json:
+    """Return the schemas that references in `parameters` name."""
+    return {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+
+
+def _json_rule(schema: Json) -> str:
+    """Return the expression of a JSON text with a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 def _text(text: str) -> str:

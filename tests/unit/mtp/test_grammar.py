@@ -93,7 +93,12 @@ def test_a_vocabulary_survives_the_wire_and_is_checked() -> None:
     """Packing and unpacking keep a vocabulary; malformed bytes and a missing vocabulary raise ProtocolError."""
     vocabulary = Vocabulary((b"a", b"\xff", b"<end>"), (2,), (2,), (0, 1), "{}")
     assert Vocabulary.unpack(vocabulary.pack()) == vocabulary
-    for broken in (b"", b"junk", vocabulary.pack()[:-3], Vocabulary((b"a",), (), (7,), (), "{}").pack()):
+    for broken in (
+        b"",
+        b"junk",
+        vocabulary.pack()[:-3],
+        Vocabulary((b"a",), (), (7,), (), "{}").pack(),
+    ):
         with pytest.raises(ProtocolError):
             Vocabulary.unpack(broken)
     with pytest.raises(ProtocolError, match="vocabulary"):
@@ -161,3 +166,66 @@ def test_a_vocabulary_that_is_no_tokenizer_is_refused() -> None:
     for layout in ("", "{}", "[1]", '{"added_tokens": [], "model": {"type": "BPE"}}', "[" * 9000):
         with pytest.raises(ProtocolError, match="malformed"):
             tokenizer_of(Vocabulary((b"a", b"b"), (), (0,), (0, 1), layout).pack())
+
+
+HEAD, TAIL = "<tool_call>\n<function=f>\n<parameter=a>\n", "</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("x y\n</parameter>\n", True),
+        ("</parameter>\n", True),
+        ("a </b>\n\n</parameter>\n", True),
+        ("</parameter>\n</function>\n</tool_call></tool_call>\n</parameter>\n", False),
+        ("a</tool_call>b\n</parameter>\n", False),
+        ("a</parameter>b\n</parameter>\n", False),
+    ],
+)
+def test_no_string_of_a_forced_call_holds_its_end(value: str, allowed: bool) -> None:
+    """The grammar ends a value where the parser ends it, also with `$schema` and for a nullable string."""
+    for kind in ({"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}):
+        schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **SCHEMA}
+        schema["properties"] = {"a": kind}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        markers = ("<tool_call>", "</tool_call>")
+        text = call_grammar([tool], "xml", markers, single=True)
+        grammar = compiled(OutputFormat("lark", text, "x")).decode()
+        matcher, tokens = (
+            LLMatcher(tokenizer_of(vocabulary()), grammar),
+            encode(HEAD + value + TAIL),
+        )
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is allowed
+
+
+@pytest.mark.parametrize(
+    ("space", "allowed"), [("", True), (" ", True), ("  ", False), ("\n", False)]
+)
+def test_json_holds_at_most_one_space_between_tokens(space: str, allowed: bool) -> None:
+    """Formats, JSON calls and the arguments of other calls have the same rule."""
+    numbers = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+    }
+    numbers |= {"required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": numbers}}
+    markers = ("<tool_call>", "</tool_call>")
+    texts = {
+        "json": f'<tool_call>\n{{"name": "f", "arguments": {{"a": [1,{space}2]}}}}\n</tool_call>',
+        "xml": f"{HEAD}[1,{space}2]\n</parameter>\n{TAIL}",
+    }
+    cases = [(OutputFormat("json_schema", numbers, "x"), f'{{"a":{space}[1,{space}2]}}')]
+    for style in ("json", "xml"):
+        lark = call_grammar([tool], style, markers, single=True)  # type: ignore[arg-type]
+        cases.append((OutputFormat("lark", lark, "x"), texts[style]))
+    for output, text in cases:
+        matcher = LLMatcher(tokenizer_of(vocabulary()), compiled(output).decode())
+        assert (matcher.try_consume_tokens(encode(text)) == len(encode(text))) is allowed, text
+
+
+def test_a_reference_in_a_json_call_finds_its_schema() -> None:
+    """Definitions of a tool's parameters keep their place in the schema of the call."""
+    schema = {"properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    lark = call_grammar([tool], "json", ("<tool_call>", "</tool_call>"), single=True)
+    assert compiled(OutputFormat("lark", lark, "x"))

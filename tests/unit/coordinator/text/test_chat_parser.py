@@ -194,7 +194,8 @@ def test_values_of_the_xml_form(tokenizer: Tokenizer) -> None:
 def test_calls_of_the_json_form(hermes: Tokenizer, step: int, body: str, expected: Any) -> None:
     """Any order, arguments in a string, and raw line breaks are accepted."""
     text = f"Now:\n\n<tool_call>\n{body}\n</tool_call>\n"
-    parts = parse(hermes, text, step, thinking=False, tools=[WEATHER])
+    tools = [WEATHER, {"type": "function", "function": {"name": "f"}}]
+    parts = parse(hermes, text, step, thinking=False, tools=tools)
     expected = json.loads(body)["arguments"] if expected is None else expected
     assert parts == [Content("Now:"), *call("f", expected)]
 
@@ -221,6 +222,20 @@ def test_broken_calls_of_the_json_form_are_text(hermes: Tokenizer, step: int, bo
     assert "".join(part.text for part in parts if isinstance(part, Content)) == text
 
 
+@STEPS
+@pytest.mark.parametrize(
+    "body", ["<function=reboot>\n</function>", '{"name": "reboot", "arguments": {}}']
+)
+def test_a_call_of_an_undeclared_function_is_text(
+    tokenizer: Tokenizer, hermes: Tokenizer, step: int, body: str
+) -> None:
+    """The client gets no call that it cannot answer."""
+    text = f"So: <tool_call>\n{body}\n</tool_call> Done."
+    found = hermes if body.startswith("{") else tokenizer
+    parts = parse(found, text, step, thinking=False, tools=[WEATHER])
+    assert join_parts(parts) == [Content(text)]
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).map(
     lambda text: text.replace("</parameter>", "")
 )
@@ -240,7 +255,7 @@ def test_any_strings_survive_any_pieces(
         text = f"\n<function=weather>\n{body}</function>\n{END} rest"
     else:
         text = "\n" + json.dumps({"name": "weather", "arguments": arguments}) + f"\n{END} rest"
-    parser = XmlCallParser([WEATHER], END) if style == "xml" else JsonCallParser(END)
+    parser = XmlCallParser([WEATHER], END) if style == "xml" else JsonCallParser([WEATHER], END)
     sent, place, number = "", 0, 0
     while place < len(text) and not parser.done:
         step = cuts[number % len(cuts)]

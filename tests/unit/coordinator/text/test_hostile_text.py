@@ -62,6 +62,6 @@ def test_a_panic_of_the_library_is_a_request_error(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The panic ends the request and not the server."""
-    monkeypatch.setattr(tokenizer, "_backend", Panicking())
+    monkeypatch.setattr(tokenizer, "backend", Panicking())
     with pytest.raises(RequestError, match="valid Unicode"):
         tokenizer.encode("anything")
