@@ -56,7 +56,7 @@ PYTHON: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "instructor": (
         "openai-2",
-        dict.fromkeys(("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"), OBJECT),
+        dict.fromkeys(("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"), OBJECT),
     ),
     "litellm": (
         "openai-2",
@@ -98,12 +98,50 @@ NODE: dict[str, dict[str, Any]] = {
 """The output of the program of each client in node."""
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+CODEX = """
+model = "tiny"
+model_provider = "cluster"
+[model_providers.cluster]
+name = "cluster"
+base_url = "@URL/v1"
+wire_api = "responses"
+"""
+OPENCODE = """{
+  "model": "cluster/tiny",
+  "permission": {"bash": "allow"},
+  "provider": {"cluster": {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": "@URL/v1"},
+    "models": {"tiny": {"limit": {"context": 400000, "output": 1000}}}}}
+}"""
+ASKED = "How warm is it?"
+AGENTS: dict[str, tuple[str, str, list[str]]] = {
+    "codex": (
+        ".codex/config.toml",
+        CODEX,
+        ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", ASKED],
+    ),
+    "claude": (".claude/settings.json", "{}", ["-p", ASKED, "--allowedTools", "Bash"]),
+    "opencode": ("opencode.json", OPENCODE, ["run", ASKED]),
+}
+"""The settings of each agent, with their file, and its arguments for one turn."""
+
+
+def served(context: int) -> Iterator[str]:
     """Serve a generator that uses the tools and formats of each request."""
     generator = FakeGenerator(tiny_tokenizer(), window=3, cached=2, answer=scripted_answer)
-    with serving(ApiClient(generator, context_length=18_000).app) as found:
+    with serving(ApiClient(generator, context_length=context).app) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Serve a context that one of the programs exceeds."""
+    yield from served(18_000)
+
+
+@pytest.fixture(scope="module")
+def wide_url() -> Iterator[str]:
+    """Serve a context with room for the prompts of agents, which have many tokens in the small tokenizer."""
+    yield from served(400_000)
 
 
 def run(command: list[str], url: str, folder: Path) -> Any:
@@ -146,3 +184,35 @@ def test_a_client_in_node(client: str, url: str, tmp_path: Path) -> None:
     # Node looks for packages beside the program.
     script = shutil.copy(HERE / "node" / f"{client}.mjs", INSTALLED / "node")
     assert run([node, str(script)], url, tmp_path) == NODE[client]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_turn_of_an_agent(agent: str, wide_url: str, tmp_path: Path) -> None:
+    """The agent sends its own prompt and tools, runs the command of the model's call, and prints the report."""
+    program = INSTALLED / "node" / "node_modules" / ".bin" / agent
+    if not program.exists():
+        pytest.skip(f"{agent} is not installed: `make clients` installs it")
+    file, settings, arguments = AGENTS[agent]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(settings.replace("@URL", wide_url))
+    names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
+    found = subprocess.run(
+        [str(program), *arguments],
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "ANTHROPIC_BASE_URL": wide_url,
+            "ANTHROPIC_API_KEY": "none",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            **dict.fromkeys(names, "tiny"),
+        },
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        timeout=SECONDS,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert REPORT in found.stdout, (found.stdout + found.stderr)[-3000:]
+    assert (tmp_path / "ran.txt").read_text() == "18\n"

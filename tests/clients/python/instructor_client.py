@@ -1,4 +1,4 @@
-"""instructor: one model of the answer in four modes."""
+"""instructor: one model of the answer in five modes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ class Weather(BaseModel):
 
 client = OpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none", max_retries=0)
 found = {}
-for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"):
+for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"):
     patched = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
     reply = patched.chat.completions.create(
         model="tiny",

@@ -14,10 +14,20 @@ THOUGHT = "hm"
 REPORT = "It is 18 degrees."
 
 
+COMMAND = "echo 18 > ran.txt"
+SHELLS: dict[str, dict[str, Any]] = {
+    "exec_command": {"cmd": COMMAND},
+    "Bash": {"command": COMMAND, "description": "Measure"},
+    "bash": {"command": COMMAND, "description": "Measure"},
+}
+"""The arguments of a command for the shell tools of agents, by the tool's name."""
+
+
 def scripted_answer(request: GenerationRequest) -> str:
     """Return the answer to a request.
 
-    It calls the tool `weather` first, then a tool that takes `degrees`, if there are such tools. Without tools a
+    It calls the tool `weather` or the shell of an agent first, then a tool that takes `degrees`, if there are such
+    tools. Without tools a
     forced format gets OBJECT, and other requests get a text. Reasoning comes first where the template opens it.
     """
     tokenizer = tiny_tokenizer()
@@ -30,6 +40,8 @@ def _answer(prompt: str, forced: bool) -> str:
     has_result = "<|im_start|>tool\n" in prompt
     if "weather" in tools and not has_result:
         return _call("weather", {"city": "Rome"})
+    for name in SHELLS.keys() & tools.keys() if not has_result else ():
+        return _call(name, SHELLS[name])
     for name, properties in tools.items():
         if "degrees" in properties:
             return _call(name, OBJECT)

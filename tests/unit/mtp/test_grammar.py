@@ -216,7 +216,7 @@ def test_json_holds_at_most_one_space_between_tokens(space: str, allowed: bool) 
     }
     cases = [(OutputFormat("json_schema", numbers, "x"), f'{{"a":{space}[1,{space}2]}}')]
     for style in ("json", "xml"):
-        lark = call_grammar([tool], style, markers, single=True)  # type: ignore[arg-type]
+        lark = call_grammar([tool], style, markers, single=True)
         cases.append((OutputFormat("lark", lark, "x"), texts[style]))
     for output, text in cases:
         matcher = LLMatcher(tokenizer_of(vocabulary()), compiled(output).decode())

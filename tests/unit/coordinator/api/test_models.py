@@ -139,3 +139,26 @@ async def test_the_progress_is_readable_while_no_model_serves() -> None:
     assert reply.status_code == 503
     assert "owner/big" in reply.text
     assert reply.headers["retry-after"]
+
+
+async def test_ollamas_sizes_are_those_of_the_weights() -> None:
+    """`size` is the bytes of the weights, and `parameter_size` counts them as `inspect` does."""
+    checkpoint = Checkpoint.open(checkpoint_dir())
+    facts = describe_model("builtin", checkpoint)
+    assert facts.parameters == report_of(checkpoint)["parameters"]
+    api = ApiClient(FakeGenerator(tiny_tokenizer(), "x"), nbytes=facts.nbytes, parameters=8 * 10**9)
+    (listed,) = (await api.get("/api/tags")).json()["models"]
+    assert listed["size"] == facts.nbytes
+    assert listed["details"]["parameter_size"] == "8.0B"
+    shown = (await api.post("/api/show", {"model": "tiny"})).json()
+    assert shown["model_info"]["general.parameter_count"] == 8 * 10**9
+    assert shown["details"] == listed["details"]
+
+
+def test_the_parameters_of_a_packed_checkpoint_are_counted_before_packing(tmp_path: Path) -> None:
+    """Four-bit weights have eight values in an integer, and their scales are no parameters."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    write_checkpoint(plain)
+    convert(plain, packed, bits=4)
+    counts = [count_parameters(Checkpoint.open(path)) for path in (plain, packed)]
+    assert counts[0] == counts[1]
