@@ -25,6 +25,7 @@ from coordinator.status.cluster_status import LoadPhase, LoadReport
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
 from proto.errors import (
     BusyError,
+    CheckpointError,
     ClusterError,
     DeadlineError,
     MemoryLimitError,
@@ -125,18 +126,27 @@ class ModelSwitch:
     def start(self, name: str) -> LoadReport:
         """Begin to change to the model `name`, downloaded if needed, and return the report.
 
-        Raises CheckpointError for an invalid name, and BusyError while another change runs.
+        `name` may also be the absolute path of a directory with a model, which then has the directory's name. Raises
+        CheckpointError for an invalid name, and BusyError while another change runs.
         """
+        directory = name if Path(name).is_absolute() else None
+        if directory is not None:
+            if not (Path(directory) / "config.json").is_file():
+                raise CheckpointError(
+                    f"model {directory!r:.200}: not found, or without config.json. Name a model on the server"
+                )
+            name = Path(directory).name
         if self._task is not None and not self._task.done():
             if self.report.model != name:
                 raise BusyError(f"the server changes to {self.report.model!r:.80}. Try again later")
             return self.report
         if self._host.parts is None:
             raise NotReadyError("the server is starting. Try again later")
-        if name == self._host.parts.model.name and self._serves:
+        same = name == self._host.parts.model.name and self._serves
+        if same and directory in (None, self._arguments.get(name)):
             self._report = LoadReport(name, "ready")
             return self._report
-        argument = self.argument_of(name)
+        argument = directory or self.argument_of(name)
         if argument is None:
             self._catalog.find_path(name)  # raises for a name that is not a repo
             argument = name

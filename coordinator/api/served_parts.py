@@ -256,7 +256,8 @@ class ServedParts:
         scheduler = Scheduler.for_model(
             config, model.mode, model.vocabulary, prefill_chunk=options.prefill_chunk
         )
-        self.loop = GenerationLoop(source, scheduler)
+        waiting_for = manager.describe_gathering if manager else str
+        self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         status = LiveStatus(
             self.loop,
             manager,

@@ -386,7 +386,7 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
     await asyncio.sleep(FIRST_WAIT_REPORT)
     while True:
         if manager.view.phase is Phase.GATHERING:
-            log.info("waiting for workers: %s; status: %s/status", manager.describe_wait(), url)
+            log.info("waiting for workers: %s. Status: %s/status", manager.describe_wait(), url)
         await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 

@@ -172,7 +172,10 @@ PATH = "/v1/models/load"
 
 def load(
     model: Annotated[
-        str, typer.Argument(help="A model that GET /v1/models lists, or a repo of the hub.")
+        str,
+        typer.Argument(
+            help="A model that GET /v1/models lists, a repo of the hub, or a directory."
+        ),
     ],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
@@ -183,6 +186,8 @@ def load(
     the new model cannot be loaded, the present one is loaded again.
     """
     url = server_url(url)
+    if (Path(model) / "config.json").is_file():
+        model = str(Path(model).absolute())
     report = _report(call("POST", url, PATH, api_key, content={"model": model}))
     deadline = time.monotonic() + LOAD_SECONDS
     while report.running and time.monotonic() < deadline:
@@ -198,7 +203,7 @@ def load(
         raise DeadlineError(
             f"no result after {LOAD_SECONDS:g} s. The server goes on with the change"
         )
-    typer.echo(f"{model} serves")
+    typer.echo(f"{report.model} serves")
 
 
 def _report(body: bytes) -> LoadReport:
@@ -270,6 +275,11 @@ def trace(
         output.write_text(json.dumps(events))
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from error
+    if len(table.splitlines()) < 2:  # a header only
+        typer.echo(
+            f"no frame in the last {seconds:g} s: the server was idle. Send it a request first"
+        )
+        return
     typer.echo(table)
     typer.echo(
         f"\n{len(events['traceEvents'])} events in {output}. Open it at https://ui.perfetto.dev"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -83,15 +84,29 @@ def token(
             registry.add_token(new, _seconds(ttl), uses)
             typer.echo(str(new))
         case "list", None:
-            for known, facts in registry.tokens().items():
-                until = shown_time(facts["expires"])
-                typer.echo(f"{known}  {facts['uses']} uses left  valid until {until}")
+            _print_rows(
+                ("token", "uses left", "valid until"),
+                [
+                    (known, str(facts["uses"]), shown_time(facts["expires"]))
+                    for known, facts in registry.tokens().items()
+                ],
+            )
         case "revoke", str(known):
             registry.revoke_token(known)
         case _:
             raise UsageError(
                 "mtp-coord token: write token create, token list, or token revoke with an id"
             )
+
+
+def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print columns under a header, or `none` for an empty list."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo(line.rstrip())
+    if not rows:
+        typer.echo("none")
 
 
 def _seconds(text: str) -> float:
@@ -114,11 +129,18 @@ def node(
     registry = Registry(state)
     match action, name:
         case "list", None:
-            for known in registry.nodes():
-                until = "removed" if known.removed else f"valid until {shown_time(known.expires)}"
-                typer.echo(
-                    f"{known.node_id}  {known.name}  joined {shown_time(known.joined)}  {until}"
-                )
+            _print_rows(
+                ("node", "name", "joined", "valid until"),
+                [
+                    (
+                        known.node_id,
+                        known.name,
+                        shown_time(known.joined),
+                        "removed" if known.removed else shown_time(known.expires),
+                    )
+                    for known in registry.nodes()
+                ],
+            )
         case "remove", str(text):
             for removed in registry.remove_nodes(text):
                 typer.echo(f"removed {removed.name} ({removed.node_id})")
@@ -147,9 +169,13 @@ def key(
             scopes = frozenset(scope or [Scope.INFERENCE])
             typer.echo(ring.create(new, scopes))
         case "list", None:
-            for known in ring.stored_keys():
-                scopes_text = ",".join(sorted(known.scopes))
-                typer.echo(f"{known.name}  {scopes_text}  created {shown_time(known.created)}")
+            _print_rows(
+                ("key", "scopes", "created"),
+                [
+                    (known.name, ",".join(sorted(known.scopes)), shown_time(known.created))
+                    for known in ring.stored_keys()
+                ],
+            )
         case "revoke", str(known_name):
             ring.revoke(known_name)
         case _:

@@ -239,7 +239,7 @@ def describe_wait(view: View, planner: Planner) -> str:
     try:
         planner(usable, view.epoch + 1)
     except ClusterError as error:
-        return f"{ready}; {error}"
+        return f"{ready}, but {str(error).rstrip('.')}"
     return ready
 
 

@@ -134,6 +134,11 @@ class ClusterManager:
         """Return the workers that are ready, and what the first plan lacks, for people."""
         return describe_wait(self.view, self._planner)
 
+    def describe_gathering(self) -> str:
+        """Return what the first plan waits for, while it does; else an empty text."""
+        gathering = self.view.phase is Phase.GATHERING
+        return f"waiting for workers: {self.describe_wait()}" if gathering else ""
+
     def drop_removed_nodes(self, removed: frozenset[str]) -> None:
         """Disconnect the workers whose node id is in `removed`."""
         self.membership.drop_removed_nodes(removed)
@@ -248,8 +253,8 @@ class ClusterManager:
                 self.view.phase.value,
                 extra={
                     "epoch": self.view.epoch,
-                    "problem": self.view.problem,
                     "workers": len(self.view.serving),
+                    **({"problem": self.view.problem} if self.view.problem else {}),
                 },
             )
         if before.serving and not self.view.serving:
@@ -355,7 +360,7 @@ class ClusterManager:
             self._apply_event(PlanFailed(epoch, *describe_failure(error)))
             return
         level = logging.WARNING if self.options.addresses else logging.INFO
-        log.log(level, "serving alone", extra={"epoch": epoch, **self._why_alone()})
+        log.log(level, "serving alone", extra={"epoch": epoch, "reason": self._why_alone()})
         self._install_pipeline(pipeline)
 
     def _install_pipeline(self, pipeline: Pipeline) -> None:
@@ -366,13 +371,13 @@ class ClusterManager:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(pipeline)
 
-    def _why_alone(self) -> dict[str, str]:
-        """Return the log field with the reason why no worker serves, if one is known."""
+    def _why_alone(self) -> str:
+        """Return the reason why no worker serves."""
         members = self.view.members.values()
         reasons = [f"{m.name}: {m.reason}" for m in members if m.reason]
         silent = set(self.options.addresses) - {m.address for m in members}
         reasons += [f"{address} does not answer" for address in sorted(silent)]
-        return {"reason": "; ".join(reasons)} if reasons else {}
+        return "; ".join(reasons) or "no worker was found"
 
     # ---- worker statuses
 

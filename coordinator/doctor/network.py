@@ -33,8 +33,8 @@ def check_discovery(
             "network or macOS's Local Network privacy may block multicast."
         )
         return judged("mDNS", f"no worker in {seconds:g} s", advice, values)
-    lines = " ".join(f"--worker {c.addresses[0]}" for c in announced)
-    return judged("mDNS", lines or "workers are named by --worker", "", values)
+    lines = ", ".join(f"{c.name} at {c.addresses[0]}" for c in announced)
+    return judged("mDNS", lines or "no worker besides those of --worker", "", values)
 
 
 def check_bridge(workers: int, output: CommandOutput = command_output) -> Finding:

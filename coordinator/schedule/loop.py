@@ -59,7 +59,8 @@ RETRY_SECONDS = 1.0
 class GenerationLoop:
     """A server of requests over the pipelines of a source. Call `start` before and `close` after its use.
 
-    All its code runs on the event loop's thread, so the scheduler needs no lock.
+    All its code runs on the event loop's thread, so the scheduler needs no lock. `describe_wait` returns what the
+    source waits for before the first pipeline, or an empty text.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class GenerationLoop:
         source: PipelineSource,
         scheduler: Scheduler,
         clock: Callable[[], float] = time.monotonic,
+        describe_wait: Callable[[], str] = str,
     ) -> None:
         self.source = source
+        self._describe_wait = describe_wait
         self.scheduler = scheduler
         self.clock = clock
         self.pipeline: Pipeline | None = None
@@ -147,7 +150,8 @@ class GenerationLoop:
     def submit(self, request: GenerationRequest, deliver: Deliver) -> Callable[[], None]:
         """Queue `request`. See `coordinator.schedule.request.Generator`."""
         if self._task is None or self._task.done():
-            raise NotReadyError("this server is not serving: it is starting or shutting down")
+            cause = self._describe_wait() or "it is starting or shutting down"
+            raise NotReadyError(f"this server is not serving: {cause}")
         sequence = self.scheduler.submit(request, self.clock())
         self._listeners[sequence.seq_id] = sequence, deliver
         expected = self.scheduler.prompts.expected_seconds(len(request.prompt))

@@ -80,11 +80,8 @@ MAX_FAILURES, MAX_FAILURES_OF_PEER = 1000, 20
 FAILURE_SECONDS = 60.0
 """Bound the refused tokens within these seconds, in all and from one address. Above a bound joins are refused."""
 
-REFUSED = (
-    "the coordinator refused the token. It may be used, expired, revoked or of another cluster. "
-    "Get a new one with mtp-coord token create"
-)
-"""The answer to every refused token. The log of the coordinator has the reason."""
+REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
+"""The answer to a refused token, with the reason."""
 
 LIMITED = "the coordinator has received too many joins. Try again in a minute"
 """The answer above a limit, before the joining machine has sent anything."""
@@ -207,7 +204,7 @@ class JoinServer:
         except ClusterError as error:
             self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})
-            reply = {"refused": REFUSED}
+            reply = {"refused": REFUSED.format(error)}
         await write_message(writer, reply)
 
     def _is_limited(self, peer: str) -> bool:

@@ -121,17 +121,20 @@ class Registry:
             }
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
-        """Check the proof of a token and count one use. Raises AccessError, whose text is for the operator's log."""
+        """Check the proof of a token and count one use. Raises AccessError with the reason.
+
+        Only the holder of its secret learns whether a token has expired or is used.
+        """
         with self._file.changing() as content:
             token = content["tokens"].get(token_id)
             if token is None:
-                raise AccessError("the token is unknown, expired or revoked")
+                raise AccessError("it is revoked, expired long ago, or is of another cluster")
             if not is_proof(token["verifier"], proof, session, request):
-                raise AccessError("the proof of the token is wrong")
+                raise AccessError("its secret is wrong. Copy the whole token")
             if token["expires"] <= time.time():
-                raise AccessError("the token has expired")
+                raise AccessError("it has expired")
             if token["uses"] < 1:
-                raise AccessError("the token has no uses left")
+                raise AccessError("it is used")
             token["uses"] -= 1
 
     def revoke_token(self, token_id: str) -> None:

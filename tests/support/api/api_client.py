@@ -84,6 +84,8 @@ class ApiClient:
     aliases: tuple[str, ...] = ()
     journal: Journal = field(default_factory=Journal)
     fingerprint: str = "f"
+    nbytes: int = 0
+    parameters: int = 0
 
     def __post_init__(self) -> None:
         model = ModelInfo(
@@ -95,6 +97,8 @@ class ApiClient:
             fingerprint=self.fingerprint,
             family="qwen3_5_moe",
             quantization="4-bit",
+            nbytes=self.nbytes,
+            parameters=self.parameters,
         )
         tokenizer = self.generator.tokenizer
         parts = Api(self.generator, tokenizer, model, self.status, self.options, self.replan)

@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, options: Options, path: Path) -> None:
         self.options = options
-        self.name = options.model
+        self.name = Path(options.model).name
         self.why_not_alone = "too large" if int(self.name.partition("-")[2]) > 100 else ""
         self.local = SimpleNamespace(make=print)
         self.checkpoint = self.mode = None
@@ -223,3 +223,16 @@ async def test_a_server_that_ends_cancels_the_change(host: Host) -> None:
         await switch.close()
     changing.cancel()
     assert host.events == ["pause"]
+
+
+async def test_a_directory_is_served_under_its_name(host: Host, tmp_path: Path) -> None:
+    """`load` accepts what `serve --model` accepts, and no client sees the path."""
+    switch, directory = switch_of(host), tmp_path / "own-30"
+    with pytest.raises(CheckpointError, match="not found, or without config"):
+        switch.start(str(directory))
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    assert await change(switch, str(directory)) == LoadReport("own-30", "ready")
+    assert host.parts.model.options.model == str(directory)
+    assert switch.start(str(directory)) == LoadReport("own-30", "ready")
+    assert switch.argument_of("own-30") == str(directory)

@@ -10,12 +10,16 @@ import pytest
 
 from coordinator.api.app import create_app, starting_app
 from coordinator.api.context import Api, ApiOptions
-from coordinator.api.model_catalog import ModelFacts
+from coordinator.api.model_catalog import ModelFacts, describe_model
 from coordinator.status.cluster_status import LoadReport
 from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.key_ring import KeyRing, Scope
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.format.report import report
 from proto.errors import BusyError
-from tests.support.api.api_client import USER, ApiClient
+from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
+from tests.support.api.fake_generator import FakeGenerator
 
 
 @dataclass
@@ -145,7 +149,7 @@ async def test_ollamas_sizes_are_those_of_the_weights() -> None:
     """`size` is the bytes of the weights, and `parameter_size` counts them as `inspect` does."""
     checkpoint = Checkpoint.open(checkpoint_dir())
     facts = describe_model("builtin", checkpoint)
-    assert facts.parameters == report_of(checkpoint)["parameters"]
+    assert facts.parameters == report(checkpoint)["parameters"]
     api = ApiClient(FakeGenerator(tiny_tokenizer(), "x"), nbytes=facts.nbytes, parameters=8 * 10**9)
     (listed,) = (await api.get("/api/tags")).json()["models"]
     assert listed["size"] == facts.nbytes
@@ -153,12 +157,3 @@ async def test_ollamas_sizes_are_those_of_the_weights() -> None:
     shown = (await api.post("/api/show", {"model": "tiny"})).json()
     assert shown["model_info"]["general.parameter_count"] == 8 * 10**9
     assert shown["details"] == listed["details"]
-
-
-def test_the_parameters_of_a_packed_checkpoint_are_counted_before_packing(tmp_path: Path) -> None:
-    """Four-bit weights have eight values in an integer, and their scales are no parameters."""
-    plain, packed = tmp_path / "plain", tmp_path / "packed"
-    write_checkpoint(plain)
-    convert(plain, packed, bits=4)
-    counts = [count_parameters(Checkpoint.open(path)) for path in (plain, packed)]
-    assert counts[0] == counts[1]

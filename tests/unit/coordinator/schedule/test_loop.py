@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +23,7 @@ from coordinator.schedule.request import (
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.status.cluster_status import ClusterStatus
 from mtp.depth.controller import Controller, MtpMode
-from proto.errors import ClusterError, StaleEpochError, WorkerLostError
+from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame
 from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
 from tests.support.stages.fake_last_stage import plain
@@ -223,3 +224,15 @@ def test_a_status_shows_the_requests_and_the_plan() -> None:
     prompts = [prompt for one in during for prompt in one.prefilling]
     assert {(one.request_id, one.total) for one in prompts} == {("r", len(PROMPT))}
     assert during[0].kv_tokens == len(PROMPT) + 10 and after.kv_tokens == 0
+
+
+def test_a_request_before_the_first_plan_hears_what_the_server_waits_for() -> None:
+    """The error has the words of the log. Without a cause it says that the server starts or ends."""
+    for cause, words in (
+        ("waiting for workers: 1 of 2", "waiting for workers: 1 of 2"),
+        ("", "start"),
+    ):
+        scheduler = Scheduler(Limits(context=64), Controller(MtpMode(0)))
+        loop = GenerationLoop(Failing([]), scheduler, describe_wait=partial(str, cause))
+        with pytest.raises(NotReadyError, match=words):
+            loop.submit(GenerationRequest((1,), 1), print)

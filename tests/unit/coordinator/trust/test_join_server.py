@@ -87,7 +87,8 @@ async def test_refused_tokens_limit_their_sender_only(tmp_path: Path) -> None:
         refusals = [
             await send_wrong_token(token, "127.0.0.2") for _ in range(MAX_FAILURES_OF_PEER + 2)
         ]
-        assert refusals == [REFUSED] * MAX_FAILURES_OF_PEER + [LIMITED] * 2
+        malformed = REFUSED.format("the certificate request is malformed")
+        assert refusals == [malformed] * MAX_FAILURES_OF_PEER + [LIMITED] * 2
         assert (await join(token, "mac-2", tmp_path / "b")).identity.role is Role.WORKER
 
 
@@ -199,3 +200,31 @@ async def test_handshakes_of_strangers_are_bounded(tmp_path: Path) -> None:
             writer.close()
         await asyncio.sleep(0.2)
         assert (await join(token, "mac-2", tmp_path / "b")).identity.cluster == token.cluster
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("used", "it is used"),
+        ("expired", "it has expired"),
+        ("wrong", "its secret is wrong"),
+        ("revoked", "it is revoked, expired long ago, or is of another cluster"),
+    ],
+)
+async def test_each_cause_of_a_refused_token_has_its_text(
+    tmp_path: Path, cause: str, words: str
+) -> None:
+    """A machine hears why its token does not admit it, and what to do."""
+    authority, registry = make_authority(tmp_path / "a"), Registry(tmp_path / "a")
+    async with JoinServer(authority, registry).listening("127.0.0.1", 0) as port:
+        token = new_token(authority.cluster, authority.fingerprint, f"127.0.0.1:{port}")
+        other = new_token(authority.cluster, authority.fingerprint, token.address)
+        registry.add_token(token, -1.0 if cause == "expired" else 60.0, 1)
+        if cause == "used":
+            await join(token, "mac-1", tmp_path / "b")
+        elif cause == "wrong":
+            token = replace(token, secret=other.secret)
+        elif cause == "revoked":
+            registry.revoke_token(token.token_id)
+        with pytest.raises(AccessError, match=f"refused the token: {words}.* Get a new one"):
+            await join(token, "mac-2", tmp_path / "c")

@@ -36,7 +36,7 @@ def test_a_token_joins_as_often_as_it_says(registry: Registry) -> None:
     token = add_token(registry, uses=2)
     use_token(registry, token)
     use_token(registry, token)
-    with pytest.raises(AccessError, match="no uses"):
+    with pytest.raises(AccessError, match="is used"):
         use_token(registry, token)
 
 
@@ -48,17 +48,17 @@ def test_tokens_that_are_refused(registry: Registry) -> None:
     registry.revoke_token(revoked.token_id)
     with pytest.raises(AccessError, match="revoked"):
         use_token(registry, revoked)
-    with pytest.raises(AccessError, match="unknown"):
+    with pytest.raises(AccessError, match="revoked"):
         use_token(registry, new_token(CLUSTER, bytes(32), "10.0.0.1:1"))
     token = add_token(registry)
     replayed = token.proof(b"another session", "request")
-    with pytest.raises(AccessError, match="proof"):
+    with pytest.raises(AccessError, match="secret is wrong"):
         registry.use_token(token.token_id, replayed, b"session", "request")
     other_request = token.proof(b"session", "another request")
-    with pytest.raises(AccessError, match="proof"):
+    with pytest.raises(AccessError, match="secret is wrong"):
         registry.use_token(token.token_id, other_request, b"session", "request")
     forged = JoinToken(CLUSTER, bytes(32), token.token_id, bytes(16), token.address)
-    with pytest.raises(AccessError, match="proof"):
+    with pytest.raises(AccessError, match="secret is wrong"):
         use_token(registry, forged)
     use_token(registry, token)
 
