@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from proto.errors import ProtocolError
+
 log = logging.getLogger(__name__)
 
 REFERENCE = "reference"
@@ -82,6 +84,13 @@ class LayerCache(ABC):
 
         Raises ProtocolError for arrays of another number, shape or type.
         """
+
+
+def checked_state(found: Sequence[mx.array], held: Sequence[mx.array]) -> Sequence[mx.array]:
+    """Return `found` if it has the shapes and types of `held`. Raises ProtocolError otherwise."""
+    if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in held]:
+        raise ProtocolError("the backup of a GDN layer has another shape or type")
+    return found
 
 
 class Exact(Protocol):

@@ -19,19 +19,19 @@ from mtp.checkpoint.format.parts import part_module
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.dense_rows import DenseRows
-from mtp.layers.cuda.gated_delta import GatedDeltaShape
-from mtp.layers.cuda.gdn import (
-    PackedGDNLayer,
-    SnapshotGDNCache,
-    Window,
-    record_windows,
-    run_windows,
-)
+from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat
 from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.windows import (
+    GatedDeltaShape,
+    SnapshotGDNCache,
+    Window,
+    record_windows,
+    run_windows,
+)
 from proto.frame import Admit, Segment
 from proto.span import Span
 from tests.parity.test_gpu import GPU
@@ -191,7 +191,7 @@ class Recurrence:
     ) -> mx.array:
         """Run rows `start … start + count` from where `cache` stands. Return their outputs."""
         window = Window(cache.point, start, count, stays_open)
-        out, saved = run_windows(self.shape, cache.constants, self.rows, [window])
+        out, saved = run_windows(cache.recurrence, self.rows, [window])
         record_windows([cache], [window], self.rows, saved)
         return out[start : start + count]
 

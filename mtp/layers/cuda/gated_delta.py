@@ -11,24 +11,10 @@ with different arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
 from mtp.layers.cuda.kernel import CudaKernel
-
-HEAD_DIM = 128
-"""Dimension of keys and values; the kernel supports only this one."""
-
-TAPS = 4
-"""Inputs of the convolution."""
-
-SPAN_FIELDS = 6
-"""Integers for each sequence, in this order.
-
-They are the slot of its state; start and number of its past rows; start and number of the rows that run now; and the
-number of tokens after which its state is saved.
-"""
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
 
 _window = CudaKernel(
     "gated_delta_window",
@@ -209,24 +195,6 @@ _window = CudaKernel(
 )
 
 
-@dataclass(frozen=True)
-class GatedDeltaShape:
-    """Heads of a layer."""
-
-    key_heads: int
-    value_heads: int
-
-    @property
-    def channels(self) -> int:
-        """Inputs of the convolution: q, k and v."""
-        return (2 * self.key_heads + self.value_heads) * HEAD_DIM
-
-    @property
-    def row(self) -> int:
-        """Width of a row: q, k and v, then z, b and a."""
-        return self.channels + self.value_heads * (HEAD_DIM + 2)
-
-
 def gated_delta_window(
     shape: GatedDeltaShape,
     rows: mx.array,
@@ -236,12 +204,7 @@ def gated_delta_window(
     spans: mx.array,
     constants: tuple[mx.array, ...],
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Run `spans` int32 `[n, SPAN_FIELDS]`. Return outputs `[rows, value_heads * 128]`, and the saved conv and state.
-
-    `rows` and `past` are `[any, shape.row]`; `conv [slots, 3, channels]` and `state [slots, value_heads, 128, 128]`
-    are what the spans' slots index. `constants` are the layer's convolution weights, A_log, dt_bias, norm weight and
-    eps. Rows that no span names are not written.
-    """
+    """See `WindowKernel`."""
     count, heads = spans.shape[0], shape.value_heads
     out, conv_out, state_out = _window(
         [rows, past, conv, state, spans, *constants],

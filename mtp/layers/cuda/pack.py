@@ -13,7 +13,7 @@ from mtp.layers.cuda.attention import (
     constants_of,
     shape_of,
 )
-from mtp.layers.cuda.gated_delta import HEAD_DIM, TAPS, GatedDeltaShape, gated_delta_window
+from mtp.layers.cuda.gated_delta import gated_delta_window
 from mtp.layers.cuda.gdn import PackedGDNLayer, can_pack_gdn
 from mtp.layers.cuda.kernel import HALF_TYPES
 from mtp.layers.cuda.packed_linear import (
@@ -28,6 +28,7 @@ from mtp.layers.cuda.packed_linear import (
 from mtp.layers.cuda.row_attention import SLOTS, attend_rows, prepare_rows
 from mtp.layers.layer import KVFormat, Layer, report_fallback
 from mtp.layers.reference import ReferenceLayer
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
 
 
 class Packer:

@@ -19,8 +19,17 @@ from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.device import this_device
-from mtp.layers.layer import MLP, REFERENCE, Exact, Hole, KVFormat, Layer, LayerCache, PlainMLP
-from proto.errors import ProtocolError
+from mtp.layers.layer import (
+    MLP,
+    REFERENCE,
+    Exact,
+    Hole,
+    KVFormat,
+    Layer,
+    LayerCache,
+    PlainMLP,
+    checked_state,
+)
 
 
 @dataclass(frozen=True)
@@ -99,13 +108,6 @@ class GDNCache(LayerCache):
         """See `LayerCache.filled`."""
         conv, state = checked_state(states[-1], self.arrays())
         return replace(self, conv=conv, state=state, tapes=[])
-
-
-def checked_state(found: Sequence[mx.array], held: Sequence[mx.array]) -> Sequence[mx.array]:
-    """Return `found` if it has the shapes and types of `held`. Raises ProtocolError otherwise."""
-    if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in held]:
-        raise ProtocolError("the backup of a GDN layer has another shape or type")
-    return found
 
 
 class GDNLayer(Layer):

@@ -11,10 +11,10 @@ import mlx.nn as nn
 import pytest
 
 from mtp.device import DEVICES
-from mtp.layers.cuda.gated_delta import HEAD_DIM as GDN_DIM
-from mtp.layers.cuda.gated_delta import TAPS, GatedDeltaShape
 from mtp.layers.cuda.packed_linear import GROUP, TILE
 from mtp.layers.cuda.row_attention import HEAD_DIM, AttentionShape
+from mtp.layers.windows import HEAD_DIM as GDN_DIM
+from mtp.layers.windows import TAPS, GatedDeltaShape
 
 
 def unpack(
