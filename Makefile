@@ -31,6 +31,7 @@ PYTEST := $(BIN)/python -m pytest --hypothesis-profile ci
 PARALLEL := $(PYTEST) --numprocesses $(JOBS) --dist loadfile
 
 PART_TESTS := tests/repository tests/unit tests/parity tests/fuzz
+METAL_TESTS := $(patsubst %,tests/parity/test_%.py,rollback run_ahead head engine exact_mode)
 PROGRAM_TESTS := tests/cluster tests/clients tests/chaos tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
@@ -39,7 +40,7 @@ GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.p
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
 
-.PHONY: help demo test test-all test-slow nightly clients check fmt bench proto check-proto constraints clean
+.PHONY: help demo test test-all test-metal test-slow nightly clients check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,6 +56,9 @@ test: $(VENV)/.dev ## the tests of every contract, in six minutes on two cores
 test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
 	$(PARALLEL) -m thorough $(PART_TESTS)
 	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
+
+test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++
+	$(PARALLEL) -p tests.support.metal.plugin -m 'not slow' $(METAL_TESTS)
 
 test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
 	$(PYTEST) -m slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,11 @@ def _fresh_head(path: Path, tokens: list[int]) -> list[mx.array]:
     return chain.head_state(0)
 
 
-def _guess(script: Script, stock: Stock, chance: random.Random) -> list[int]:
-    """Return the last known token and up to four drafts, of which a prefix is correct."""
+def _guess(script: Script, known: Sequence[int], chance: random.Random) -> list[int]:
+    """Return the next token of the `known` text and up to four drafts, of which a prefix is correct."""
     width = chance.randint(1, 5)
     right = chance.randint(1, width)
-    text = stock.tokens[script.scheduled : script.scheduled + width]
+    text = known[script.scheduled : script.scheduled + width]
     return [t if i < right else (t + 1) % VOCAB for i, t in enumerate(text)]
 
 
@@ -125,13 +126,13 @@ def test_the_cache_never_drifts_from_the_text(
     chance = random.Random(3)
     stock = Stock(path, random_tokens(PROMPT), 60)
     chain = Chain(path, (2,))
-    script = Script(0, list(stock.prompt))
+    script, known = Script(0, list(stock.prompt)), stock.tokens
     script.run(chain, script.chunk(PROMPT, drafts=2))
     head = chain.verifier.states[0].head
     assert head is not None
     for turn in range(16):
         outcome = script.run(
-            chain, script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
+            chain, script.window(_guess(script, known, chance), drafts=chance.randint(0, 4))
         )
         assert outcome.accepted_length and head.length == script.scheduled == len(script.known) - 1
         if turn % 4 == 3:
@@ -146,18 +147,21 @@ def test_drafts_on_the_device_are_those_of_the_host(
 
     Windows of 1 to 5 tokens and 0 to 4 drafts run, greedy and sampled, with every number of rejected rows.
     """
-    path = checkpoints(layers=4)
-    stock = Stock(path, random_tokens(PROMPT), 60)
+    path, prompt = checkpoints(layers=4), random_tokens(PROMPT)
     for params in (SamplingParams(), SamplingParams(temperature=0.9, seed=3, logit_bias={})):
-        found = []
+        plain, one_by_one = Script(0, prompt, params), Chain(path)
+        plain.run(one_by_one, plain.chunk(PROMPT))
+        for _ in range(60):
+            plain.run(one_by_one, plain.next_window())
+        found, known = [], plain.known
         for early in (True, False):
             if not early:
                 monkeypatch.setattr("worker.model.verifier._drafts_on_device", lambda _: False)
             chance, chain = random.Random(5), Chain(path, (2,))
-            script = Script(0, list(stock.prompt), params)
+            script = Script(0, prompt, params)
             outcomes = [script.run(chain, script.chunk(PROMPT, drafts=3))]
             for _ in range(12):
-                window = script.window(_guess(script, stock, chance), drafts=chance.randint(0, 4))
+                window = script.window(_guess(script, known, chance), drafts=chance.randint(0, 4))
                 outcomes.append(script.run(chain, window))
             found.append((outcomes, chain.head_state(0)))
             monkeypatch.undo()

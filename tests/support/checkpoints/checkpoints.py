@@ -30,7 +30,9 @@ Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
 _LM = "model.language_model."
 _HEAD_DIM = 32
 _HEADS, _KV_HEADS = 4, 2
-_GDN_VALUE_HEADS, _GDN_KEY_HEADS, _GDN_DIM = 4, 2, 32
+_GDN_VALUE_HEADS, _GDN_KEY_HEADS = 4, 2
+GDN_DIM = 32
+"""Dimension of the heads of GDN layers, small for speed. Kernels for GPUs require 128."""
 _KERNEL = 4
 _EXPERTS, _TOP_K = 4, 2
 _GROUP = 64
@@ -126,8 +128,8 @@ def config_of(
         ],
         "linear_num_value_heads": _GDN_VALUE_HEADS,
         "linear_num_key_heads": _GDN_KEY_HEADS,
-        "linear_key_head_dim": _GDN_DIM,
-        "linear_value_head_dim": _GDN_DIM,
+        "linear_key_head_dim": GDN_DIM,
+        "linear_value_head_dim": GDN_DIM,
         "linear_conv_kernel_dim": _KERNEL,
         "mamba_ssm_dtype": "float32",
         "mtp_num_hidden_layers": 1,
@@ -219,7 +221,7 @@ def _attention(prefix: str, hidden: int) -> Weights:
 
 
 def _gdn(prefix: str, hidden: int) -> Weights:
-    keys, values = _GDN_KEY_HEADS * _GDN_DIM, _GDN_VALUE_HEADS * _GDN_DIM
+    keys, values = _GDN_KEY_HEADS * GDN_DIM, _GDN_VALUE_HEADS * GDN_DIM
     channels = 2 * keys + values
     # Time steps from 1e-3 to 1e-1 through the inverse of softplus, as in the initialization of these models.
     step = mx.exp(mx.random.uniform(math.log(1e-3), math.log(1e-1), (_GDN_VALUE_HEADS,)))
@@ -231,7 +233,7 @@ def _gdn(prefix: str, hidden: int) -> Weights:
         f"{prefix}conv1d.weight": _linear(1, _KERNEL, channels),
         f"{prefix}A_log": mx.log(mx.random.uniform(1.0, 16.0, (_GDN_VALUE_HEADS,))),
         f"{prefix}dt_bias": step + mx.log(-mx.expm1(-step)),
-        f"{prefix}norm.weight": mx.random.uniform(0.5, 1.5, (_GDN_DIM,)),
+        f"{prefix}norm.weight": mx.random.uniform(0.5, 1.5, (GDN_DIM,)),
         f"{prefix}out_proj.weight": _linear(hidden, values),
     }
 

@@ -1,0 +1,141 @@
+"""The Metal path on a CPU: the runner of Metal kernels, the check of their address spaces, and what a Mac chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops, gated_delta_update
+
+from tests.conftest import Checkpoints
+from tests.support.checkpoints import checkpoints as written
+from tests.support.metal.address_spaces import AddressSpaceError
+from tests.support.metal.metal_path import metal_path
+from tests.support.metal.runner import MetalError, metal_kernel, reason_not_to_run, runs
+from tests.support.stages.chain import Chain, Script
+
+pytestmark = pytest.mark.skipif(
+    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
+)
+
+REVERSE = """
+  threadgroup float shared[64];
+  const uint i = thread_index_in_threadgroup;
+  shared[i] = x[i];
+  BARRIER
+  y[i] = shared[63 - i];
+"""
+"""A kernel that needs a barrier."""
+
+
+@pytest.fixture(autouse=True)
+def a_mac() -> Iterator[None]:
+    """Run what a Mac would."""
+    with metal_path():
+        yield
+
+
+def run(source: str, x: mx.array, **options: Any) -> mx.array:
+    """Run a kernel with one input and one output of the same shape, one thread for each element."""
+    kernel = metal_kernel("tried", ["x"], ["y"], source, **options)
+    size = (x.size, 1, 1)
+    arguments = {"grid": size, "threadgroup": size, "output_shapes": [x.shape]}
+    return kernel(inputs=[x], output_dtypes=[x.dtype], **arguments)[0]
+
+
+def test_a_missing_barrier_changes_the_result() -> None:
+    """Threads run in a random order, so a kernel that needs a barrier fails without it in every launch."""
+    x = mx.arange(64, dtype=mx.float32)
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    for _ in range(10):
+        assert mx.array_equal(run(REVERSE.replace("BARRIER", barrier), x), x[::-1])
+        assert not mx.array_equal(run(REVERSE.replace("BARRIER", ""), x), x[::-1])
+
+
+WRONG = {
+    "a barrier that half of the threads reach": (
+        "if (thread_index_in_threadgroup < 32) threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "never come",
+    ),
+    "a shuffle beside a sum": (
+        "if (thread_index_in_simdgroup < 16) y[0] = simd_sum(x[0]); else y[0] = simd_shuffle_xor(x[0], 1);",
+        "different things",
+    ),
+    "a write behind the end": ("y[x_shape[0]] = x[0];", "outside an output"),
+    "a name that Metal lacks": ("y[0] = warp_sum(x[0]);", "warp_sum"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_kernel_that_fails_on_a_mac_fails_here(kind: str) -> None:
+    """Barriers that only some threads reach, writes outside outputs and unknown names are errors."""
+    source, message = WRONG[kind]
+    with pytest.raises((MetalError, AddressSpaceError), match=message):
+        run(source, mx.zeros((64,)))
+
+
+def test_an_output_that_is_not_written_is_nan() -> None:
+    """A kernel cannot rely on zeros in its outputs or in the memory of its threadgroup."""
+    shared = "threadgroup float held[64]; if (thread_index_in_threadgroup) y[0] = held[0];"
+    assert mx.isnan(run(shared, mx.zeros((64,)))).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32, mx.int32])
+def test_every_type_is_passed_and_rounded_as_in_mlx(dtype: mx.Dtype) -> None:
+    """Numbers reach a kernel unchanged, and results are rounded as MLX rounds them."""
+    x = (mx.random.normal((64,), key=mx.random.key(1)) * 100).astype(dtype)
+    source = "const uint i = thread_position_in_grid.x; y[i] = static_cast<T>(float(x[i]) / 3.0f);"
+    kernel = metal_kernel("third", ["x"], ["y"], source)
+    arguments = {"grid": (64, 1, 1), "threadgroup": (32, 1, 1), "template": [("T", dtype)]}
+    found = kernel(inputs=[x], output_shapes=[(64,)], output_dtypes=[dtype], **arguments)[0]
+    assert mx.array_equal(found, (x.astype(mx.float32) / 3).astype(dtype))
+
+
+@pytest.mark.parametrize(("space", "size"), [("device", 64), ("constant", 4)])
+def test_a_pointer_needs_the_space_of_its_target(space: str, size: int) -> None:
+    """MLX passes arrays of fewer than 8 elements as `constant`, and a pointer to `device` memory is refused then."""
+    source = "const {} float* from = x; y[thread_position_in_grid.x] = from[0];"
+    x = mx.ones((size,))
+    assert mx.array_equal(run(source.format(space), x), x)
+    other = {"device": "constant", "constant": "device"}[space]
+    with pytest.raises(AddressSpaceError, match=r"const .* float\* from = x"):
+        run(source.format(other), x)
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (1, 3)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_mlx_lms_kernel_equals_its_reference(dtype: mx.Dtype, heads: tuple[int, int]) -> None:
+    """mlx-lm's packed kernel of the recurrence computes what its operations compute, and steps equal a window."""
+    mx.random.seed(3)
+    key_heads, value_heads = heads
+    shape = (2, 5, key_heads, 128)
+    q, k = (0.1 * mx.random.normal(shape).astype(dtype) for _ in range(2))
+    v = mx.random.normal((2, 5, value_heads, 128)).astype(dtype)
+    a, b = (mx.random.normal((2, 5, value_heads)).astype(dtype) for _ in range(2))
+    a_log, dt_bias = (mx.zeros((value_heads,)) for _ in range(2))
+    before = 0.1 * mx.random.normal((2, value_heads, 128, 128))
+    count = runs["gated_delta_step_packed_btree"]
+    y, state = gated_delta_update(q, k, v, a, b, a_log, dt_bias, before)
+    assert runs["gated_delta_step_packed_btree"] == count + 1
+    decay = mx.exp(-mx.log1p(mx.exp(a.astype(mx.float32))))
+    expected = gated_delta_ops(q, k, v, decay, mx.sigmoid(b), before)
+    assert mx.allclose(state, expected[1], atol=1e-2)
+    assert mx.allclose(y, expected[0], atol=1e-2)
+    steps, held = [], before
+    for t in range(5):
+        qt, kt, vt, at, bt = (part[:, t : t + 1] for part in (q, k, v, a, b))
+        step, held = gated_delta_update(qt, kt, vt, at, bt, a_log, dt_bias, held)
+        steps.append(step)
+    assert mx.array_equal(mx.concatenate(steps, axis=1), y) and mx.array_equal(held, state)
+
+
+def test_a_stage_runs_the_kernel(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three GDN layers launches the kernel once for a prompt, as on a Mac."""
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    chain = Chain(checkpoints(layers=4, seed=7))
+    script = Script(0, [1, 2, 3])
+    count = sum(runs.values())
+    script.run(chain, script.chunk(3))
+    assert sum(runs.values()) == count + 3

@@ -1,0 +1,45 @@
+"""The Metal path of this project and of mlx-lm, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import gated_delta
+
+from mtp.device import DEVICES
+from tests.support.metal.runner import metal_kernel
+
+KERNELS = {
+    "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),
+    "_gated_delta_kernel_packed": gated_delta._make_gated_delta_packed_kernel,
+}
+"""mlx-lm's kernels, which it makes when it is imported on a Mac."""
+
+
+@contextmanager
+def metal_path() -> Iterator[None]:
+    """Choose and run what a Mac would inside the block.
+
+    Compiled functions run uncompiled, because the runner reads the arrays of a kernel.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEVICES, "cpu", replace(DEVICES["metal"], wires_memory=False))
+        patch.setattr(mx.fast, "metal_kernel", metal_kernel)
+        # What mlx-lm asks MLX for in this module, answered as on a Mac.
+        on_mac = {
+            "metal": SimpleNamespace(is_available=lambda: True),
+            "default_device": lambda: mx.gpu,
+        }
+        patch.setattr(gated_delta, "mx", SimpleNamespace(**vars(mx) | on_mac))
+        for name, make in KERNELS.items():
+            patch.setattr(gated_delta, name, make())
+        mx.disable_compile()
+        try:
+            yield
+        finally:
+            mx.enable_compile()
