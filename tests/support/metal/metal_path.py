@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
-from tests.support.metal.runner import metal_kernel
+from tests.support.metal import runner
 
 KERNELS = {
     "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),
@@ -22,11 +23,8 @@ KERNELS = {
 
 
 @contextmanager
-def metal_path() -> Iterator[None]:
-    """Choose and run what a Mac would inside the block.
-
-    Compiled functions run uncompiled, because the runner reads the arrays of a kernel.
-    """
+def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
+    """Choose what a Mac would inside the block, with `metal_kernel` for `mx.fast.metal_kernel`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DEVICES, "cpu", replace(DEVICES["metal"], wires_memory=False))
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
@@ -38,6 +36,16 @@ def metal_path() -> Iterator[None]:
         patch.setattr(gated_delta, "mx", SimpleNamespace(**vars(mx) | on_mac))
         for name, make in KERNELS.items():
             patch.setattr(gated_delta, name, make())
+        yield patch
+
+
+@contextmanager
+def metal_path() -> Iterator[None]:
+    """Choose and run what a Mac would inside the block.
+
+    Compiled functions run uncompiled, because the runner reads the arrays of a kernel.
+    """
+    with metal_choices(runner.metal_kernel):
         mx.disable_compile()
         try:
             yield

@@ -1,0 +1,225 @@
+"""The kernels that a Mac launches for a step, counted in the lazy graph on a CPU.
+
+MLX's fused operations and kernels from source are one marker each in the graph. Functions that MLX compiles count as
+one kernel for each fused part. An operation that only names other elements of an array counts as none.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.layer import KVFormat
+from proto.frame import Admit, Segment
+from proto.span import Span
+from tests.support.checkpoints import checkpoints
+from tests.support.metal.metal_path import metal_choices
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
+
+VIEWS = set(
+    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
+)
+"""MLX's operations that launch nothing where their input lies row by row in memory."""
+
+SHORT, LONG = 4, 8
+"""Layers of two models. Their difference is the layers alone: three GDN layers and one of attention."""
+
+CAPACITY = 2**20
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a graph by the name of their operation, and all launches. Joining n arrays launches n."""
+
+    names: Counter[str]
+    launches: int
+
+    @property
+    def total(self) -> int:
+        """The number of kernels."""
+        return self.names.total()
+
+
+def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
+    """Return the kernels that compute lazy `arrays`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(path), *arrays)
+        text = path.read_text()
+    names: Counter[str] = Counter()
+    launches = 0
+    for node, name in re.findall(r'\{ (\d+) \[label ="([^"]*)", shape=rectangle\]', text):
+        if name not in VIEWS:
+            names[name] += 1
+            launches += text.count(f"-> {node}\n") if name == "Concatenate" else 1
+    return Kernels(names, launches)
+
+
+@contextmanager
+def counted_kernels() -> Iterator[None]:
+    """Choose what a Mac would inside the block, with one marker for each kernel. Results have no meaning."""
+    fast = {
+        "rms_norm": lambda x, *rest, **_: _marked([x, *rest], (x.shape, x.dtype))[0],
+        "rope": lambda x, *_, offset, **rest: _marked([x, offset], (x.shape, x.dtype))[0],
+        "scaled_dot_product_attention": lambda q, k, v, *, mask=None, **_: _marked(
+            [q, k, v, mask], (q.shape, q.dtype)
+        )[0],
+    }
+    with metal_choices(_marker_kernel) as patched:
+        for name, marker in fast.items():
+            patched.setattr(mx.fast, name, marker)
+        yield
+
+
+def _marker_kernel(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:
+    def call(
+        *, inputs: Any, output_shapes: Any, output_dtypes: Any, **options: Any
+    ) -> list[mx.array]:
+        return _marked(inputs, *zip(map(tuple, output_shapes), output_dtypes, strict=True))
+
+    return call
+
+
+def _marked(inputs: Sequence[Any], *outputs: tuple[tuple[int, ...], mx.Dtype]) -> list[mx.array]:
+    """Return outputs of one operation that depends on all `inputs` that are arrays."""
+    arrays = [x for x in inputs if isinstance(x, mx.array)]
+    found: list[mx.array] = mx.depends([_ready(*output) for output in outputs], arrays)
+    return found
+
+
+@cache
+def _ready(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return zeros that are no operation of the graph."""
+    zeros = mx.zeros(shape, dtype)
+    mx.eval(zeros)
+    return zeros
+
+
+class StockSteps:
+    """Steps of mlx-lm's own model."""
+
+    def __init__(self, path: Path, count: int, width: int) -> None:
+        loaded: Any = load_model(path)[0]
+        self.model, self.cache = loaded.language_model.model, make_prompt_cache(loaded)
+        self.tokens = mx.ones((count, width), mx.uint32)
+
+    def build(self) -> list[mx.array]:
+        """Return the lazy arrays of the next step: hidden vectors and states."""
+        x = self.model(self.tokens, cache=self.cache)
+        arrays = (array for held in self.cache for array in held.state)
+        return [x, *(array for array in arrays if isinstance(array, mx.array))]
+
+
+class OwnSteps:
+    """Steps of a stage, whose windows are accepted whole."""
+
+    def __init__(self, path: Path, count: int, width: int) -> None:
+        checkpoint = Checkpoint.open(path)
+        span = Span(0, checkpoint.config.num_layers)
+        modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
+        self.stage = Stage(modules, KVFormat())
+        self.sequences = [self.stage.new_sequence(Admit(i, CAPACITY, 1)) for i in range(count)]
+        self.width, self.number = width, 0
+
+    def build(self) -> list[mx.array]:
+        """Return the lazy arrays of the next step: hidden vectors and states."""
+        if self.number:
+            for sequence in self.sequences:
+                sequence.commit(self.number - 1, self.width, in_header=True)
+        tokens = (1,) * self.width
+        runs = [
+            (sequence, Segment(i, self.number, self.number * self.width, tokens, open=True))
+            for i, sequence in enumerate(self.sequences)
+        ]
+        self.number += 1
+        x = self.stage.embed(mx.ones((len(runs) * self.width,), mx.uint32))
+        with patch.object(mx, "async_eval"):
+            x = self.stage.forward(x, runs)
+        return [x, *(array for sequence in self.sequences for array in sequence.arrays())]
+
+
+def write_models(folder: Path) -> dict[int, Path]:
+    """Write two models of 4 bits, by their number of layers, whose heads are those that kernels need."""
+    with patch.object(checkpoints, "GDN_DIM", 128):
+        return {
+            layers: checkpoints.write_checkpoint(
+                folder / str(layers),
+                layers=layers,
+                layout="mlx",
+                quantize=4,
+                hidden=128,
+                dtype=mx.bfloat16,
+                mtp=False,
+                announce_mtp=False,
+            )
+            for layers in (SHORT, LONG)
+        }
+
+
+Steps = StockSteps | OwnSteps
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer takes, the mean of three GDN layers and one of attention."""
+
+    kernels: float
+    launches: float
+    names: dict[str, float]
+    microseconds: float
+    """Time in which Python builds a layer."""
+
+
+def layer_cost(
+    steps: Callable[[Path, int, int], Steps],
+    paths: dict[int, Path],
+    count: int,
+    width: int,
+    rounds: int,
+) -> LayerCost:
+    """Return the cost of a layer for windows of `width` tokens of `count` sequences. Runs within `counted_kernels`."""
+    found, seconds = {}, []
+    loops = {layers: steps(path, count, width) for layers, path in paths.items()}
+    for layers, loop in loops.items():
+        for _ in range(3):
+            arrays = _different(loop.build())
+            found[layers] = kernels_of(arrays)
+            mx.eval(arrays)
+    for _ in range(rounds):
+        taken = {}
+        for layers, loop in loops.items():
+            started = time.perf_counter()
+            arrays = loop.build()
+            taken[layers] = time.perf_counter() - started
+            mx.eval(arrays)
+        seconds.append(taken[LONG] - taken[SHORT])
+    more = LONG - SHORT
+    names = dict(found[LONG].names)
+    for name, number in found[SHORT].names.items():
+        names[name] -= number
+    return LayerCost(
+        (found[LONG].total - found[SHORT].total) / more,
+        (found[LONG].launches - found[SHORT].launches) / more,
+        {name: number / more for name, number in sorted(names.items()) if number},
+        sorted(seconds)[len(seconds) // 2] / more * 1e6 if seconds else 0.0,
+    )
+
+
+def _different(arrays: Sequence[mx.array]) -> list[mx.array]:
+    return list({id(array): array for array in arrays}.values())
