@@ -17,8 +17,9 @@ from typing import Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from mtp.layers.cuda.kernel import HALF_TYPES, THREADS, CudaKernel
+from mtp.layers.cuda.kernel import HALF_TYPES, CudaKernel
 from mtp.layers.layer import Exact
+from mtp.layers.source_kernel import THREADS
 
 TILE = 16
 GROUP = 64

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mtp.layers.cuda.kernel import THREADS, CudaKernel
+from mtp.layers.cuda.kernel import CudaKernel
+from mtp.layers.source_kernel import THREADS
 
 HEAD_DIM = 256
 SPLIT = 64

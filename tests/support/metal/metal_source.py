@@ -29,7 +29,9 @@ _KERNEL = re.compile(r"\[\[kernel\]\] void (\w+)\((.*?)\) \{", re.S)
 _PARAMETER = re.compile(
     r"^(?P<type>.*?)(?P<kind>[*&])? *(?P<name>\w+) \[\[(?P<attribute>\w+)", re.S
 )
-SHARED_ARRAY = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)((?:\[[^\]]*\])+)\s*;")
+SHARED_ARRAY = re.compile(
+    r"(?P<aligned>alignas\(\d+\) )?\bthreadgroup\s+(?P<type>\w+)\s+(?P<name>\w+)(?P<size>(?:\[[^\]]*\])+)\s*;"
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ class MetalSource:
             value = f"({plain}*)BUFFERS[{buffers}]"
             arguments.append(f"*{value}" if found["kind"] == "&" else value)
             buffers += 1
-        body = SHARED_ARRAY.sub(
-            r"static \1 \2\3; gpu::declare_shared(\2, sizeof(\2));", self.kernel
-        )
+        shared = r"\g<aligned>static \g<type> \g<name>\g<size>; "
+        declared = r"gpu::declare_shared(\g<name>, sizeof(\g<name>));"
+        body = SHARED_ARRAY.sub(shared + declared, self.kernel)
         body = re.sub(r"\bthreadgroup\b", "", re.sub(r"\[\[[^\]]*\]\]", "", body))
         return f"""#include "metal_stdlib.h"
 static void** BUFFERS;

@@ -1,0 +1,64 @@
+"""Kernels that MLX compiles from source for a GPU.
+
+A source is CUDA, and may have names that every language replaces: `$device` and `$shared` stand before a type that a
+pointer leads to, `$array` declares memory of a block, `$int64` is an integer of 64 bits, and `$span` a pointer into an
+array of integers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+THREADS = 256
+"""Threads of a block, unless a kernel says otherwise."""
+
+
+class SourceKernel(ABC):
+    """A kernel from source. MLX compiles it for each `template` when it first runs."""
+
+    names: ClassVar[Mapping[str, str]]
+    """The replacements of the names in a source."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        source: str,
+        header: str = "",
+    ) -> None:
+        for known, replacement in self.names.items():
+            source = source.replace(known, replacement)
+        self._arguments = (name, list(inputs), list(outputs), source, header)
+        self._kernel: Any = None
+
+    @abstractmethod
+    def _compiled(self) -> Any:
+        """Return MLX's function that runs the kernel."""
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        blocks: tuple[int, int, int],
+        threads: int = THREADS,
+        template: Sequence[tuple[str, Any]],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Run `blocks` blocks of `threads` threads. Return outputs of `shapes` and `dtypes`."""
+        if self._kernel is None:
+            self._kernel = self._compiled()
+        outputs: list[mx.array] = self._kernel(
+            inputs=list(inputs),
+            template=list(template),
+            grid=(blocks[0] * threads, blocks[1], blocks[2]),
+            threadgroup=(threads, 1, 1),
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+        )
+        return outputs

@@ -1,0 +1,111 @@
+"""The kernels of this project in Metal, run on a CPU, against their reference in MLX's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import pytest
+
+from mtp.layers.metal.gated_delta import gated_delta_window
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
+from tests.support.metal.metal_path import metal_path
+from tests.support.metal.runner import reason_not_to_run
+from tests.support.stages import reference_kernels
+
+pytestmark = pytest.mark.skipif(
+    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
+)
+
+SHAPE = GatedDeltaShape(2, 4)
+TYPES = [mx.bfloat16, mx.float16, mx.float32]
+TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3, mx.float32: 1e-5}
+"""Difference from the reference over the largest value. Outputs are rounded to the type, states are fp32."""
+
+Arrays = tuple[mx.array, ...]
+
+
+@pytest.fixture(autouse=True)
+def a_mac() -> Iterator[None]:
+    """Run what a Mac would."""
+    with metal_path():
+        yield
+
+
+class Case:
+    """A layer of random weights with `slots` states, and rows of the past and of now."""
+
+    def __init__(self, dtype: mx.Dtype, slots: int) -> None:
+        mx.random.seed(slots)
+        normal = mx.random.normal
+        self.rows = normal((64, SHAPE.row)).astype(dtype)
+        self.past = normal((40, SHAPE.row)).astype(dtype)
+        self.conv = normal((slots, TAPS - 1, SHAPE.channels)).astype(dtype)
+        self.state = 0.1 * normal((slots, SHAPE.value_heads, HEAD_DIM, HEAD_DIM))
+        self.constants: Arrays = (
+            (0.3 * normal((SHAPE.channels, TAPS))).astype(dtype),
+            0.5 * normal((SHAPE.value_heads,)),
+            0.5 * normal((SHAPE.value_heads,)),
+            (1 + 0.1 * normal((HEAD_DIM,))).astype(dtype),
+            mx.array([1e-6]),
+        )
+
+    def arguments(self, spans: Sequence[Sequence[int]]) -> Arrays:
+        return self.rows, self.past, self.conv, self.state, mx.array(spans, dtype=mx.int32)
+
+    def run(self, spans: Sequence[Sequence[int]]) -> Arrays:
+        """Return outputs and saved states of the kernel."""
+        return gated_delta_window(SHAPE, *self.arguments(spans), self.constants)
+
+    def expected(self, spans: Sequence[Sequence[int]]) -> Arrays:
+        """Return those of the reference."""
+        return reference_kernels.gated_delta_window(SHAPE, *self.arguments(spans), self.constants)
+
+
+def error(found: mx.array, expected: mx.array) -> float:
+    """Return the largest difference over the largest expected value."""
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    return (mx.abs(found - expected).max() / mx.abs(expected).max()).item()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_window_equals_the_reference(dtype: mx.Dtype, batch: int) -> None:
+    """Sequences of one launch have their own slot, past, width and place where the state is saved."""
+    case = Case(dtype, batch)
+    spans, start = [], 0
+    for i in range(batch):
+        past, width = (3 * i) % 5, 1 + (5 * i + batch) % 7
+        saved = past if i % 2 else past + width
+        spans.append((batch - 1 - i, 4 * i, past, start, width, saved))
+        start += width
+    found, expected = case.run(spans), case.expected(spans)
+    limit = TOLERANCE[dtype]
+    assert error(found[0][:start], expected[0][:start]) < limit
+    assert mx.array_equal(found[1], expected[1])
+    assert error(found[2], expected[2]) < limit
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_steps_are_a_window(dtype: mx.Dtype, width: int) -> None:
+    """Outputs and states of T tokens at once are those of T single steps, bit for bit, alone and in a batch."""
+    case = Case(dtype, 3)
+    conv, state, outputs = case.conv[2:], case.state[2:], []
+    for i in range(width):
+        arrays = case.rows, case.past, conv, state, mx.array([[0, 0, 0, i, 1, 1]], dtype=mx.int32)
+        out, conv, state = gated_delta_window(SHAPE, *arrays, case.constants)
+        outputs.append(out[i : i + 1])
+    at_once = case.run([(1, 2, 3, width, 5, 8), (2, 0, 0, 0, width, width)])
+    assert mx.array_equal(at_once[0][:width], mx.concatenate(outputs))
+    assert mx.array_equal(at_once[1][1], conv[0]) and mx.array_equal(at_once[2][1], state[0])
+
+
+def test_a_replay_saves_the_state_of_the_accepted_tokens() -> None:
+    """The past rows of a window, run again as far as they were accepted, give the state of these tokens alone."""
+    case = Case(mx.bfloat16, 1)
+    case.past = case.rows
+    for accepted in range(6):
+        replayed = case.run([(0, 0, accepted, 5, 1, accepted)])
+        alone = case.run([(0, 0, 0, 0, accepted, accepted)])
+        assert mx.array_equal(replayed[1], alone[1]) and mx.array_equal(replayed[2], alone[2])
