@@ -1,8 +1,8 @@
 """Kernels that MLX compiles from source for a GPU.
 
-A source is CUDA, and may have names that every language replaces: `$device` and `$shared` stand before a type that a
-pointer leads to, `$array` declares memory of a block, `$int64` is an integer of 64 bits, and `$span` a pointer into an
-array of integers.
+A source is CUDA, and may have names that every language replaces. `$device` and `$shared` stand before a type to which
+a pointer leads. `$array` declares memory of a block. `$int64` is an integer of 64 bits. `$span` is the type of a
+pointer into an array of integers.
 """
 
 from __future__ import annotations

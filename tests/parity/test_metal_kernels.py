@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mtp.layers.metal.gated_delta import gated_delta_window
-from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
+from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
@@ -50,16 +50,12 @@ class Case:
             mx.array([1e-6]),
         )
 
-    def arguments(self, spans: Sequence[Sequence[int]]) -> Arrays:
-        return self.rows, self.past, self.conv, self.state, mx.array(spans, dtype=mx.int32)
-
-    def run(self, spans: Sequence[Sequence[int]]) -> Arrays:
-        """Return outputs and saved states of the kernel."""
-        return gated_delta_window(SHAPE, *self.arguments(spans), self.constants)
-
-    def expected(self, spans: Sequence[Sequence[int]]) -> Arrays:
-        """Return those of the reference."""
-        return reference_kernels.gated_delta_window(SHAPE, *self.arguments(spans), self.constants)
+    def run(
+        self, spans: Sequence[tuple[int, ...]], kernel: WindowKernel = gated_delta_window
+    ) -> Arrays:
+        """Return outputs and saved states of `kernel`."""
+        held = mx.array(list(spans), dtype=mx.int32)
+        return kernel(SHAPE, self.rows, self.past, self.conv, self.state, held, self.constants)
 
 
 def error(found: mx.array, expected: mx.array) -> float:
@@ -79,7 +75,7 @@ def test_a_window_equals_the_reference(dtype: mx.Dtype, batch: int) -> None:
         saved = past if i % 2 else past + width
         spans.append((batch - 1 - i, 4 * i, past, start, width, saved))
         start += width
-    found, expected = case.run(spans), case.expected(spans)
+    found, expected = case.run(spans), case.run(spans, reference_kernels.gated_delta_window)
     limit = TOLERANCE[dtype]
     assert error(found[0][:start], expected[0][:start]) < limit
     assert mx.array_equal(found[1], expected[1])
@@ -93,8 +89,10 @@ def test_steps_are_a_window(dtype: mx.Dtype, width: int) -> None:
     case = Case(dtype, 3)
     conv, state, outputs = case.conv[2:], case.state[2:], []
     for i in range(width):
-        arrays = case.rows, case.past, conv, state, mx.array([[0, 0, 0, i, 1, 1]], dtype=mx.int32)
-        out, conv, state = gated_delta_window(SHAPE, *arrays, case.constants)
+        span = mx.array([[0, 0, 0, i, 1, 1]], dtype=mx.int32)
+        out, conv, state = gated_delta_window(
+            SHAPE, case.rows, case.past, conv, state, span, case.constants
+        )
         outputs.append(out[i : i + 1])
     at_once = case.run([(1, 2, 3, width, 5, 8), (2, 0, 0, 0, width, width)])
     assert mx.array_equal(at_once[0][:width], mx.concatenate(outputs))

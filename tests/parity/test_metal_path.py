@@ -131,11 +131,14 @@ def test_mlx_lms_kernel_equals_its_reference(dtype: mx.Dtype, heads: tuple[int, 
     assert mx.array_equal(mx.concatenate(steps, axis=1), y) and mx.array_equal(held, state)
 
 
-def test_a_stage_runs_the_kernel(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of three GDN layers launches the kernel once for a prompt, as on a Mac."""
-    monkeypatch.setattr(written, "GDN_DIM", 128)
-    chain = Chain(checkpoints(layers=4, seed=7))
+@pytest.mark.parametrize(("dim", "kernel"), [(128, "gated_delta_window"), (32, "gated_delta_step")])
+def test_a_stage_runs_a_kernel(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, dim: int, kernel: str
+) -> None:
+    """Each of three GDN layers launches a kernel once for a prompt: ours, or mlx-lm's for other dimensions."""
+    monkeypatch.setattr(written, "GDN_DIM", dim)
+    chain = Chain(checkpoints(layers=4, seed=dim))
     script = Script(0, [1, 2, 3])
-    count = sum(runs.values())
+    count = runs[kernel]
     script.run(chain, script.chunk(3))
-    assert sum(runs.values()) == count + 3
+    assert runs[kernel] == count + 3

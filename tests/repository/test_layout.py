@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "mtp.layers": {"mtp", "proto"},
     "mtp.layers.cuda": {"mtp.layers", "mtp.layers.reference"},
     "mtp.layers.joined": {"mtp.layers", "mtp.layers.reference"},
+    "mtp.layers.metal": {"mtp.layers", "mtp.layers.reference"},
     "mtp.layers.reference": {"mtp", "mtp.layers"},
     "mtp.sampling": {"proto"},
     "worker": {"mtp.checkpoint.hub", "proto", "proto.terminal", "worker.engine", "worker.node"},
@@ -67,6 +68,7 @@ ARROWS: dict[str, set[str]] = {
         "mtp.layers",
         "mtp.layers.cuda",
         "mtp.layers.joined",
+        "mtp.layers.metal",
         "mtp.layers.reference",
         "mtp.sampling",
         "proto",
@@ -309,7 +311,8 @@ def test_the_choice_of_layers_is_made_in_one_place(module: Module) -> None:
     if module.name.startswith("mtp.layers.") or module.name == CHOICE_OF_LAYERS:
         return
     imported = dict(module.imports())
-    assert not [s for s in imported if s.startswith(("mtp.layers.cuda", "mtp.layers.joined"))]
+    variants = tuple(f"mtp.layers.{name}" for name in ("cuda", "joined", "metal"))
+    assert not [s for s in imported if s.startswith(variants)]
     classes = {
         name
         for source, names in imported.items()

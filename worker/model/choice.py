@@ -15,6 +15,7 @@ from mtp.layers.cuda.packed_linear import FEW_ROWS
 from mtp.layers.exact import ExactProducts
 from mtp.layers.joined.join import Joiner
 from mtp.layers.layer import KVFormat
+from mtp.layers.metal.join import MetalJoiner
 from worker.model.loader import StageModules
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ class Variants:
 def choose_variants(modules: StageModules, kv_format: KVFormat, *, exact: bool) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
-    CUDA kernels compute what they can on NVIDIA GPUs. On Linux' CPUs joined products do, unless the stage is exact,
-    because exact mode probes MLX's own products. All else stays with mlx-lm's modules. With `exact`, a row has the same
-    bits with any rows beside it. Raises UsageError if that is impossible here.
+    CUDA kernels compute what they can on NVIDIA GPUs. On Apple GPUs and on Linux' CPUs joined products do, unless the
+    stage is exact, because exact mode probes the products of single layers. All else stays with mlx-lm's modules. With
+    `exact`, a row has the same bits with any rows beside it. Raises UsageError if that is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
@@ -49,6 +50,8 @@ def choose_variants(modules: StageModules, kv_format: KVFormat, *, exact: bool) 
             _pack(modules, packer)
     elif device.variant == "joined" and not exact:
         _join(modules, Joiner(dtype, modules.model_bytes))
+    elif device.variant == "metal" and not exact:
+        modules.replace_layers(MetalJoiner(dtype).layer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     mx.clear_cache()

@@ -88,11 +88,11 @@ class JoinedAttentionLayer(AttentionLayer):
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
     ) -> Projected:
-        """Return the projections of `x [rows, hidden]`, queries and keys normalized and turned."""
+        """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized and turned."""
         moved = mx.concatenate([hole.count for hole in holes]) if holes else None
         offsets = [cache.offset for cache in caches]
         projected: Projected = self.attention.project(
-            x, turns_of(self.attention.rope, offsets, widths, moved)
+            self.norm(x), turns_of(self.attention.rope, offsets, widths, moved)
         )
         return projected
 

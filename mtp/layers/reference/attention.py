@@ -51,15 +51,26 @@ class AttentionLayer(Layer):
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         """See `Layer.add`."""
-        x = x + self._attend(self.norm(x), caches, widths, holes)
-        return self.mlp.add(x, self.mlp_norm)
+        q_rows, keys, values, gate = self._project(x, caches, widths, holes)
+        merged = self._attend(q_rows, keys, values, caches, widths, holes)
+        return self._finish(x, merged, gate)
+
+    def _finish(self, x: mx.array, merged: mx.array, gate: mx.array) -> mx.array:
+        """Return `x [rows, hidden]` plus the projection of `merged`, gated, and then plus the MLP."""
+        gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
+        return self.mlp.add(x + self.attention.o_proj(gated), self.mlp_norm)
 
     def _attend(
-        self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
+        self,
+        q_rows: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        caches: Sequence[KVRows],
+        widths: Sequence[int],
+        holes: Sequence[Hole],
     ) -> mx.array:
-        """Return the attention of `x [rows, hidden]`, and append to each cache."""
-        rows, scale = x.shape[0], self.attention.scale
-        q_rows, keys, values, gate = self._project(x, caches, widths, holes)
+        """Return the attention of projected rows `[rows, heads * dim]`, and append to each cache."""
+        scale = self.attention.scale
         outputs: list[mx.array] = []
         start = 0
         # With a bound on the queries, RoPE takes one sequence at a time too.
@@ -80,15 +91,13 @@ class AttentionLayer(Layer):
                     out = cache.attend(q[one], k[one], v[one], scale, self._queries)
                 outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
             start += width * count
-        merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        y: mx.array = self.attention.o_proj(merged * mx.sigmoid(gate.reshape(rows, -1)))
-        return y
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
     ) -> Projected:
-        """Return the projections of `x [rows, hidden]`, queries and keys normalized."""
-        attention, rows = self.attention, x.shape[0]
+        """Return the projections of the norm of `x [rows, hidden]`, queries and keys normalized."""
+        attention, rows, x = self.attention, x.shape[0], self.norm(x)
         q_rows, gate = mx.split(
             attention.q_proj(x).reshape(rows, attention.num_attention_heads, -1), 2, axis=-1
         )

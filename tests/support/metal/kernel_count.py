@@ -177,7 +177,7 @@ Steps = StockSteps | OwnSteps
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes, the mean of three GDN layers and one of attention."""
+    """The cost of a layer, the mean of three GDN layers and one of attention."""
 
     kernels: float
     launches: float

@@ -147,7 +147,7 @@ class Chain:
         found: list[mx.array] = []
         for stage in range(len(self.engines)) if stages is None else stages:
             for cache in self.engines[stage].sequences[seq_id].layers:
-                found += valid(cache) if isinstance(cache, KVRows) else cache.arrays()
+                found += valid(cache) if isinstance(cache, KVRows) else cache.copy().arrays()
         return found
 
     def head_state(self, seq_id: int) -> list[mx.array]:

@@ -1,0 +1,177 @@
+"""GatedDeltaNet layers in joined products, with this project's kernel for windows or with mlx-lm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
+
+from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.metal.gated_delta import gated_delta_window
+from mtp.layers.metal.products import (
+    COMPILED_ROWS,
+    Format,
+    JoinedLinear,
+    JoinedMLP,
+    gated_products,
+)
+from mtp.layers.reference.gdn import GDNLayer
+from mtp.layers.windows import (
+    HEAD_DIM,
+    TAPS,
+    GatedDeltaShape,
+    Recurrence,
+    SnapshotGDNCache,
+    Snapshots,
+    Window,
+    gather_windows,
+    record_windows,
+)
+
+
+def has_window_kernel(net: GatedDeltaNet) -> bool:
+    """Return whether the kernel computes the layer."""
+    return (
+        net.head_k_dim == net.head_v_dim == HEAD_DIM
+        and net.conv_kernel_size == TAPS
+        and "bias" not in net.conv1d
+    )
+
+
+def joined_inputs(net: GatedDeltaNet) -> JoinedLinear | None:
+    """Return the input projections as one, or None if they have different formats."""
+    return JoinedLinear.of([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
+
+
+class JoinedGDNLayer(GDNLayer):
+    """A layer of mlx-lm's modules whose input projections are one."""
+
+    kind = "joined"
+
+    def __init__(self, layer: DecoderLayer, inputs: JoinedLinear) -> None:
+        super().__init__(layer)
+        net = self.net
+        self._inputs = inputs
+        self._ends = [net.conv_dim, net.conv_dim + net.value_dim]
+        self._ends.append(self._ends[1] + net.num_v_heads)
+
+    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return qkv, z, b and a of `x [rows, hidden]`."""
+        qkv, z, b, a = mx.split(self._inputs(x), self._ends, axis=-1)
+        return qkv, z, b, a
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The heads of a layer, the formats of its products and of its MLP, and the epsilon of its norms."""
+
+    heads: GatedDeltaShape
+    products: Format
+    out: Format
+    mlp: tuple[Format, Format] | None
+    eps: float
+
+
+class WindowGDNLayer(Layer):
+    """A layer whose windows are one launch between its projections. A rollback changes only a number."""
+
+    kind = "window"
+
+    def __init__(
+        self, layer: DecoderLayer, dtype: mx.Dtype, inputs: JoinedLinear, mlp: JoinedMLP | None
+    ) -> None:
+        """Take over `layer`, whose output projection is a linear layer, with caches of `dtype`."""
+        net: Any = layer.linear_attn
+        out = JoinedLinear.of([net.out_proj])
+        assert out is not None
+        self.mlp: JoinedMLP | PlainMLP = mlp or PlainMLP(layer.mlp)
+        self.mlp_norm = layer.post_attention_layernorm
+        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
+        formats = mlp.formats if mlp else None
+        norm = layer.input_layernorm
+        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps)
+        constants = (
+            net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
+            net.A_log.astype(mx.float32),
+            net.dt_bias.astype(mx.float32),
+            net.norm.weight.astype(dtype),
+            mx.array([net.norm.eps]),
+        )
+        mx.eval(constants)
+        self._recurrence = Recurrence(gated_delta_window, heads, constants)
+        self._dtype = dtype
+        norms = norm.weight, self.mlp_norm.weight
+        self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
+        self._compiled = _compiled(self._shape)
+
+    def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
+        """See `Layer.new_cache`."""
+        return SnapshotGDNCache.empty(self._recurrence, self._dtype)
+
+    def pin_exact(self, products: Exact) -> None:
+        """Raise, because a stage in exact mode keeps the reference."""
+        raise NotImplementedError("a joined layer has no exact mode")
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[SnapshotGDNCache],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """See `Layer.add`."""
+        windows, start = [], 0
+        for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
+            windows.append(Window(cache.point, start, width, stays_open))
+            start += width
+        arrays = gather_windows(x, windows)
+        # A first window has no past. Any rows stand for it.
+        past = None if arrays.past is x else arrays.past
+        run = self._compiled if past is not None and start <= COMPILED_ROWS else _run
+        states = past, arrays.conv, arrays.state, arrays.spans
+        x, rows, conv, state = run(self._shape, x, self._weights, states)
+        kept, moved = _kept_rows(rows, windows)
+        record_windows(caches, moved, kept, Snapshots(conv, state))
+        return x if self._shape.mlp else self.mlp.add(x, self.mlp_norm)
+
+
+def _kept_rows(rows: mx.array, windows: Sequence[Window]) -> tuple[mx.array, Sequence[Window]]:
+    """Return the rows of open windows, and the windows with their places in them.
+
+    Rows of prompt chunks would stay in memory as long as a window beside them is open.
+    """
+    if all(w.stays_open for w in windows) or not any(w.stays_open for w in windows):
+        return rows, windows
+    parts, moved, start = [], [], 0
+    for window in windows:
+        moved.append(replace(window, start=start))
+        if window.stays_open:
+            parts.append(rows[window.start : window.start + window.count])
+            start += window.count
+    return (mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts)), moved
+
+
+@lru_cache(maxsize=8)
+def _compiled(shape: _Shape) -> Callable[..., Any]:
+    """Return `_run`, traced once for all shapes of the arguments."""
+    run = mx.compile(lambda *arrays: _run(shape, *arrays))
+    return lambda _, *arrays: run(*arrays)
+
+
+def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
+    """Return `x` after the layer, its projected rows, and the saved states."""
+    norms, inputs, out, mlp, constants = weights
+    past, conv, state, spans = states
+    rows = shape.products.multiply(mx.fast.rms_norm(x, norms[0], shape.eps), inputs)
+    y, conv, state = gated_delta_window(
+        shape.heads, rows, rows if past is None else past, conv, state, spans, tuple(constants)
+    )
+    x = x + shape.out.multiply(y, out)
+    if shape.mlp is not None:
+        x = x + gated_products(shape.mlp, mlp, mx.fast.rms_norm(x, norms[1], shape.eps))
+    return x, rows, conv, state

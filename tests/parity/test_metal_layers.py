@@ -1,0 +1,141 @@
+"""The layers for Apple GPUs on a CPU, against those of mlx-lm's modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.layer import KVFormat
+from mtp.layers.metal import join
+from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.windows import GatedDeltaShape
+from proto.frame import Admit, Segment
+from proto.span import Span
+from tests.conftest import Checkpoints
+from tests.support.checkpoints import checkpoints as written
+from tests.support.metal.metal_path import metal_path
+from tests.support.metal.runner import reason_not_to_run
+from worker.cache.sequence_cache import SequenceCache
+from worker.model import choice
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
+
+pytestmark = pytest.mark.skipif(
+    reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"
+)
+
+FOUR_BITS = {"layout": "mlx", "quantize": 4, "hidden": 128}
+EVERY = {"joined": 1, "window": 3}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "4 bits": (FOUR_BITS, EVERY),
+    "4 bits in bfloat16": (FOUR_BITS | {"dtype": mx.bfloat16}, EVERY),
+    "8 bits": (FOUR_BITS | {"quantize": 8}, EVERY),
+    "bfloat16": ({"dtype": mx.bfloat16}, EVERY),
+    "float16": ({"dtype": mx.float16}, EVERY),
+    "float32": ({}, EVERY),
+    "a part unquantized": (FOUR_BITS | {"overrides": True}, {"reference": 1, "window": 3}),
+    "experts": (FOUR_BITS | {"moe": True}, EVERY),
+    "Qwen3-Next": ({"moe": True, "qwen3_next": True}, EVERY),
+    "small heads": ({"GDN_DIM": 32}, {"joined": 4}),
+}
+"""Checkpoints of four layers, and the number of layers of each kind on a Mac."""
+
+WIDTHS = (6, 3, 1, 4)
+"""Tokens of a prompt and of windows."""
+
+
+def stage_of(path: Path) -> Stage:
+    modules = load_stage(
+        Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
+    )
+    return Stage(modules, KVFormat())
+
+
+def outputs(stage: Stage) -> mx.array:
+    """Return the hidden vectors of two sequences that run together, one token apart, with a rejection in each."""
+    sequences: list[SequenceCache] = [stage.new_sequence(Admit(i, 64, 6)) for i in range(2)]
+    found = []
+    for number, width in enumerate(WIDTHS):
+        runs = []
+        for i, sequence in enumerate(sequences):
+            tokens = tuple(range(10 * number + i, 10 * number + i + width))
+            place = sequence.stack.length
+            runs.append((sequence, Segment(i, number, place, tokens, open=number > 0)))
+        x = stage.embed(mx.array([t for _, segment in runs for t in segment.tokens]))
+        found.append(stage.forward(x, runs))
+        for i, (sequence, segment) in enumerate(runs):
+            if segment.open:
+                sequence.commit(number, max(1, width - i - 1), in_header=True)
+    return mx.concatenate(found).astype(mx.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_compute_what_the_reference_does(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Prompts, windows and rejections give the reference's hidden vectors, up to rounding, in every format."""
+    options, kinds = FORMS[form]
+    options = dict(options)
+    monkeypatch.setattr(written, "GDN_DIM", options.pop("GDN_DIM", 128))
+    path = checkpoints(layers=4, seed=len(form), **options)
+    with metal_path():
+        stage = stage_of(path)
+        assert stage.variants.summary == ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
+        found = outputs(stage)
+        unchanged = SimpleNamespace(layer=lambda layer: layer)
+        monkeypatch.setattr(choice, "MetalJoiner", lambda _: unchanged)
+        expected = outputs(stage_of(path))
+    # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
+    limit = 1e-5 if stage.dtype == mx.float32 else 0.1
+    assert (mx.abs(found - expected).mean() <= limit * mx.abs(expected).mean()).item()
+
+
+def test_an_open_window_keeps_its_own_rows_alone(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that runs beside a prompt does not hold the prompt's rows in memory, and is cut as it is alone."""
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    found = []
+    with metal_path():
+        stage = stage_of(checkpoints(layers=4, seed=10))
+        for chunk in (20, 0):
+            sequences = [stage.new_sequence(Admit(i, 64, 20)) for i in range(3)]
+            for i in (0, 2):
+                run = (sequences[i], Segment(i, 0, 0, (1, 2, 3 + i)))
+                stage.forward(stage.embed(mx.array(run[1].tokens)), [run])
+            runs = [(sequences[0], Segment(0, 1, 3, (4, 5, 6), open=True))]
+            if chunk:
+                runs.append((sequences[1], Segment(1, 0, 0, tuple(range(chunk)))))
+            runs.append((sequences[2], Segment(2, 1, 3, (7, 8), open=True)))
+            tokens = [t for _, segment in runs for t in segment.tokens]
+            stage.forward(stage.embed(mx.array(tokens)), runs)
+            for i, accepted in ((0, 2), (2, 1)):
+                cache: Any = sequences[i].layers[0]
+                assert cache.point.rows.shape[0] == 5
+                sequences[i].commit(1, accepted, in_header=True)
+                found.append(cache.copy().arrays())
+    assert all(map(mx.array_equal, found[0] + found[1], found[2] + found[3]))
+
+
+def test_a_kernel_that_does_not_compile_leaves_mlx_lms(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Mac whose compiler refuses the kernel joins products, runs mlx-lm's kernel, and says so once."""
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    broken = MetalKernel("broken", ["rows"], ["out"], "this is no Metal;")
+
+    def run(_: GatedDeltaShape, rows: mx.array, *__: object) -> list[mx.array]:
+        return broken([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
+
+    monkeypatch.setattr(join, "gated_delta_window", run)
+    join.window_kernel_works.cache_clear()
+    path = checkpoints(layers=4, seed=9)
+    with metal_path():
+        assert stage_of(path).variants.summary == "4 joined"
+    assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
+    join.window_kernel_works.cache_clear()
