@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.api.errors import error_response
 from proto.errors import NotReadyError
+from proto.rpc.listener import Acceptor
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +242,7 @@ class HttpServer(uvicorn.Server):
         self._end_answers = end_answers
         self._end_pages = end_pages
         self._count_answers = count_answers
+        self._handshakes: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -263,7 +265,7 @@ class HttpServer(uvicorn.Server):
         self.handle_exit(number, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`. uvicorn has no option for the time of a handshake."""
+        """Listen on `sockets`. uvicorn bounds neither the time nor the number of handshakes, of 256 KB each."""
         await self.lifespan.startup()
         connection = partial(
             HttpConnection,
@@ -272,22 +274,30 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        tls = self.config.ssl
-        self.servers = [
-            await asyncio.get_running_loop().create_server(
+        loop, listeners = asyncio.get_running_loop(), sockets or []
+        if tls := self.config.ssl:
+            shake_hands = partial(
+                loop.connect_accepted_socket,
                 connection,
-                sock=listener,
                 ssl=tls,
-                backlog=BACKLOG,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
             )
-            for listener in sockets or []
-        ]
+            self._handshakes = [Acceptor(each, shake_hands, "handshakes") for each in listeners]
+            for acceptor in self._handshakes:
+                acceptor.start()
+            self.servers = []
+        else:
+            self.servers = [
+                await loop.create_server(connection, sock=each, backlog=BACKLOG)
+                for each in listeners
+            ]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn.Server does, and end late answers meanwhile."""
         self._end_pages()
+        for acceptor in self._handshakes:
+            await acceptor.close()
         ending = asyncio.create_task(self._end_late_answers())
         try:
             await super().shutdown(sockets)

@@ -223,12 +223,13 @@ class DataTickets:
             future.cancel()
 
     def accept(self, value: bytes, connection: socket.socket) -> None:
-        """Complete the connection that presented the ticket `value`, on a thread, or close it."""
+        """Complete the connection that presented the ticket `value`, on a thread.
+
+        Raises AccessError for an unknown ticket.
+        """
         found = [t for t in self._issued if hmac.compare_digest(t.offer.ticket, value)]
         if not found:
-            log.warning("data connection refused: its ticket is unknown")
-            connection.close()
-            return
+            raise AccessError("the ticket is unknown")
         self._issued.remove(found[0])
         loop = asyncio.get_running_loop()
         work = threading.Thread(

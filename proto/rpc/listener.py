@@ -1,4 +1,4 @@
-"""Listening sockets: binding, their errors, background tasks, and the bounds of calls."""
+"""Listening sockets: binding, their errors, unproven connections, background tasks, and the bounds of calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import logging
 import math
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import psutil
 from google.protobuf.message import Message
 
-from proto.errors import DeadlineError, ProtocolError, UsageError
+from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, UsageError
 from proto.rpc.channels import FIRST_MESSAGE_SECONDS
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def bind_listener(flags: str, host: str, port: int) -> socket.socket:
     if sys.platform == "darwin" and port and has_listener(host, port):
         raise UsageError(f"{flags}: {_problem(OSError(errno.EADDRINUSE, ''))}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # With the protocol named, because asyncio sets TCP_NODELAY only on connections that know it.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -77,6 +79,100 @@ def has_listener(host: str, port: int) -> bool:
             return bool(own != other)  # TCP can connect to itself
     except OSError:
         return False
+
+
+MAX_WAITING = 256
+"""Bounds the connections of a listener that have not proven anything yet. Honest peers take a few milliseconds."""
+
+MAX_WAITING_OF_PEER = 128
+"""Bounds those of one address."""
+
+REFUSED_LOG_SECONDS = 10.0
+"""Seconds. Shortest time between two warnings about refused connections, because a flood would fill the log."""
+
+BACKLOG = 128
+"""Connections that the system accepts before the event loop does."""
+
+RETRY_SECONDS = 0.01
+"""Seconds. Delay after a failed accept, such as for lack of open files."""
+
+
+class Acceptor:
+    """The connections of the bound `listener`, while `greet` finds out in a task for each whether its peer may stay.
+
+    A new connection replaces the oldest one that waits, of the same address first, when as many as permitted wait. A
+    connection is closed when `greet` is cancelled, or raises OSError or ClusterError. `name` is for the log.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        greet: Callable[[socket.socket], Coroutine[Any, Any, object]],
+        name: str,
+    ) -> None:
+        self._listener = listener
+        self._greet = greet
+        self._name = name
+        self._tasks = BackgroundTasks()
+        self._waiting: dict[asyncio.Task[None], str] = {}
+        """The tasks of the connections that wait, oldest first, with their addresses."""
+        self._refused, self._logged = 0, -math.inf
+
+    def start(self) -> None:
+        """Listen and accept connections."""
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+        self._tasks.spawn(self._accept())
+
+    async def close(self) -> None:
+        """Stop listening, and close the connections that wait."""
+        await self._tasks.close()
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:  # such as too many open files
+                self._log_refused(str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._make_room(str(address[0]))
+            task = self._tasks.spawn(self._admit(connection))
+            self._waiting[task] = str(address[0])
+            task.add_done_callback(lambda task: self._waiting.pop(task, None))
+            await asyncio.sleep(0)  # those that were accepted before show what they have sent
+
+    def _make_room(self, peer: str) -> None:
+        """End the oldest connection that waits, of `peer` or of all, if as many as permitted wait."""
+        crowded = [task for task, address in self._waiting.items() if address == peer]
+        if len(crowded) < MAX_WAITING_OF_PEER:
+            crowded = list(self._waiting)
+            if len(crowded) < MAX_WAITING:
+                return
+        self._log_refused(f"too many wait, last from {self._waiting[crowded[0]]}")
+        del self._waiting[crowded[0]]
+        crowded[0].cancel()
+
+    async def _admit(self, connection: socket.socket) -> None:
+        try:
+            await self._greet(connection)
+        except AccessError as error:
+            connection.close()
+            self._log_refused(str(error))
+        except (OSError, ClusterError):  # OSError includes TimeoutError
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+
+    def _log_refused(self, reason: str) -> None:
+        """Count a refused connection, and log the count if the last warning is old."""
+        self._refused += 1
+        if (now := time.monotonic()) >= self._logged + REFUSED_LOG_SECONDS:
+            log.warning("%s refused", self._name, extra={"count": self._refused, "reason": reason})
+            self._refused, self._logged = 0, now
 
 
 def own_addresses() -> list[str]:

@@ -9,7 +9,8 @@ import socket
 
 import pytest
 
-from proto.rpc import data_port
+from proto.errors import AccessError
+from proto.rpc import listener
 from proto.rpc.data_connection import PREAMBLE, TICKET_BYTES
 from proto.rpc.data_port import DataPort
 
@@ -40,8 +41,8 @@ async def test_a_flood_keeps_no_member_out(
     hosts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The oldest connections without a ticket end, of one address or of all. One line of the log counts them."""
-    monkeypatch.setattr(data_port, "MAX_WAITING_OF_PEER", LIMIT)
-    monkeypatch.setattr(data_port, "MAX_WAITING", 2 * LIMIT)
+    monkeypatch.setattr(listener, "MAX_WAITING_OF_PEER", LIMIT)
+    monkeypatch.setattr(listener, "MAX_WAITING", 2 * LIMIT)
     accepted: list[bytes] = []
 
     def on_ticket(ticket: bytes, connection: socket.socket) -> None:
@@ -50,7 +51,7 @@ async def test_a_flood_keeps_no_member_out(
 
     port = DataPort(socket.create_server(("127.0.0.1", 0)), on_ticket)
     port.start()
-    with caplog.at_level(logging.WARNING, logger=data_port.__name__):
+    with caplog.at_level(logging.WARNING, logger=listener.__name__):
         async with asyncio.timeout(SECONDS):
             assert await flood(port, hosts) == min(2, len(hosts)) * LIMIT
             reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -60,3 +61,22 @@ async def test_a_flood_keeps_no_member_out(
     await port.close()
     assert accepted == [TICKET]
     assert [record.getMessage() for record in caplog.records] == ["data connections refused"]
+
+
+async def test_unknown_tickets_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Connections with guessed tickets are closed, and the log counts them in one line."""
+
+    def refuse(ticket: bytes, connection: socket.socket) -> None:
+        raise AccessError("the ticket is unknown")
+
+    port = DataPort(socket.create_server(("127.0.0.1", 0)), refuse)
+    port.start()
+    with caplog.at_level(logging.WARNING):
+        async with asyncio.timeout(SECONDS):
+            for _ in range(FLOOD):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+                writer.write(PREAMBLE + TICKET)
+                assert await reader.read() == b""
+                writer.close()
+    await port.close()
+    assert [record.__dict__["reason"] for record in caplog.records] == ["the ticket is unknown"]

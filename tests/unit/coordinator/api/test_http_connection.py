@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.api import http_server
 from coordinator.api.http_server import HttpServer
+from proto.rpc import listener as listeners
+from proto.rpc.listener import bind_listener
 from proto.trust.certificates import Role, key_to_pem
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
@@ -68,13 +70,15 @@ async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
         (folder / "server.key").write_text(key_to_pem(trust.key))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind_listener("test", "127.0.0.1", 0)
     await server.startup([listener])
     try:
         yield listener.getsockname()[1]
     finally:
         for each in server.servers:
             each.close()
+        for acceptor in server._handshakes:
+            await acceptor.close()
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
@@ -202,3 +206,43 @@ async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent
         assert b"Too many connections" in answer
         for writer in (last, *(w for _, w in (*idle, *busy))):
             writer.close()
+
+
+async def test_handshakes_of_strangers_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Few connections without a handshake stay open, because each holds 256 KB, and a client gets its answer."""
+    limit = 4
+    monkeypatch.setattr(listeners, "MAX_WAITING_OF_PEER", limit)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    async with listening(App(), tmp_path) as port, asyncio.timeout(PATIENCE):
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10 * limit)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        await asyncio.sleep(0.5)
+        assert sum(not end.done() for end in ends) == limit
+        client, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.write(REQUEST)
+        assert b"200 OK" in await client.readline()
+        for each in (writer, *(w for _, w in opened)):
+            each.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_answers_are_sent_at_once(tls: bool, tmp_path: Path) -> None:
+    """A connection of a bound listener has TCP_NODELAY. Without it a head and its body take 40 ms together."""
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    took = []
+    async with listening(App(), tmp_path if tls else None) as port, asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=trusting if tls else None
+        )
+        for _ in range(20):
+            began = time.monotonic()
+            writer.write(REQUEST)
+            await reader.readuntil(b"end\r\n0\r\n\r\n")
+            took.append(time.monotonic() - began)
+        writer.close()
+    assert sorted(took)[10] < 0.03
