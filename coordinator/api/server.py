@@ -60,8 +60,6 @@ from proto.trust.certificates import (
     key_to_pem,
     new_id,
     new_key,
-    renewal_time,
-    utc_now,
 )
 from proto.trust.node_trust import write_private
 
@@ -130,9 +128,7 @@ def renew_certificate(
     if tls.fingerprint:
         authority = Authority.open(options.state, create=True)
         assert authority is not None
-        own = from_pem(tls.certificate.read_text())[0]
-        is_current = own.issuer == authority.certificates[0].subject
-        if not is_current or utc_now() >= renewal_time(own):
+        if authority.must_renew(from_pem(tls.certificate.read_text())[0]):
             _cluster_certificate(authority, options)
     changed = tls.certificate.stat().st_mtime_ns
     if changed != loaded:

@@ -18,6 +18,7 @@ from proto.trust.certificates import (
     NodeIdentity,
     fingerprint,
     from_pem,
+    is_due,
     key_from_pem,
     key_to_pem,
     new_id,
@@ -84,6 +85,10 @@ class Authority:
     def fingerprint(self) -> bytes:
         """The SHA-256 of the current certificate, which join tokens name."""
         return fingerprint(self.certificates[0])
+
+    def must_renew(self, certificate: x509.Certificate) -> bool:
+        """Return whether a certificate is due, or of an earlier authority."""
+        return certificate.issuer != self.certificates[0].subject or is_due(certificate)
 
     @property
     def bundle(self) -> str:

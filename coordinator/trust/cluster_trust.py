@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 import ssl
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import CERTIFICATE_LIFE, Authority
@@ -121,13 +123,11 @@ class JoinServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             listener.close()
 
-    def _new_context(self) -> tuple[ssl.SSLContext, bytes]:
-        """Return a TLS context with a new certificate of the coordinator, and the certificate (DER)."""
+    def _new_context(self) -> tuple[ssl.SSLContext, x509.Certificate]:
+        """Return a TLS context with a new certificate of the coordinator, and the certificate."""
         key = new_key()
         identity = NodeIdentity(self._authority.cluster, Role.COORDINATOR, new_id())
         chain = self._authority.issue(key.public_key(), identity)
-        self._issuer = self._authority.fingerprint
-        self._renewal = time.monotonic() + CERTIFICATE_LIFE.total_seconds() / 2
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # every join is a full handshake
@@ -136,7 +136,7 @@ class JoinServer:
             file.touch(0o600)
             file.write_text(key_to_pem(key) + chain)
             context.load_cert_chain(file)
-        return context, from_pem(chain)[0].public_bytes(_DER)
+        return context, from_pem(chain)[0]
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accept connections, and close those above the bounds before their handshakes."""
@@ -158,9 +158,9 @@ class JoinServer:
 
     async def _join(self, connection: socket.socket, peer: str) -> None:
         """Handle one connection, with the present certificate."""
-        if self._issuer != self._authority.fingerprint or time.monotonic() >= self._renewal:
+        if self._authority.must_renew(self._certificate):
             self._context, self._certificate = self._new_context()
-        context, certificate = self._context, self._certificate
+        context, certificate = self._context, self._certificate.public_bytes(_DER)
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(MAX_LINE_BYTES, loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -244,6 +244,9 @@ POLL_SECONDS = 0.2
 REFRESH_SECONDS = 60.0
 """Seconds between two checks whether a worker's certificate needs renewal."""
 
+UPDATE_RETRY_SECONDS = 5.0
+"""Seconds after which an update that failed is sent again."""
+
 LOCAL_TOKEN_SECONDS = 3600.0
 LOCAL_TOKEN_USES = 100
 """Bound the token that the coordinator leaves in the state directory for workers of the same user and machine."""
@@ -300,9 +303,14 @@ class ClusterTrust:
         """Keep a valid token in `file`, which only this user can read."""
         while True:
             token = new_token(self.authority.cluster, self.authority.fingerprint, address)
-            self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES)
-            write_private(file, str(token))
-            await asyncio.sleep(LOCAL_TOKEN_SECONDS / 2)
+            seconds = LOCAL_TOKEN_SECONDS / 2
+            try:
+                self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES)
+                write_private(file, str(token))
+            except UsageError as error:  # such as a full disk
+                log.warning("no token for workers of this machine", extra={"error": str(error)})
+                seconds = REFRESH_SECONDS
+            await asyncio.sleep(seconds)
 
     async def watch(
         self,
@@ -313,14 +321,19 @@ class ClusterTrust:
 
         `workers()` returns the connected workers. `drop_removed` disconnects those that were removed.
         """
-        version = (0, 0)
+        version, failed_at = (0, 0), -math.inf
         while True:
-            found = (self.registry.version, self.authority.version)
-            if found != version or self.trust.due_request():
-                version = found
-                self._reload()
-                drop_removed(self.trust.removed)
-                self._sent.clear()
+            try:
+                found = (self.registry.version, self.authority.version)
+                if found != version or self.trust.due_request():
+                    self._reload()
+                    version = found
+                    drop_removed(self.trust.removed)
+                    self._sent.clear()
+            except (ClusterError, OSError) as error:  # such as a full disk, or too many open files
+                if (now := time.monotonic()) >= failed_at + REFRESH_SECONDS:
+                    log.error("removals and renewals wait", extra={"error": str(error)})
+                    failed_at = now
             connected = [w for w in workers() if w.node and w.node not in self.trust.removed]
             self._sent = {w: at for w, at in self._sent.items() if w in connected}
             due = time.monotonic() - REFRESH_SECONDS
@@ -356,4 +369,4 @@ class ClusterTrust:
                 log.info("certificate renewed", extra={"node": worker.node})
         except ClusterError as error:
             log.warning("trust update failed", extra={"node": worker.node, "error": str(error)})
-            self._sent.pop(worker, None)
+            self._sent[worker] = time.monotonic() - REFRESH_SECONDS + UPDATE_RETRY_SECONDS

@@ -169,9 +169,14 @@ def check_issued_by(
             certificate.verify_directly_issued_by(authority)
         except (ValueError, TypeError, InvalidSignature):
             continue
-        if is_valid_at(certificate, now) and is_valid_at(authority, now):
-            return
-        raise AccessError("the certificate has expired or is not valid yet")
+        for each in (certificate, authority):
+            if not is_valid_at(each, now):
+                start, end = each.not_valid_before_utc, each.not_valid_after_utc
+                raise AccessError(
+                    f"the certificate has expired or is not valid yet: it is valid from {start:%Y-%m-%d %H:%M} to "
+                    f"{end:%Y-%m-%d %H:%M} UTC, and the clock of this machine says {now:%Y-%m-%d %H:%M}"
+                )
+        return
     raise AccessError("another authority issued the certificate")
 
 
@@ -192,6 +197,11 @@ def renewal_time(certificate: x509.Certificate) -> datetime:
     """Return the time at which two thirds of the certificate's life have passed."""
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return start + (end - start) * 2 / 3
+
+
+def is_due(certificate: x509.Certificate) -> bool:
+    """Return whether a node needs a new certificate, because of its age or because a wrong clock made it."""
+    return not certificate.not_valid_before_utc <= utc_now() < renewal_time(certificate)
 
 
 def utc_now() -> datetime:

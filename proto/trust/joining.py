@@ -242,9 +242,6 @@ async def _exchange(
 
 def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> None:
     """Raise AccessError unless `certificate` is a coordinator's, issued by the authority that the token names."""
-    untrusted = AccessError(
-        f"--join: the server at {token.address} is not the coordinator of the token. Nothing was sent to it"
-    )
     try:
         chain, now = from_pem(authorities), utc_now()
         trusted = [a for a in chain if fingerprint(a) == token.authority]
@@ -257,7 +254,10 @@ def _check_server(certificate: bytes, authorities: str, token: JoinToken) -> Non
         leaf = x509.load_der_x509_certificate(certificate)
         check_issued_by(leaf, trusted, now)
         identity = identity_of(leaf)
+        if identity.cluster != token.cluster or identity.role is not Role.COORDINATOR:
+            raise AccessError("the certificate is of another cluster or role")
     except (AccessError, ProtocolError, ValueError) as error:
-        raise untrusted from error
-    if identity.cluster != token.cluster or identity.role is not Role.COORDINATOR:
-        raise untrusted
+        raise AccessError(
+            f"--join: the server at {token.address} is not the coordinator of the token: {error}. Nothing was sent "
+            "to it"
+        ) from error

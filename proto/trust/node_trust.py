@@ -21,11 +21,11 @@ from proto.trust.certificates import (
     check_issued_by,
     from_pem,
     identity_of,
+    is_due,
     is_id,
     is_valid_at,
     key_from_pem,
     key_to_pem,
-    renewal_time,
     signing_request,
     utc_now,
 )
@@ -119,6 +119,7 @@ class NodeTrust:
     directory: Path | None = None
     on_removed: Callable[[frozenset[str]], None] = field(default=lambda removed: None, repr=False)
     """Called with the removed nodes whenever they change."""
+    _saved: tuple[str, frozenset[str], str] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.identity = _checked_identity(self.key, self.certificate, self.authorities)
@@ -159,7 +160,8 @@ class NodeTrust:
     def install(self, authorities: str, removed: frozenset[str], certificate: str = "") -> None:
         """Replace the authorities and removed nodes and, if given, the certificate; save them.
 
-        Raises AccessError for values that do not fit together. The node then keeps what it had.
+        Raises AccessError for values that do not fit together. The node then keeps what it had. Raises UsageError if
+        they cannot be saved, such as on a full disk. They are in force then, and the next call saves them.
         """
         if len(removed) > MAX_REMOVED or not all(map(is_id, removed)):
             raise AccessError("the list of removed nodes is malformed")
@@ -168,23 +170,21 @@ class NodeTrust:
         if identity != self.identity:
             raise AccessError("the new certificate is of another node")
         before = self.removed
-        changed = (authorities, removed, chain) != (
-            self.authorities, self.removed, self.certificate
-        )  # fmt: skip
-        self.authorities, self.removed, self.certificate = authorities, removed, chain
-        if changed:
-            self.save()
+        self.authorities, self.removed, self.certificate = installed = authorities, removed, chain
         if removed != before:
             self.on_removed(removed)
+        if installed != self._saved:
+            self.save()
+            self._saved = installed
 
     def due_request(self) -> str:
         """Return a request for a new certificate, or nothing while the present one needs no renewal.
 
-        It needs renewal after two thirds of its life, and when the newest authority did not issue it.
+        It needs renewal when it is due, and when the newest authority did not issue it.
         """
         own, newest = from_pem(self.certificate)[0], from_pem(self.authorities)[0]
         current = own.issuer == newest.subject
-        return "" if current and utc_now() < renewal_time(own) else signing_request(self.key)
+        return "" if current and not is_due(own) else signing_request(self.key)
 
     def check_peer(self, peer: NodeIdentity) -> None:
         """Raise AccessError for a node of another cluster and for a removed node."""

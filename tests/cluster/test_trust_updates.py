@@ -101,3 +101,24 @@ async def test_a_removal_reaches_everyone_within_a_second(tmp_path: Path) -> Non
         cluster.registry.remove_nodes("mac-3")
         async with asyncio.timeout(1.0):
             await until(lambda: lost in removals[-1] and lost in trust.removed)
+
+
+async def test_an_unreadable_registry_does_not_end_the_removals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the registry cannot be read, the coordinator says so once. It applies removals afterwards."""
+    async with watched_worker(tmp_path) as (cluster, trust, removals):
+        await until(lambda: removals)
+        lost = new_id()
+        cluster.registry.record_node(lost, "mac-3", 0.0)
+        cluster.registry.remove_nodes("mac-3")
+        file = tmp_path / "authority" / "registry.json"
+        right = file.read_text()
+        file.write_text("{")
+        waits = "removals and renewals wait"
+        await until(lambda: waits in caplog.messages)
+        await asyncio.sleep(0.5)
+        assert caplog.messages.count(waits) == 1
+        file.write_text(right)
+        async with asyncio.timeout(1.0):
+            await until(lambda: lost in removals[-1] and lost in trust.removed)

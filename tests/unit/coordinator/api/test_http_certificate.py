@@ -56,7 +56,7 @@ async def test_a_rotation_and_age_renew_the_certificate(
     assert newest is not None
     check_issued_by(from_pem(second)[0], newest.certificates[:1], utc_now())
     later = renewal_time(from_pem(second)[0])
-    monkeypatch.setattr("coordinator.api.server.utc_now", lambda: later)
+    monkeypatch.setattr("proto.trust.certificates.utc_now", lambda: later)
     assert renew_certificate(options, files, context, loaded) != loaded
     assert await served_certificate(context) != second
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.trust import authority as authorities
 from coordinator.trust.authority import MAX_AUTHORITIES, Authority
 from proto.errors import AccessError, UsageError
 from proto.trust.certificates import (
@@ -157,3 +158,40 @@ def test_a_request_needs_the_private_key(tmp_path: Path) -> None:
     for hostile in ("\n".join(lines), "", "-----BEGIN CERTIFICATE REQUEST-----", request[:200]):
         with pytest.raises(AccessError):
             requested_key(hostile)
+
+
+def test_a_certificate_of_a_wrong_clock_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the clock was days ahead, a node asks for a new certificate instead of waiting for the old one."""
+    authority = make_authority(tmp_path)
+    node = trust_of(authority, Role.COORDINATOR)
+    assert node.due_request() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(authorities, "utc_now", lambda: utc_now() + timedelta(days=3))
+        node.certificate = authority.issue(node.key.public_key(), node.identity)
+    assert node.due_request()
+    assert authority.must_renew(from_pem(node.certificate)[0])
+    with pytest.raises(AccessError, match="clock of this machine says"):
+        node.install(authority.bundle, node.removed)
+
+
+def test_a_full_disk_does_not_delay_a_removal(tmp_path: Path) -> None:
+    """A removal that cannot be saved is in force at once, and saved with the next update."""
+    authority, lost = make_authority(tmp_path / "ca"), "0123456789abcdef"
+    node = trust_of(authority, Role.WORKER)
+    node.directory = tmp_path / "node"
+    node.save()
+    applied: list[frozenset[str]] = []
+    node.on_removed = applied.append
+    away = node.directory.rename(tmp_path / "away")
+    node.directory.write_text("not a directory")
+    with pytest.raises(UsageError, match="cannot be written"):
+        node.install(authority.bundle, frozenset({lost}))
+    assert applied == [{lost}]
+    node.directory.unlink()
+    away.rename(node.directory)
+    node.install(authority.bundle, frozenset({lost}))
+    loaded = NodeTrust.load(node.directory)
+    assert loaded is not None
+    assert loaded.removed == {lost}

@@ -17,6 +17,7 @@ import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from coordinator.trust import authority as authorities
 from coordinator.trust import cluster_trust
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import (
@@ -29,7 +30,8 @@ from coordinator.trust.cluster_trust import (
 from coordinator.trust.registry import Registry
 from proto.errors import AccessError
 from proto.rpc.channels import open_channel
-from proto.trust.certificates import Role, from_pem, new_key
+from proto.trust import joining as joins
+from proto.trust.certificates import Role, from_pem, new_key, utc_now
 from proto.trust.joining import JoinToken, _check_server, join, new_token
 from tests.support.trust.cluster_ca import make_authority, trust_of
 
@@ -167,6 +169,34 @@ async def test_a_certificate_of_the_join_server_is_renewed(
         for number in range(4):
             await join(token, f"mac-{number}", tmp_path / f"m{number}")
             await asyncio.sleep(1.0)
+
+
+async def test_the_clock_of_the_coordinator_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines join a server that started with a clock days ahead, as soon as the clock is right."""
+    authority = make_authority(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(authorities, "utc_now", lambda: utc_now() + timedelta(days=3))
+        server = JoinServer(authority, Registry(tmp_path / "a"))
+    registry = Registry(tmp_path / "a")
+    async with server.listening("127.0.0.1", 0) as port:
+        token = new_token(authority.cluster, authority.fingerprint, f"127.0.0.1:{port}")
+        registry.add_token(token, 60.0, 1)
+        await join(token, "mac-1", tmp_path / "m")
+
+
+@pytest.mark.parametrize("days", [-3, 40])
+async def test_a_machine_with_a_wrong_clock_learns_why(
+    days: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a join names both times, and the token is not used."""
+    async with joining(tmp_path) as (_, token):
+        with monkeypatch.context() as patch:
+            patch.setattr(joins, "utc_now", lambda: utc_now() + timedelta(days=days))
+            with pytest.raises(AccessError, match="clock of this machine says"):
+                await join(token, "mac-1", tmp_path / "m")
+        assert Registry(tmp_path / "a").tokens()[token.token_id]["uses"] == 1000
 
 
 def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> None:
