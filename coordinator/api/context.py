@@ -104,7 +104,7 @@ class ApiOptions:
     body_seconds: float = 30.0
     clamp_max_tokens: bool = False
     key_ring: KeyRing | None = None
-    """The named keys. If there are any, every request requires one of them or one of `api_keys`."""
+    """The named keys. Once there was one, every request requires one of them or one of `api_keys`."""
 
     def __post_init__(self) -> None:
         assert self.keep_alive_seconds > 0

@@ -142,7 +142,8 @@ METRICS_PATHS = frozenset({"/metrics", "/status", "/v1/events"})
 
 def keys_are_set(options: ApiOptions) -> bool:
     """Return whether requests need a key."""
-    return bool(options.api_keys or (options.key_ring and options.key_ring.stored_keys()))
+    ring = options.key_ring
+    return bool(options.api_keys or (ring and (ring.stored_keys() or ring.required)))
 
 
 async def require_key(request: Request) -> None:

@@ -219,7 +219,9 @@ class _Server:
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
-            key_ring=KeyRing(options.state),
+            key_ring=KeyRing(
+                options.state, required=not (options.insecure or is_loopback(options.host))
+            ),
         )
         self.journal = Journal(
             options.state / "journal" / "answers.db" if options.journal else None

@@ -34,9 +34,13 @@ class ApiKey:
 
 
 class KeyRing:
-    """The keys in a state directory. A running server sees changes without a restart."""
+    """The keys in a state directory. A running server sees changes without a restart.
 
-    def __init__(self, state: Path) -> None:
+    `required` is True from the first key that was seen on: the end of the last key must not admit everyone.
+    """
+
+    def __init__(self, state: Path, *, required: bool = False) -> None:
+        self.required = required
         self._file = StateFile(state / "keys" / "keys.json", {})
         self._version = -1
         self._keys: list[ApiKey] = []
@@ -51,6 +55,7 @@ class KeyRing:
                 for name, facts in self._file.read().items()
             ]
             self._version = version
+            self.required |= bool(self._keys)
         return self._keys
 
     def create(self, name: str, scopes: frozenset[Scope]) -> str:

@@ -305,7 +305,9 @@ def test_http_off_loopback(host: str, tmp_path: Path) -> None:
         for path, text, headers, status in expected:
             assert _status(coordinator.url + path, text, headers, context) == status, path
         command(state, "key", "revoke", "laptop")
-        assert _status(coordinator.url + "/v1/models", key, {}, context) == 401
+        command(state, "key", "revoke", "grafana")
+        for text in (key, reader, ""):
+            assert _status(coordinator.url + "/v1/models", text, {}, context) == 401
         with pytest.raises((urllib.error.URLError, OSError)):
             urllib.request.urlopen(coordinator.url.replace("https", "http"), timeout=5)
     assert key not in process.text()

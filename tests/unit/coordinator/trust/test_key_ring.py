@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.api.context import ApiOptions
+from coordinator.api.request_body import keys_are_set
 from coordinator.trust.key_ring import ApiKey, KeyRing, Scope
 from proto.errors import AccessError, UsageError
 
@@ -43,3 +45,17 @@ def test_a_key_permits_its_scopes(tmp_path: Path) -> None:
     ring.check_scope(key, Scope.METRICS)
     with pytest.raises(AccessError, match="inference"):
         ring.check_scope(key, Scope.INFERENCE)
+
+
+def test_the_end_of_the_last_key_admits_nobody(tmp_path: Path) -> None:
+    """A server that had a key, or that is open to the network, needs one after the last was revoked or deleted."""
+    ring, command = KeyRing(tmp_path / "a"), KeyRing(tmp_path / "a")
+    options = ApiOptions(key_ring=ring)
+    assert not keys_are_set(options)
+    command.create("laptop", INFERENCE)
+    assert keys_are_set(options)
+    command.revoke("laptop")
+    assert keys_are_set(options)
+    (tmp_path / "a" / "keys" / "keys.json").unlink()
+    assert keys_are_set(options)
+    assert keys_are_set(ApiOptions(key_ring=KeyRing(tmp_path / "b", required=True)))
