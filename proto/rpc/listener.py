@@ -63,6 +63,8 @@ def bind_listener(flags: str, host: str, port: int) -> socket.socket:
     # With the protocol named, because asyncio sets TCP_NODELAY only on connections that know it.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == "::":  # both families, also where the system's default is one
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -30,6 +30,9 @@ from proto.trust.node_trust import NodeTrust
 from tests.cluster.test_call_access import TOKEN, SecuredWorker, channel_of, secured_worker
 from tests.cluster.test_trust_updates import until
 from tests.support.trust.cluster_ca import expired_trust, make_authority, trust_of
+from worker.node.local_models import LocalModels
+from worker.node.node import Identity, WorkerNode
+from worker.node.process import served
 
 pytestmark = pytest.mark.smoke
 
@@ -183,3 +186,14 @@ async def test_silent_and_surplus_connections_are_closed(monkeypatch: pytest.Mon
         assert await closed(connect(PREAMBLE + bytes(range(TICKET_BYTES))))
         assert accepted == [bytes(range(TICKET_BYTES))]
     await port.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_both_ports_of_every_interface_listen_on_both_families(tmp_path: Path) -> None:
+    """gRPC listens on IPv4 and IPv6 for 0.0.0.0, so a coordinator that calls over IPv6 sends frames over it too."""
+    node = WorkerNode(Identity("w", None, 2**30, LocalModels(None)))
+    async with served(node, "0.0.0.0") as port:
+        for host in ("127.0.0.1", "::1"):
+            for each in (port, node.tickets.port):
+                socket.create_connection((host, each), DEADLINE).close()
+    await node.close()

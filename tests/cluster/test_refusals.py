@@ -32,6 +32,7 @@ from tests.support.processes.processes import (
     launch_coordinator,
     launch_worker,
 )
+from tests.support.processes.reserved_port import reserved_port
 
 REFUSED_SECONDS = 90.0
 """Seconds. Deadline for a program that cannot start. An idle machine needs about two."""
@@ -63,7 +64,7 @@ def in_turn(*launches: Callable[[], Process]) -> Iterator[tuple[int, str]]:
 
 def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
     """Wrong addresses, layers, ports and models end with status 2 and a line that names the flag."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, reserved_port("127.0.0.1") as free:
         port = taken.getsockname()[1]
         found = in_turn(
             lambda: launch_worker(tmp_path, "a", "--listen", "0.0.0.0:0"),
@@ -73,6 +74,9 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
             lambda: launch_worker(tmp_path, "e", "--listen", "7103"),
             lambda: launch_worker(tmp_path, "f", "--listen", "203.0.113.1:7103", "--insecure"),
             lambda: launch_worker(tmp_path, "g", "--memory-limit", "64"),
+            lambda: launch_worker(
+                tmp_path, "h", "--listen", f"127.0.0.1:{free}", "--data-port", str(free)
+            ),
         )
         words = (
             "--insecure",
@@ -82,6 +86,7 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
             "as in 127.0.0.1:7103",
             "Its addresses are 127.0.0.1",
             "Write 64GB",
+            f"--data-port {free}: another program listens there",
         )
         for (status, line), word in zip(found, words, strict=True):
             assert status == 2, line

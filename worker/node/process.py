@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -108,6 +110,10 @@ async def _join(token: str, name: str, directory: Path) -> NodeTrust:
     return trust
 
 
+UNSPECIFIED = str(ipaddress.IPv4Address(0))
+"""The address that stands for every interface."""
+
+
 @asynccontextmanager
 async def served(
     node: WorkerNode, host: str, port: int = 0, data_port: int = 0
@@ -119,13 +125,18 @@ async def served(
     flags = f"--listen {join_address(host, port)}"
     with bind_listener(flags, host, port) as probe:  # gRPC would not say why it cannot listen
         address = probe.getsockname()[0]
-    listener = bind_listener(f"--data-port {data_port}", host, data_port)
     server = make_server(node)
     try:
         port = add_port(server, join_address(address, port), node.identity.trust)
+        # gRPC listens on all addresses of both families for 0.0.0.0. The system does not choose its port again.
+        both = address == UNSPECIFIED and socket.has_dualstack_ipv6()
+        listener = bind_listener(f"--data-port {data_port}", "::" if both else address, data_port)
     except RuntimeError as error:
-        listener.close()
+        await server.stop(0)
         raise UsageError(f"{flags}: another program listens there. Choose another port") from error
+    except UsageError:
+        await server.stop(0)
+        raise
     await server.start()
     data = DataPort(listener, node.tickets.accept)
     data.start()
