@@ -16,7 +16,7 @@ from proto.errors import CheckpointError, ClusterError
 
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,127}")
 
-_REPO = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_REPO = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,10 @@ def is_head(stored: str) -> bool:
     return (local_name(stored) or "").startswith("mtp.")
 
 
+MAX_DIGITS = 10
+"""Bounds the digits of a layer number. Python refuses to read numbers of thousands of digits."""
+
+
 def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
     """Split a local name into (part, name within the part); None when no part of this model has this tensor."""
     head, _, rest = local.partition(".")
@@ -139,7 +143,8 @@ def split_part(local: str, num_layers: int) -> tuple[str, str] | None:
     if head == "mtp":
         return "mtp", rest
     layer, _, within = rest.partition(".")
-    if head == "layers" and within and layer.isdecimal() and int(layer) < num_layers:
+    decimal = layer.isdecimal() and len(layer) < MAX_DIGITS
+    if head == "layers" and within and decimal and int(layer) < num_layers:
         return f"layers.{int(layer)}", within
     return None
 

@@ -59,6 +59,8 @@ FIRST_PAUSE = 0.5
 MAX_SMALL_BYTES = 64 * 2**20
 """Bytes. Bounds a file that is read into memory as a whole. The index of the largest checkpoints takes 10 MB."""
 
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -278,14 +280,22 @@ class Blob:
 
 
 def find_blobs(repo: str, commit: str) -> list[Blob]:
-    """Return the safetensors files of a repo that the hub stores by their SHA-256. Raises the hub library's errors."""
+    """Return the safetensors files of a repo that the hub stores by their SHA-256.
+
+    Raises CheckpointError for a hash that is none, because it names a file, and the hub library's errors.
+    """
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     tree = HfApi(endpoint=constants.ENDPOINT).list_repo_tree(repo, revision=commit, recursive=True)
-    return [
-        Blob(file.path, file.size, folder / "blobs" / file.lfs.sha256)
-        for file in tree
-        if isinstance(file, RepoFile) and file.lfs and file.path.endswith(".safetensors")
-    ]
+    blobs = []
+    for file in tree:
+        if isinstance(file, RepoFile) and file.lfs and file.path.endswith(".safetensors"):
+            if not SHA256.fullmatch(file.lfs.sha256):
+                raise CheckpointError(
+                    f"model {repo}: the hub at {constants.ENDPOINT} sent {file.lfs.sha256!r:.80} as the SHA-256 of "
+                    f"{file.path!r:.80}. Use another hub"
+                )
+            blobs.append(Blob(file.path, file.size, folder / "blobs" / file.lfs.sha256))
+    return blobs
 
 
 def download_blobs(

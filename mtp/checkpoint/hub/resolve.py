@@ -23,7 +23,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import INDEX, read_weight_map
-from mtp.checkpoint.hub.repo import download_blobs, find_blobs
+from mtp.checkpoint.hub.repo import SHA256, download_blobs, find_blobs
 from proto.errors import CheckpointError, ClusterError
 from proto.terminal.progress import OnProgress
 
@@ -40,8 +40,6 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 _LAST = "config.json"
 """The file that is downloaded last, after all others are checked. A directory without it is not a model."""
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def resolve_model(
@@ -129,7 +127,7 @@ def _check_hashes(repo: str, snapshot: Path) -> None:
     log.info("checking the files against the hub's hashes", extra={"model": repo})
     for link in sorted(snapshot.iterdir()):
         file = link.resolve()
-        if not _SHA256.fullmatch(file.name):
+        if not SHA256.fullmatch(file.name):
             continue
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()

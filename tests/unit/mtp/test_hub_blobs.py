@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtp.checkpoint.hub.resolve import find_model, resolve_model
-from proto.errors import NotReadyError
+from proto.errors import CheckpointError, NotReadyError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.hub import Hub
 
@@ -77,3 +77,20 @@ def test_progress_is_reported_every_second(hub: Hub, source: Path) -> None:
         resolve_model(REPO, on_progress, stop)
     hub.faults.hold_at = math.inf
     assert max(b - a for a, b in pairwise(times)) < 1
+
+
+def test_a_hub_names_no_file_outside_the_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hash that is a path is refused, and no weights are requested. The cache names its files by hashes."""
+    outside = tmp_path / "outside"
+    etag = hub.etag
+
+    def lying_etag(file: Path) -> str:
+        return f"../../../../{outside.name}" if file.suffix == ".safetensors" else etag(file)
+
+    monkeypatch.setattr(hub, "etag", lying_etag)
+    with pytest.raises(CheckpointError, match="as the SHA-256 of"):
+        resolve_model(REPO)
+    assert hub.weights_sent == 0
+    assert not list(tmp_path.glob("outside*"))

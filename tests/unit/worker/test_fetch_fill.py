@@ -351,6 +351,9 @@ OFFERS = {
     "no object": lambda o: setattr(o, "config", "[]"),
     "another architecture": lambda o: setattr(o, "config", '{"model_type": "llama"}'),
     "an unknown tensor": lambda o: setattr(o.tensors[0], "name", "model.layers.99.x.weight"),
+    "a layer number of 5,000 digits": lambda o: setattr(
+        o.tensors[0], "name", f"model.layers.{'1' * 5000}.x.weight"
+    ),
     "a path for a tensor": lambda o: setattr(o.tensors[0], "name", "../../x"),
     "a wrong size": lambda o: setattr(o.tensors[0], "nbytes", 3),
     "an unknown type": lambda o: setattr(o.tensors[0], "dtype", "F3"),

@@ -32,7 +32,9 @@ def catalog(
         yield Catalog(tmp_path / "models")
 
 
-@pytest.mark.parametrize("name", ["../etc", "/etc/passwd", "a/../b", "a", "a/b/c", "a/b\n", ""])
+@pytest.mark.parametrize(
+    "name", ["../etc", "/etc/passwd", "a/../b", "a", "a/b/c", "a/b\n", "", "./a", ".a/b", "a/.b"]
+)
 def test_a_path_is_no_model(tmp_path: Path, name: str) -> None:
     """A client cannot make the server look at another directory of its machine."""
     assert not is_repo_name(name)
