@@ -6,6 +6,7 @@ import ipaddress
 import json
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import dropwhile
 from pathlib import Path
 
 from cryptography import x509
@@ -77,7 +78,8 @@ class Authority:
 
     def reload(self) -> None:
         """Read the files again, which `mtp-coord ca rotate` may have changed."""
-        found = _load(self.directory)
+        with locked(self.directory):
+            found = _load(self.directory)
         if found is not None and found.cluster == self.cluster:
             self.key, self.certificates, self.crosses = found.key, found.certificates, found.crosses
 
@@ -159,10 +161,11 @@ class Authority:
         return True
 
     def _save(self) -> None:
-        write_private(self.directory / "authority.key", key_to_pem(self.key))
+        """Write the files, the key last. Until then `_load` ignores certificates of the new key."""
         write_private(self.directory / "crosses.pem", to_pem(*self.crosses))
         write_private(self.directory / "authorities.pem", self.bundle)
         write_private(self.directory / "cluster.json", json.dumps({"cluster": self.cluster}))
+        write_private(self.directory / "authority.key", key_to_pem(self.key))
 
 
 def _load(directory: Path) -> Authority | None:
@@ -172,10 +175,22 @@ def _load(directory: Path) -> Authority | None:
         return None
     crosses = read_text(directory / "crosses.pem")
     try:
-        chain = tuple(from_pem(crosses)) if crosses else ()
-        return Authority(directory, cluster, key_from_pem(key), tuple(from_pem(bundle)), chain)
+        private = key_from_pem(key)
+        # A rotation that was interrupted, such as by a full disk, left certificates of a key that is lost.
+        chain = _from_key_on(private, from_pem(crosses) if crosses else [])
+        certificates = _from_key_on(private, from_pem(bundle))[: len(chain) + 1]
+        if not certificates:
+            raise AccessError("no certificate is of the key")
+        return Authority(directory, cluster, private, certificates, chain)
     except AccessError as error:
         raise UsageError(f"{directory}: {error}. Restore the directory from a backup") from error
+
+
+def _from_key_on(
+    key: ec.EllipticCurvePrivateKey, chain: list[x509.Certificate]
+) -> tuple[x509.Certificate, ...]:
+    """Return the certificates of `chain`, the newest first, from the first one of `key` on."""
+    return tuple(dropwhile(lambda each: each.public_key() != key.public_key(), chain))
 
 
 def _self_signed(key: ec.EllipticCurvePrivateKey, cluster: str) -> x509.Certificate:

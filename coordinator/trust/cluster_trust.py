@@ -85,6 +85,11 @@ FAILURE_SECONDS = 60.0
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
 """The answer to a refused token, with the reason."""
 
+UNWRITABLE = (
+    "the coordinator cannot write its registry. Its log has the reason. Try again afterwards"
+)
+"""The answer while the coordinator cannot keep the machine in its state directory."""
+
 LIMITED = "the coordinator has received too many joins. Try again in a minute"
 """The answer above a limit, before the joining machine has sent anything."""
 
@@ -201,6 +206,9 @@ class JoinServer:
         tls = writer.get_extra_info("ssl_object")
         try:
             reply = self._admit(request, session_binding(tls, certificate), peer)
+        except UsageError as error:  # such as a full disk
+            log.error("join failed", extra={"peer": peer, "error": str(error)})
+            reply = {"refused": UNWRITABLE}
         except ClusterError as error:
             self._failures.append((time.monotonic(), peer))
             log.warning("join refused", extra={"peer": peer, "reason": str(error)})

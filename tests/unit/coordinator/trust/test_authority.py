@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import stat
 from datetime import timedelta
@@ -12,6 +13,7 @@ import pytest
 from coordinator.trust import authority as authorities
 from coordinator.trust.authority import MAX_AUTHORITIES, Authority
 from proto.errors import AccessError, UsageError
+from proto.trust import node_trust
 from proto.trust.certificates import (
     Role,
     check_issued_by,
@@ -195,3 +197,33 @@ def test_a_full_disk_does_not_delay_a_removal(tmp_path: Path) -> None:
     loaded = NodeTrust.load(node.directory)
     assert loaded is not None
     assert loaded.removed == {lost}
+
+
+@pytest.mark.parametrize("written", range(5))
+def test_an_interrupted_rotation_has_no_effect(
+    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full after some files of a rotation leaves the earlier authority, which rotates again later."""
+    authority = make_authority(tmp_path)
+    authority.rotate()
+    node = trust_of(authority, Role.WORKER)
+    files: list[Path] = []
+
+    def write(file: Path, text: str) -> None:
+        files.append(file)
+        if len(files) > written:
+            raise UsageError("no space left")
+        node_trust.write_private(file, text)
+
+    monkeypatch.setattr(authorities, "write_private", write)
+    again = make_authority(tmp_path)
+    with pytest.raises(UsageError) if written < 4 else contextlib.nullcontext():
+        again.rotate()
+    monkeypatch.undo()
+    found = make_authority(tmp_path)
+    assert len(found.certificates) == len(found.crosses) + 1 == (2 if written < 4 else 3)
+    peer = trust_of(found, Role.WORKER)
+    assert peer.identity.cluster == node.identity.cluster
+    peer.install(found.bundle, peer.removed)
+    found.rotate()
+    node.install(found.bundle, node.removed)

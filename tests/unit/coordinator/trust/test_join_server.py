@@ -199,6 +199,19 @@ async def test_a_machine_with_a_wrong_clock_learns_why(
         assert Registry(tmp_path / "a").tokens()[token.token_id]["uses"] == 1000
 
 
+async def test_a_full_disk_is_no_wrong_token(tmp_path: Path) -> None:
+    """A machine learns that the coordinator cannot keep it, and may try as often as it likes with the same token."""
+    async with joining(tmp_path) as (authority, token):
+        away = authority.directory.rename(tmp_path / "away")
+        authority.directory.write_text("not a directory")
+        for _ in range(MAX_FAILURES_OF_PEER + 1):
+            with pytest.raises(AccessError, match="cannot write its registry"):
+                await join(token, "mac-1", tmp_path / "m")
+        authority.directory.unlink()
+        away.rename(authority.directory)
+        await join(token, "mac-1", tmp_path / "m")
+
+
 def test_a_node_may_not_issue_the_certificate_of_the_server(tmp_path: Path) -> None:
     """A member that signs a certificate with its own key is no authority, although the authority issued its own."""
     authority = make_authority(tmp_path / "a")
