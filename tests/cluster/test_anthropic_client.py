@@ -213,7 +213,7 @@ def test_errors_are_the_clients_own_exceptions(served: Served) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             r"messages\[0\].content",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, r"tools\[0\]"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=name) as refused:
             served.ask(**fields)

@@ -42,7 +42,7 @@ def url_of(process: Process) -> str:
     while time.monotonic() < deadline:
         for record in process.records():
             if str(record.get("message")).startswith("waiting for workers"):
-                return str(record["message"]).rpartition("status: ")[2].removesuffix("/status")
+                return str(record["message"]).rpartition("Status: ")[2].removesuffix("/status")
         assert process.running, process.text()[-1000:]
         time.sleep(0.1)
     raise AssertionError(f"no line about missing workers: {process.text()[-1000:]}")

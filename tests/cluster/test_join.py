@@ -132,7 +132,7 @@ def test_machines_join_by_token(host: str, tmp_path: Path) -> None:
         with ending(again):
             assert again.wait(DEADLINE) == 1
         assert "mtp-coord token create" in again.text()
-        assert coordinator.records("join refused")[0]["reason"] == "the token has no uses left"
+        assert coordinator.records("join refused")[0]["reason"] == "it is used"
         scopes = [word for scope in Scope for word in ("--scope", scope)]
         key = command(state, "key", "create", "all", *scopes)
         processes = [coordinator, *workers]

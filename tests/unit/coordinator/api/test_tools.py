@@ -67,7 +67,7 @@ async def test_functions_of_a_namespace_are_called_by_their_client_names() -> No
 async def test_tools_that_agents_offer_by_default_are_left_out(
     path: str, tool: Any, name: str
 ) -> None:
-    """The request is served with its functions, and the model sees no tool that nobody would run."""
+    """The request is served with its functions, and the model does not see the others."""
     own: Any = WEATHER
     if path == "/v1/messages":
         own = {"name": "weather", "input_schema": PARAMETERS}

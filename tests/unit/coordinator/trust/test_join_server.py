@@ -257,7 +257,7 @@ async def test_handshakes_of_strangers_are_bounded(tmp_path: Path) -> None:
 async def test_each_cause_of_a_refused_token_has_its_text(
     tmp_path: Path, cause: str, words: str
 ) -> None:
-    """A machine hears why its token does not admit it, and what to do."""
+    """The refusal of a machine says the reason and what to do."""
     authority, registry = make_authority(tmp_path / "a"), Registry(tmp_path / "a")
     async with JoinServer(authority, registry).listening("127.0.0.1", 0) as port:
         token = new_token(authority.cluster, authority.fingerprint, f"127.0.0.1:{port}")
