@@ -190,9 +190,14 @@ def scope_of(path: str) -> Scope:
 
 
 def require_json(request: Request) -> None:
-    """Raise RequestError for another content type, which a web page could send across sites without permission."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    """Raise RequestError for another content type, which a web page could send across sites without permission.
+
+    Some programs send none. A browser then sends the page's origin.
+    """
+    sent = request.headers.get("content-type")
+    if sent is None and "origin" not in request.headers:
+        return
+    if (sent or "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
 
 

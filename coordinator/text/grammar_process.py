@@ -52,7 +52,7 @@ class GrammarProcess:
     def __init__(self, vocabulary: bytes) -> None:
         self.vocabulary = vocabulary
         self._results: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
         self._connection: socket.socket | None = None
         self._process: psutil.Process | None = None
         self._stop: weakref.finalize[Any, Any] | None = None
@@ -85,6 +85,7 @@ class GrammarProcess:
         self._connection = None
 
     async def _compile_in_turn(self, key: bytes, job: bytes, param: str) -> None:
+        await self._connected()  # the start of the process is no wait for other requests
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._turn.acquire()
@@ -141,8 +142,11 @@ class GrammarProcess:
 
     async def _connected(self) -> socket.socket:
         """Return the connection to the process, started if needed. Raises NotReadyError if it does not start."""
-        if self._connection is not None:
-            return self._connection
+        async with self._starting:
+            return self._connection or await self._start()
+
+    async def _start(self) -> socket.socket:
+        """Start the process and give it the vocabulary."""
         process, own = _start()
         self._stop = weakref.finalize(self, _end, process, own)
         self._process = psutil.Process(process.pid)

@@ -164,6 +164,11 @@ def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
         assert alone.records("not joined, so without TLS on loopback"), (
             "the token has no coordinator"
         )
+        advice = "no coordinator yet. Start one with: mtp-coord serve --model MODEL --worker 127."
+        due = time.monotonic() + DEADLINE
+        while advice not in alone.text() and time.monotonic() < due:
+            time.sleep(0.1)
+        assert advice in alone.text()
 
 
 def _answers(url: str, key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -148,6 +149,9 @@ async def served(
         await data.close()
 
 
+LONELY_SECONDS = 5.0
+"""Seconds without a coordinator after which the log says how to start one."""
+
 DRAIN_SECONDS = 20.0
 """Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
 
@@ -189,6 +193,12 @@ async def run(options: WorkerOptions) -> None:
                 "layers": str(options.layers or "any"),
             },
         )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LONELY_SECONDS):
+                await stopping.wait()
+        if node.lease is None and not stopping.is_set():
+            found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+            log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", found)
         await stopping.wait()
         await _drain(node)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
 from functools import cache
 from typing import Any
@@ -20,6 +21,9 @@ from proto.errors import CapacityError, NotReadyError, RequestError
 
 PATIENCE = 20.0
 """Seconds. Longest wait for a process to end."""
+
+
+SHORT_WAIT = 0.5
 
 
 @cache
@@ -140,6 +144,26 @@ async def test_forty_slow_formats_leave_the_loop_and_each_other_alone(
     assert kinds <= {RequestError, CapacityError}, answers
     assert seconds < 15  # five on an idle machine
     assert gap < 2  # one of these formats would stop it for ten
+
+
+async def test_nobody_is_refused_for_the_start_of_the_process(
+    compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large vocabulary takes longer to read than a request waits for others. The first requests wait for it."""
+    receive, starts = grammar_process._receive, list[float]()
+
+    async def slow(connection: socket.socket) -> Any:
+        if not starts:
+            starts.append(1.0)
+            await asyncio.sleep(2 * SHORT_WAIT)
+        return await receive(connection)
+
+    monkeypatch.setattr(grammar_process, "WAIT_SECONDS", SHORT_WAIT)
+    monkeypatch.setattr(grammar_process, "_receive", slow)
+    formats = [schema({"type": "string", "maxLength": n}) for n in (3, 4, 5)]
+    found = await asyncio.gather(*(compiler.compile(one) for one in formats))
+    assert all(found)
+    assert starts == [1.0]
 
 
 async def test_a_job_ends_with_its_client(compiler: GrammarProcess) -> None:
