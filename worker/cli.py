@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from proto.announcement import parse_address
+from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal import console
 from proto.terminal.logs import LogFormat, LogLevel, configure
@@ -68,6 +69,12 @@ def worker(
         str | None,
         typer.Option(metavar="SIZE", help="Most memory to use, such as 48GB.  [default: 3/4]"),
     ] = None,
+    kernels: Annotated[
+        Kernels,
+        typer.Option(
+            help="Kernels of this project, MLX's operations, or on a Mac the faster ones."
+        ),
+    ] = Kernels.auto,
     no_wired_memory: Annotated[
         bool,
         typer.Option(
@@ -145,6 +152,7 @@ def worker(
         mdns=not no_mdns,
         state_dir=state_dir,
         wired=not no_wired_memory,
+        kernels=kernels,
         awake=not allow_sleep,
         insecure=insecure,
         join=join,

@@ -34,6 +34,7 @@ from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError
+from proto.kernels import Kernels
 from proto.params import Acceptance
 from proto.span import Span
 from proto.terminal.progress import format_size
@@ -78,6 +79,7 @@ class ServeOptions:
     served_names: tuple[str, ...]
     clamp_max_tokens: bool
     wired: bool
+    kernels: Kernels
     awake: bool
     name: str
     insecure: bool = False
@@ -182,6 +184,7 @@ def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) ->
         max_sequences=options.max_sequences,
         prefix_cache=options.prefix_cache,
         wired=options.wired,
+        kernels=options.kernels,
         exact=options.exact,
         draft_vocab=options.draft_vocab,
     )

@@ -29,6 +29,7 @@ from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.params import Acceptance
 from proto.terminal.logs import LogFormat, LogLevel, configure
 from proto.trust.node_trust import state_dir as directory_of
@@ -165,6 +166,12 @@ def serve(
         bool,
         typer.Option("--allow-sleep", help="Let a Mac fall asleep while it serves."),
     ] = False,
+    kernels: Annotated[
+        Kernels,
+        typer.Option(
+            help="Kernels of this project, MLX's operations, or on a Mac the faster ones."
+        ),
+    ] = Kernels.auto,
     no_wired_memory: Annotated[
         bool,
         typer.Option(
@@ -270,6 +277,7 @@ def serve(
         served_names=tuple(served_model_name or ()),
         clamp_max_tokens=clamp_max_tokens,
         wired=not no_wired_memory,
+        kernels=kernels,
         awake=not allow_sleep,
         insecure=insecure,
         join_address=None if listen is None else parse_address("--listen", listen, JOIN_PORT),

@@ -28,6 +28,7 @@ from proto.control import Rollback
 from proto.errors import ClusterError, NotReadyError, WorkerLostError
 from proto.frame import Frame
 from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
+from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress, byte_bar
 from worker.engine.backup import ReceivedBackup
@@ -67,6 +68,7 @@ class LocalModel:
     max_sequences: int = DEFAULT_SEQUENCES
     prefix_cache: bool = True
     wired: bool = True
+    kernels: Kernels = Kernels.auto
     exact: bool = False
     draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
 
@@ -148,7 +150,13 @@ class LocalPipeline:
         set_limits(self._memory_limit)
         model = self._model
         loaded = [
-            self.host.load(lambda: model.checkpoint, spec, on_progress, wired=model.wired)
+            self.host.load(
+                lambda: model.checkpoint,
+                spec,
+                on_progress,
+                wired=model.wired,
+                kernels=model.kernels,
+            )
             for spec in model.specs()
         ]
         self._engines = [self.host.make_engine(stage, self.epoch) for stage in loaded]

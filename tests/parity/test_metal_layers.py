@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,21 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
-from mtp.layers.metal import join
+from mtp.layers.metal import gdn, join
+from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.metal.trial import KernelTrial
 from mtp.layers.windows import GatedDeltaShape
 from proto.frame import Admit, Segment
+from proto.kernels import Kernels
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run
 from worker.cache.sequence_cache import SequenceCache
-from worker.model import choice
+from worker.model import choice, kernel_choice
+from worker.model.kernel_choice import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
@@ -49,11 +54,11 @@ WIDTHS = (6, 3, 1, 4)
 """Tokens of a prompt and of windows."""
 
 
-def stage_of(path: Path) -> Stage:
+def stage_of(path: Path, kernels: Kernels = Kernels.own) -> Stage:
     modules = load_stage(
         Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
     )
-    return Stage(modules, KVFormat())
+    return Stage(modules, KVFormat(), kernels=kernels)
 
 
 def outputs(stage: Stage) -> mx.array:
@@ -85,10 +90,11 @@ def test_layers_compute_what_the_reference_does(
     path = checkpoints(layers=4, seed=len(form), **options)
     with metal_path():
         stage = stage_of(path)
-        assert stage.variants.summary == ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
+        expected_kinds = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
+        assert stage.variants.summary.partition(";")[0] == expected_kinds
         found = outputs(stage)
         unchanged = SimpleNamespace(layer=lambda layer: layer)
-        monkeypatch.setattr(choice, "MetalJoiner", lambda _: unchanged)
+        monkeypatch.setattr(choice, "MetalJoiner", lambda *_: unchanged)
         expected = outputs(stage_of(path))
     # In bfloat16 the reference itself is 9 % away from the same layers in fp32.
     limit = 1e-5 if stage.dtype == mx.float32 else 0.1
@@ -122,20 +128,86 @@ def test_an_open_window_keeps_its_own_rows_alone(
     assert all(map(mx.array_equal, found[0] + found[1], found[2] + found[3]))
 
 
-def test_a_kernel_that_does_not_compile_leaves_mlx_lms(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def wrong(_: GatedDeltaShape, rows: mx.array, *__: object) -> list[mx.array]:
+    """Run a kernel that does not compile."""
+    kernel = MetalKernel("broken", ["rows"], ["out"], "this is no Metal;")
+    return kernel([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
+
+
+def scaled(*arguments: Any) -> tuple[mx.array, ...]:
+    """Return outputs a tenth too large."""
+    y, conv, state = gated_delta_window(*arguments)
+    return 1.1 * y, conv, state
+
+
+def slow(*arguments: Any) -> tuple[mx.array, ...]:
+    """Take longer than any operations."""
+    time.sleep(SLOW_SECONDS)
+    return gated_delta_window(*arguments)
+
+
+SLOW_SECONDS = 0.2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mode", "kinds", "reason"),
+    [
+        (wrong, Kernels.auto, "4 joined", "expected"),
+        (scaled, Kernels.auto, "4 joined", "differ by"),
+        (slow, Kernels.auto, "4 joined", "us a step"),
+        (slow, Kernels.own, "1 joined, 3 window", "it works"),
+        (scaled, Kernels.own, "4 joined", "differ by"),
+        (gated_delta_window, Kernels.mlx, "4 joined", ""),
+    ],
+    ids=["does not compile", "wrong", "slow", "slow, own", "wrong, own", "mlx"],
+)
+def test_a_kernel_is_used_if_it_is_right_and_not_slower(
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kernel: Any,
+    mode: Kernels,
+    kinds: str,
+    reason: str,
 ) -> None:
-    """A Mac whose compiler refuses the kernel joins products, runs mlx-lm's kernel, and says so once."""
+    """A kernel that fails, differs or is slower costs nothing but its trial, and --kernels overrules the times."""
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(written, "GDN_DIM", 128)
-    broken = MetalKernel("broken", ["rows"], ["out"], "this is no Metal;")
-
-    def run(_: GatedDeltaShape, rows: mx.array, *__: object) -> list[mx.array]:
-        return broken([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
-
-    monkeypatch.setattr(join, "gated_delta_window", run)
-    join.window_kernel_works.cache_clear()
+    monkeypatch.setattr(gdn, "gated_delta_window", kernel)
+    monkeypatch.setattr(kernel_choice, "_UNTIMED", {})
     path = checkpoints(layers=4, seed=9)
-    with metal_path():
-        assert stage_of(path).variants.summary == "4 joined"
-    assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
-    join.window_kernel_works.cache_clear()
+    with metal_path() as patch:
+        patch.setattr(choice, "KernelChoice", KernelChoice)
+        summary = stage_of(path, mode).variants.summary
+    assert summary.startswith(kinds)
+    assert reason in summary
+
+
+def test_a_trial_is_kept_for_the_next_start(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next start of the same program on the same machine tries nothing, and another kernel is tried."""
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    path = checkpoints(layers=4, seed=9)
+    trials: list[bool] = []
+
+    def tried(*_: Any, timed: bool) -> KernelTrial:
+        trials.append(timed)
+        return KernelTrial(1e-6, 2e-6)
+
+    monkeypatch.setattr(join, "try_window_kernel", tried)
+    with metal_path() as patch:
+        patch.setattr(choice, "KernelChoice", KernelChoice)
+        summaries = [stage_of(path, Kernels.auto).variants.summary for _ in range(2)]
+        assert trials == [True]
+        assert set(summaries) == {
+            "1 joined, 3 window; gated_delta_window: 1 us a step, MLX's operations 2 us, own used"
+        }
+        monkeypatch.setattr(join, "SOURCE", "another text")
+        stage_of(path, Kernels.auto)
+        assert trials == [True, True]
+        (tmp_path / "kernels.json").write_text("{damaged")
+        stage_of(path, Kernels.auto)
+    assert trials == [True] * 3
+    assert len(read_trials()) == 1

@@ -17,6 +17,7 @@ from mtp.checkpoint.hub.resolve import find_model
 from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel
 
@@ -36,6 +37,7 @@ WORKER: Rows = {
     "--no-mdns": ([], {"mdns": False}),
     "--state-dir": (["state"], {"state_dir": Path("state")}),
     "--no-wired-memory": ([], {"wired": False}),
+    "--kernels": (["mlx"], {"kernels": Kernels.mlx}),
     "--allow-sleep": ([], {"awake": False}),
     "--insecure": (
         ["--listen", "0.0.0.0:7"],
@@ -89,6 +91,7 @@ SERVE: Rows = {
     "--state-dir": (["state"], {"state": Path("state")}),
     "--no-journal": ([], {"journal": False}),
     "--no-wired-memory": ([], {"wired": False}),
+    "--kernels": (["own"], {"kernels": Kernels.own}),
     "--allow-sleep": ([], {"awake": False}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),
     "--log-format": (["json"], {"log_format": LogFormat.json}),

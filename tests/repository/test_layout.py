@@ -62,6 +62,7 @@ ARROWS: dict[str, set[str]] = {
         "worker.engine",
     },
     "worker.model": {
+        "proto.trust",
         "mtp",
         "mtp.checkpoint.format",
         "mtp.head",

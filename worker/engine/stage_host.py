@@ -19,6 +19,7 @@ from mtp.layers.layer import KVFormat
 from proto.errors import MemoryLimitError
 from proto.frame import Admit, Frame
 from proto.frame_stamps import FrameStamps, StampRing
+from proto.kernels import Kernels
 from proto.span import Span
 from proto.terminal.progress import OnProgress
 from worker.engine.engine_thread import EngineThread
@@ -177,6 +178,7 @@ class StageHost:
         *,
         memory_limit: int | None = None,
         wired: bool = True,
+        kernels: Kernels = Kernels.auto,
     ) -> LoadedStage:
         """Load a stage, after the memory of the one before is released.
 
@@ -219,10 +221,15 @@ class StageHost:
                 extra={"checkpoint": checkpoint.path.name, "missing": len(checkpoint.mtp.missing)},
             )
         wire_weights(wanted=wired)
-        if spec.exact:
-            expect(PROBE_SECONDS)
         kv_format = KVFormat.of(checkpoint.config.head_dim, spec.kv_bits)
-        stage = Stage(modules, kv_format, exact=spec.exact, draft_vocab=spec.draft_vocab)
+        expect(PROBE_SECONDS)  # kernels are tried
+        stage = Stage(
+            modules,
+            kv_format,
+            exact=spec.exact,
+            draft_vocab=spec.draft_vocab,
+            kernels=kernels,
+        )
         warn_of_emulated_bfloat16(stage.dtype)
         warm_up(stage, first=spec.first, last=spec.last, expect=expect)
         trim_allocator()

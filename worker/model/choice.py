@@ -16,6 +16,8 @@ from mtp.layers.exact import ExactProducts
 from mtp.layers.joined.join import Joiner
 from mtp.layers.layer import KVFormat
 from mtp.layers.metal.join import MetalJoiner
+from proto.kernels import Kernels
+from worker.model.kernel_choice import KernelChoice
 from worker.model.loader import StageModules
 
 log = logging.getLogger(__name__)
@@ -33,17 +35,21 @@ class Variants:
     split_rows: int | None
 
 
-def choose_variants(modules: StageModules, kv_format: KVFormat, *, exact: bool) -> Variants:
+def choose_variants(
+    modules: StageModules, kv_format: KVFormat, *, exact: bool, kernels: Kernels = Kernels.auto
+) -> Variants:
     """Replace the parts of `modules` by the fastest variants of this device. A stage is built only once from them.
 
     CUDA kernels compute what they can on NVIDIA GPUs. On Apple GPUs and on Linux' CPUs joined products do, unless the
     stage is exact, because exact mode probes the products of single layers. All else stays with mlx-lm's modules. With
-    `exact`, a row has the same bits with any rows beside it. Raises UsageError if that is impossible here.
+    `exact`, a row has the same bits with any rows beside it. `kernels` decides over this project's kernels: those for
+    Apple GPUs are tried against the operations that they replace. Raises UsageError if exact mode is impossible here.
     """
     device = this_device()
     dtype = modules.dtype
     split_rows = None
-    if device.variant == "cuda":
+    choice = KernelChoice(kernels)
+    if device.variant == "cuda" and kernels is not Kernels.mlx:
         split_rows = FEW_ROWS
         packer = Packer(dtype, kv_format)
         if packer.works:
@@ -51,13 +57,14 @@ def choose_variants(modules: StageModules, kv_format: KVFormat, *, exact: bool) 
     elif device.variant == "joined" and not exact:
         _join(modules, Joiner(dtype, modules.model_bytes))
     elif device.variant == "metal" and not exact:
-        modules.replace_layers(MetalJoiner(dtype).layer)
+        modules.replace_layers(MetalJoiner(dtype, choice.choose).layer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     mx.clear_cache()
     kinds = Counter(layer.kind for layer in modules.layers)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     summary += ", exact" if exact else ""
+    summary += f"; {choice.summary}" if choice.summary else ""
     log.info(
         "layers", extra={"span": str(modules.span), "backend": device.backend, "layers": summary}
     )

@@ -11,6 +11,7 @@ from mtp.device import this_device
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
+from proto.kernels import Kernels
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.choice import choose_variants
 from worker.model.loader import StageModules
@@ -34,15 +35,16 @@ class Stage:
         *,
         exact: bool = False,
         draft_vocab: DraftVocabularySize = ALL_WORDS,
+        kernels: Kernels = Kernels.auto,
     ) -> None:
         """Prepare `modules` for this backend. With `exact`, a row has the same bits with any rows beside it.
 
-        `draft_vocab` is for the verifier of the last stage.
+        `draft_vocab` is for the verifier of the last stage, and `kernels` the value of `--kernels`.
 
         Raises UsageError if that is impossible here.
         """
         self.dtype = modules.dtype
-        self.variants = choose_variants(modules, kv_format, exact=exact)
+        self.variants = choose_variants(modules, kv_format, exact=exact, kernels=kernels)
         self.modules = modules
         self.draft_vocab = draft_vocab
         self.kv_format = kv_format

@@ -15,6 +15,7 @@ from functools import partial
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import BusyError, NotReadyError, ProtocolError, StaleEpochError, UsageError
+from proto.kernels import Kernels
 from proto.rpc.data_connection import DataTickets, HopFigures, StreamBinding
 from proto.rpc.status_codes import printable
 from proto.span import Span
@@ -45,6 +46,7 @@ class Identity:
     trust: NodeTrust | None = None
     """The worker's credentials in a cluster; None for a worker whose connections are not secured."""
     wired: bool = True
+    kernels: Kernels = Kernels.auto
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -233,6 +235,7 @@ class WorkerNode:
                 report,
                 memory_limit=identity.memory_limit,
                 wired=identity.wired,
+                kernels=identity.kernels,
             )
             try:
                 loaded = await thread.call(read)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from proto.announcement import Announcement, is_loopback, join_address
 from proto.errors import ClusterError, UsageError
+from proto.kernels import Kernels
 from proto.rpc.channels import add_port
 from proto.rpc.data_port import DataPort
 from proto.rpc.listener import bind_listener
@@ -46,6 +47,7 @@ class WorkerOptions:
     state_dir: Path | None
     data_port: int = 0
     wired: bool = True
+    kernels: Kernels = Kernels.auto
     insecure: bool = False
     join: str | None = field(default=None, repr=False)  # a secret
     awake: bool = True
@@ -167,7 +169,13 @@ async def run(options: WorkerOptions) -> None:
         options.host, options.name, options.join, options.state_dir, insecure=options.insecure
     )
     identity = Identity(
-        options.name, options.layers, options.memory_limit, models, wired=options.wired, trust=trust
+        options.name,
+        options.layers,
+        options.memory_limit,
+        models,
+        wired=options.wired,
+        kernels=options.kernels,
+        trust=trust,
     )
     node = WorkerNode(identity)
     await node.host.thread.call(partial(set_limits, options.memory_limit))

@@ -42,6 +42,20 @@ def has_window_kernel(net: GatedDeltaNet) -> bool:
     )
 
 
+def window_recurrence(net: Any, dtype: mx.Dtype) -> Recurrence:
+    """Return what the kernel computes of a layer, with its constants in `dtype`."""
+    constants = (
+        net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
+        net.A_log.astype(mx.float32),
+        net.dt_bias.astype(mx.float32),
+        net.norm.weight.astype(dtype),
+        mx.array([net.norm.eps]),
+    )
+    mx.eval(constants)
+    heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
+    return Recurrence(gated_delta_window, heads, constants)
+
+
 def joined_inputs(net: GatedDeltaNet) -> JoinedLinear | None:
     """Return the input projections as one, or None if they have different formats."""
     return JoinedLinear.of([net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a])
@@ -90,19 +104,11 @@ class WindowGDNLayer(Layer):
         assert out is not None
         self.mlp: JoinedMLP | PlainMLP = mlp or PlainMLP(layer.mlp)
         self.mlp_norm = layer.post_attention_layernorm
-        heads = GatedDeltaShape(net.num_k_heads, net.num_v_heads)
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
+        self._recurrence = window_recurrence(net, dtype)
+        heads, constants = self._recurrence.shape, self._recurrence.constants
         self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps)
-        constants = (
-            net.conv1d.weight.reshape(-1, TAPS).astype(dtype),
-            net.A_log.astype(mx.float32),
-            net.dt_bias.astype(mx.float32),
-            net.norm.weight.astype(dtype),
-            mx.array([net.norm.eps]),
-        )
-        mx.eval(constants)
-        self._recurrence = Recurrence(gated_delta_window, heads, constants)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)

@@ -156,13 +156,13 @@ class GDNLayer(Layer):
             if any(keep) and not all(stay_open):
                 # In a frame with prompt chunks, a tape of views would keep the rows of the chunks in memory.
                 inner = [mx.contiguous(part) for part in inner]
-            out = self._advance([row[0] for row in rows], keep, *inner)
+            out = self.advance([row[0] for row in rows], keep, *inner)
             outputs.append(out.reshape(-1, self.net.num_v_heads, self.net.head_v_dim))
             start = end
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return self.mlp.add(x + self._finish(out, z, inputs.dtype), self.mlp_norm)
 
-    def _advance(
+    def advance(
         self,
         caches: Sequence[GDNCache],
         keep: Sequence[bool],

@@ -13,7 +13,10 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
+from proto.kernels import Kernels
 from tests.support.metal import runner
+from worker.model import choice
+from worker.model.kernel_choice import KernelChoice
 
 KERNELS = {
     "_gated_delta_kernel": lambda: gated_delta._make_gated_delta_kernel(False, False),
@@ -36,18 +39,20 @@ def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPat
         patch.setattr(gated_delta, "mx", SimpleNamespace(**vars(mx) | on_mac))
         for name, make in KERNELS.items():
             patch.setattr(gated_delta, name, make())
+        # The runner's times say nothing, so a kernel is used if it is right.
+        patch.setattr(choice, "KernelChoice", lambda _: KernelChoice(Kernels.own))
         yield patch
 
 
 @contextmanager
-def metal_path() -> Iterator[None]:
+def metal_path() -> Iterator[pytest.MonkeyPatch]:
     """Choose and run what a Mac would inside the block.
 
     Compiled functions run uncompiled, because the runner reads the arrays of a kernel.
     """
-    with metal_choices(runner.metal_kernel):
+    with metal_choices(runner.metal_kernel) as patch:
         mx.disable_compile()
         try:
-            yield
+            yield patch
         finally:
             mx.enable_compile()
