@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from coordinator.cluster.discovery import Candidate, Discovery, collect
 from coordinator.cluster.worker_client import ConnectionPolicy
-from coordinator.doctor import answer, kernels, machine, network
+from coordinator.doctor import answer, kernels, machine, network, step
 from coordinator.doctor.finding import Finding, Verdict, judged
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import this_device
@@ -158,6 +158,8 @@ class Diagnosis:
                 return answer.judge_exact(answers[0], alone, windows)
 
             await self._run_async("exact mode", exact)
+        if full and 0 in answers:
+            await self._run("step", lambda: step.check_step(checkpoint))
         if 2 in answers and 0 in answers:
             await self._run("speed", lambda: answer.judge_speed(answers[0], answers[2]))
 

@@ -168,6 +168,23 @@ class PlainMLP:
 
 
 @cache
+@dataclass(frozen=True)
+class KernelTrial:
+    """The trial of a kernel: seconds of a step with it and with MLX's operations, over several batches.
+
+    With a `problem` the kernel fails or differs.
+    """
+
+    own: float = 0.0
+    mlx: float = 0.0
+    problem: str = ""
+
+    @property
+    def is_won(self) -> bool:
+        """True if the kernel is right and not slower."""
+        return not self.problem and self.own <= self.mlx
+
+
 def report_fallback(kernel: str, error: str) -> None:
     """Log, once for each kernel and cause, that slower operations replace a kernel of this project."""
     log.warning(

@@ -11,11 +11,10 @@ import mlx.core as mx
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.layer import KVFormat
+from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.metal import gdn, join
 from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.trial import KernelTrial
 from mtp.layers.windows import GatedDeltaShape
 from proto.frame import Admit, Segment
 from proto.kernels import Kernels

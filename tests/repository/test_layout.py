@@ -135,6 +135,8 @@ ARROWS: dict[str, set[str]] = {
         "worker.engine",
     },
     "coordinator.doctor": {
+        "mtp.layers",
+        "worker.model",
         "coordinator.cluster",
         "coordinator.schedule",
         "coordinator.text",
@@ -165,7 +167,11 @@ ARROWS: dict[str, set[str]] = {
 }
 """The other folders that each folder imports from. An arrow that no module uses is an error."""
 
-COMPOSITION_ROOTS = {"coordinator.cluster.local_pipeline", "coordinator.doctor.machine"}
+COMPOSITION_ROOTS = {
+    "coordinator.doctor.step",
+    "coordinator.cluster.local_pipeline",
+    "coordinator.doctor.machine",
+}
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 
 FLOORS = (

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mtp.device import Arithmetic
-from mtp.layers.metal.trial import KernelTrial
+from mtp.layers.layer import KernelTrial
 from proto.errors import UsageError
 from proto.kernels import Kernels
 from proto.trust.node_trust import read_text, state_dir, write_private

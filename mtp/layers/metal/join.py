@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mtp.layers.gated_delta import SOURCE
-from mtp.layers.layer import Layer
+from mtp.layers.layer import KernelTrial, Layer
 from mtp.layers.metal.attention import JoinedAttentionLayer
 from mtp.layers.metal.gdn import (
     JoinedGDNLayer,
@@ -18,7 +18,7 @@ from mtp.layers.metal.gdn import (
     window_recurrence,
 )
 from mtp.layers.metal.products import Format, JoinedMLP
-from mtp.layers.metal.trial import KernelTrial, try_window_kernel
+from mtp.layers.metal.trial import try_window_kernel
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.reference.gdn import GDNLayer
 

@@ -1,7 +1,7 @@
 """The trial of the window kernel: its results and its time beside the operations that it replaces.
 
-Both compute the same rows at the shapes of the model, on the machine that will serve. Nobody can know beforehand which
-one is faster there.
+Both compute the same rows at the shapes of the model, on the machine that will serve. Which of them is faster there is
+unknown before.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from mtp.layers.layer import KVFormat
+from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     Recurrence,
@@ -42,23 +41,6 @@ TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
 Steps = Callable[[int], list[mx.array]]
 """A function that computes a number of steps. It returns the last outputs, the last inputs and the states."""
-
-
-@dataclass(frozen=True)
-class KernelTrial:
-    """Seconds of a step with the kernel and with MLX's operations, summed over `BATCHES`.
-
-    With a `problem` the kernel fails or differs.
-    """
-
-    own: float = 0.0
-    mlx: float = 0.0
-    problem: str = ""
-
-    @property
-    def is_won(self) -> bool:
-        """True if the kernel is right and not slower."""
-        return not self.problem and self.own <= self.mlx
 
 
 def try_window_kernel(

@@ -1,0 +1,185 @@
+"""One plain step of a model on this machine, beside mlx-lm's: its kernels, the time to build it, and its whole time."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from coordinator.doctor.finding import Finding, judged
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.layer import KVFormat
+from proto.frame import Admit, Segment
+from proto.span import Span
+from worker.engine.hardware import measured_bandwidth, release_weights
+from worker.model.loader import load_stage
+from worker.model.stage import Stage
+
+VIEWS = set(
+    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
+)
+"""MLX's operations that launch nothing where their input lies row by row in memory."""
+
+STEPS = 30
+"""Measured steps. Their medians count."""
+
+WARM_STEPS = 4
+
+DISPATCHES = 512
+"""Operations of the chain that measures a dispatch."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a graph by the name of their operation, and all launches. Joining n arrays launches n."""
+
+    names: Counter[str]
+    launches: int
+
+    @property
+    def total(self) -> int:
+        """The number of kernels."""
+        return self.names.total()
+
+
+def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
+    """Return the kernels that compute lazy `arrays`. Fused operations and compiled functions count as one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.dot"
+        mx.export_to_dot(str(path), *arrays)
+        text = path.read_text()
+    names: Counter[str] = Counter()
+    launches = 0
+    for node, name in re.findall(r'\{ (\d+) \[label ="([^"]*)", shape=rectangle\]', text):
+        if name not in VIEWS:
+            names[name] += 1
+            launches += text.count(f"-> {node}\n") if name == "Concatenate" else 1
+    return Kernels(names, launches)
+
+
+class Steps(Protocol):
+    """A loop of plain steps of one sequence."""
+
+    def build(self) -> list[mx.array]:
+        """Return the lazy arrays of the next step: hidden vectors and states."""
+
+
+class StockSteps:
+    """Steps of mlx-lm's own model."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        loaded: Any = load_model(checkpoint.path)[0]
+        self._model = loaded.language_model.model
+        self._cache: Any = make_prompt_cache(loaded)
+
+    def build(self) -> list[mx.array]:
+        """See `Steps.build`."""
+        x = self._model(mx.ones((1, 1), mx.uint32), cache=self._cache)
+        arrays = (array for held in self._cache for array in held.state)
+        return [x, *(array for array in arrays if isinstance(array, mx.array))]
+
+
+class OwnSteps:
+    """Steps of a stage with all layers."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        span = Span(0, checkpoint.config.num_layers)
+        modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, with_head=False)
+        self._stage = Stage(modules, KVFormat())
+        self.layers = self._stage.variants.summary
+        """The variants of the layers, and what a trial of a kernel found."""
+        self._sequence = self._stage.new_sequence(Admit(0, 2 * (WARM_STEPS + STEPS), 1))
+        self._number = 0
+
+    def build(self) -> list[mx.array]:
+        """See `Steps.build`."""
+        run = (self._sequence, Segment(0, self._number, self._number, (1,)))
+        self._number += 1
+        x = self._stage.embed(mx.ones((1,), mx.uint32))
+        x = self._stage.forward(x, [run], lazily=True)
+        return [x, *self._sequence.arrays()]
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Kernels of a step, seconds in which Python builds it, and seconds until it is computed."""
+
+    kernels: int
+    build: float
+    whole: float
+
+
+def measure_steps(steps: Steps) -> StepFigures:
+    """Return the medians of STEPS steps."""
+    built, whole, kernels = list[float](), list[float](), 0
+    for number in range(WARM_STEPS + STEPS):
+        started = time.perf_counter()
+        arrays = steps.build()
+        moment = time.perf_counter()
+        if number == WARM_STEPS - 1:
+            kernels = kernels_of(arrays).total
+        mx.eval(arrays)
+        if number >= WARM_STEPS:
+            built.append(moment - started)
+            whole.append(time.perf_counter() - started)
+    return StepFigures(kernels, statistics.median(built), statistics.median(whole))
+
+
+def dispatch_seconds() -> float:
+    """Return the seconds of one small operation that depends on the one before it."""
+    times = []
+    for count in (1, DISPATCHES + 1):
+        taken = []
+        for _ in range(WARM_STEPS + 3):
+            x = mx.zeros((8,))
+            started = time.perf_counter()
+            for _ in range(count):
+                x = mx.abs(x)
+            mx.eval(x)
+            taken.append(time.perf_counter() - started)
+        times.append(min(taken))
+    return max(0.0, times[1] - times[0]) / DISPATCHES
+
+
+def check_step(checkpoint: Checkpoint) -> Finding:
+    """Measure a plain step of this project and of mlx-lm, one after the other, and predict both.
+
+    The prediction is the time to read the weights of the layers, plus that of the dispatches. A mixture of experts
+    reads less than all.
+    """
+    dispatch, sizes = dispatch_seconds(), checkpoint.part_bytes()
+    reading = sum(size for part, size in sizes.items() if part.startswith("layers."))
+    reading_seconds = reading / measured_bandwidth()
+    stock = measure_steps(StockSteps(checkpoint))
+    release_weights()
+    steps = OwnSteps(checkpoint)
+    own, layers = measure_steps(steps), steps.layers
+    del steps
+    release_weights()
+    figures = {"this project": own, "mlx-lm": stock}
+    predicted = {name: reading_seconds + one.kernels * dispatch for name, one in figures.items()}
+    values = {name: asdict(one) | {"predicted": predicted[name]} for name, one in figures.items()}
+    figure = (
+        f"{own.kernels} kernels ({stock.kernels} in mlx-lm), built in {own.build * 1e3:.2f} ms "
+        f"({stock.build * 1e3:.2f}), computed in {own.whole * 1e3:.2f} ms ({stock.whole * 1e3:.2f}). "
+        f"Predicted {predicted['this project'] * 1e3:.2f} ms ({predicted['mlx-lm'] * 1e3:.2f}) from a dispatch of "
+        f"{dispatch * 1e6:.1f} us and the weights. Layers: {layers}"
+    )
+    slower = own.whole > 1.1 * stock.whole
+    advice = (
+        "mlx-lm's step is faster here. Please report it with --full --json, and try --kernels mlx."
+    )
+    return judged(
+        "step", figure, advice if slower else "", {"dispatch": dispatch, "layers": layers, **values}
+    )

@@ -1,0 +1,45 @@
+"""The doctor's step: kernels counted in a lazy graph, and a step of the built-in model beside mlx-lm's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from coordinator.doctor import step
+from coordinator.doctor.finding import Verdict
+from coordinator.doctor.step import OwnSteps, check_step, dispatch_seconds, kernels_of
+from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.format.checkpoint import Checkpoint
+
+
+def test_views_launch_nothing_and_each_part_of_a_joined_array_does() -> None:
+    """Joining three arrays is one kernel in three launches, and a reshape is none."""
+    x = mx.ones((4, 4))
+    mx.eval(x)
+    y = (x @ x).reshape(2, 8).T
+    found = kernels_of([mx.concatenate([y, y, y])])
+    assert found.names["Concatenate"] == 1
+    assert found.launches == found.total + 2
+    assert not {"Reshape", "Transpose"} & set(found.names)
+
+
+def test_a_step_is_measured_beside_mlx_lms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has the kernels, the times and the prediction of both, and what the layers are."""
+    monkeypatch.setattr(step, "STEPS", 3)
+    finding = check_step(Checkpoint.open(checkpoint_dir()))
+    own, stock = finding.values["this project"], finding.values["mlx-lm"]
+    assert finding.verdict in (Verdict.OK, Verdict.WARN)
+    assert 0 < own["kernels"] < stock["kernels"], "the layers of this project join operations"
+    for one in (own, stock):
+        assert 0 < one["build"] < one["whole"]
+        assert one["predicted"] > 0
+    assert finding.values["layers"]
+    assert 0 < dispatch_seconds() < 1e-3
+
+
+def test_a_lazy_step_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting needs the whole graph, which a stage usually starts to compute while it builds."""
+    started: list[object] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
+    OwnSteps(Checkpoint.open(checkpoint_dir())).build()
+    assert not started
