@@ -36,11 +36,13 @@ PROGRAM_TESTS := tests/cluster tests/clients tests/chaos tests/browser
 
 BENCHES ?= $(basename $(notdir $(shell grep -l __main__ tests/bench/*.py)))
 
+PACKAGE := $(abspath $(VENV))/package
+
 GENERATED := proto/cluster_pb2.py proto/cluster_pb2.pyi proto/cluster_pb2_grpc.py proto/cluster_pb2_grpc.pyi
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=. \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) proto/cluster.proto
 
-.PHONY: help demo test test-all test-metal test-slow nightly clients check fmt bench proto check-proto constraints clean
+.PHONY: help demo test test-all test-metal test-slow nightly clients package check fmt bench proto check-proto constraints clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -80,6 +82,17 @@ nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, 
 	$(BIN)/python -m tests.chaos.run --faults 50 --kinds host
 	$(BIN)/python -m tests.chaos.storm
 	$(BIN)/python -m tests.chaos.ends --rounds 20
+
+# The wheel is built from the sdist, so that both are complete. It runs outside the repository, in an empty environment.
+package: $(VENV)/.dev ## build the sdist and the wheel of a release, install the wheel alone, and run it
+	rm -rf dist $(PACKAGE)
+	$(BIN)/python -m hatchling build --target sdist --directory dist
+	$(BIN)/python -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install $(PIP_FLAGS) --no-compile --constraint constraints.txt dist/*.whl
+	cd / && $(PACKAGE)/bin/mtp-coord --version && $(PACKAGE)/bin/mtp-worker --version
+	cd / && $(PACKAGE)/bin/mtp-coord generate --raw --prompt 'def fibonacci(n):' --max-tokens 20 --temp 0
 
 check: $(VENV)/.dev check-proto ## lint, format, types, generated code
 	$(BIN)/ruff check .
@@ -124,8 +137,8 @@ $(VENV)/.made:
 
 $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing mtp-cluster into $(VENV), with $(LIBRARIES) and what they need."
-	@echo "The first time this takes about half a minute, on a slow line longer."
-	@$(INSTALL) --editable .
+	@echo "The first time this takes a minute or two, on a slow line longer."
+	@$(subst --quiet,,$(INSTALL)) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt

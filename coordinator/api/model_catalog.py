@@ -11,7 +11,7 @@ from typing import Protocol
 from coordinator.status.cluster_status import LoadReport
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
-from mtp.checkpoint.hub.resolve import BUILTIN, cached_repos, find_model
+from mtp.checkpoint.hub.resolve import BUILTIN, find_model, local_repos
 from proto.errors import CheckpointError, ClusterError
 
 _DIRECTORY = re.compile(r"[\w][\w.-]{0,127}")
@@ -52,7 +52,7 @@ class Catalog:
 
     def list_models(self) -> list[ModelFacts]:
         """Return all models on this machine. Reads headers, so it blocks for the disk."""
-        names = [BUILTIN, *self._own_models(), *cached_repos()]
+        names = [BUILTIN, *self._own_models(), *local_repos()]
         return [self.describe_local(name) for name in names if self._exists(name)]
 
     def _own_models(self) -> list[str]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import DEFAULT_URL, KeyOption, UrlOption, call, server_url
+from coordinator.cli.options import complete_model
 from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from mtp.device import unlike_machines
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
@@ -174,7 +175,8 @@ def load(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model that GET /v1/models lists, a repo of the hub, or a directory."
+            help="A model that GET /v1/models lists, a repo of the hub, or a directory.",
+            autocompletion=complete_model,
         ),
     ],
     url: UrlOption = DEFAULT_URL,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 from coordinator.cli.client import stream_events
 from coordinator.cli.cluster_commands import parse, render
@@ -67,12 +68,17 @@ def demo(
     signal.signal(signal.SIGTERM, _leave)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
-        console.print(f"[dim]starting {workers} workers and a coordinator on loopback …[/dim]")
         names = [f"worker-{i + 1}" for i in range(workers)]
-        started = [stack.enter_context(_worker(folder, name)) for name in names]
-        addresses = [_wait_for(program, "worker ready", "address") for program in started]
-        coordinator = stack.enter_context(_coordinator(folder, addresses, mtp))
-        url = _wait_for(coordinator, "serving", "url")
+        with _start_bar(console, [*names, "coordinator"]) as ready:
+            started = [stack.enter_context(_worker(folder, name)) for name in names]
+            addresses = []
+            for program in started:
+                addresses.append(_wait_for(program, "worker ready", "address"))
+                ready(program.log.stem)
+            coordinator = stack.enter_context(_coordinator(folder, addresses, mtp))
+            url = _wait_for(coordinator, "serving", "url")
+            ready("coordinator")
+        console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
         console.print(f"[dim]serving at {url}[/dim]\n")
         _complete(client, console, prompt, max_tokens)
@@ -85,6 +91,21 @@ def demo(
 def _leave(number: int, _: object) -> None:
     """Exit as Ctrl-C does, so that the started processes are stopped."""
     sys.exit(128 + number)
+
+
+@contextmanager
+def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], None]]:
+    """Show a bar until all of `names` are ready. Yield a function that prints which of them became ready, and when."""
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(f"starting {', '.join(names)}", total=len(names))
+
+        def ready(name: str) -> None:
+            """Print that `name` is ready, and count it."""
+            console.print(f"[dim]{name} is ready after {bar.tasks[task].elapsed or 0:.0f} s[/dim]")
+            bar.advance(task)
+
+        yield ready
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtp.checkpoint.hub.resolve import BUILTIN
+from mtp.checkpoint.hub.resolve import BUILTIN, local_repos
 from proto.errors import UsageError
 from proto.params import Acceptance
 
@@ -39,14 +39,28 @@ def checked_exact(exact: bool, acceptance: Acceptance) -> bool:
     return exact
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Return the names of the models on this machine that begin with `incomplete`, for a shell's completion."""
+    return [name for name in (BUILTIN, *local_repos()) if name.startswith(incomplete)]
+
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help="A directory, a hub repo, or 'builtin'.", show_default=False
+        metavar="MODEL",
+        help="A directory, a hub repo, or 'builtin'.",
+        show_default=False,
+        autocompletion=complete_model,
     ),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The same, as an option.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="The same, as an option.",
+        autocompletion=complete_model,
+    ),
 ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants, scan_cache_dir, snapshot_download
@@ -41,6 +42,9 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 _LAST = "config.json"
 """The file that is downloaded last, after all others are checked. A directory without it is not a model."""
 
+LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
+"""Folders of LM Studio, today's and the former one. They hold checkpoints as ORG/NAME."""
+
 
 def resolve_model(
     name: str, on_progress: OnProgress | None = None, stop: threading.Event | None = None
@@ -55,7 +59,10 @@ def resolve_model(
 
 
 def find_model(name: str) -> Path | None:
-    """Return the directory of `name` without the network; None for a repo that is not complete in the local cache."""
+    """Return the directory of `name` without the network; None for a repo that is not complete on this machine.
+
+    A repo is searched in the hub's cache, then in LM Studio's folders.
+    """
     if name == BUILTIN:
         return checkpoint_dir()
     path = Path(name).expanduser()
@@ -68,17 +75,31 @@ def find_model(name: str) -> Path | None:
     except HFValidationError:
         raise _unknown(name) from None
     except LocalEntryNotFoundError:
-        return None
-    return found if _is_whole(found) else None
+        return _in_lm_studio(name)
+    return found if _is_whole(found) else _in_lm_studio(name)
 
 
-def cached_repos() -> list[str]:
-    """Return the names of the model repos that the cache holds, whole or in part. Blocks for the disk."""
-    try:
+def _in_lm_studio(repo: str) -> Path | None:
+    """Return the directory of `repo`, a valid name, in a folder of LM Studio."""
+    found = (Path(folder).expanduser() / repo for folder in LM_STUDIO)
+    return next((path for path in found if _is_whole(path)), None)
+
+
+def local_repos() -> list[str]:
+    """Return the repos in the hub's cache and in LM Studio's folders, whole or in part. Blocks for the disk."""
+    folders = [Path(folder).expanduser() for folder in LM_STUDIO]
+    configs = [config for folder in folders for config in folder.glob(f"*/*/{_LAST}")]
+    names = {"/".join(config.parts[-3:-1]) for config in configs}
+    with suppress(CacheNotFound):
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound:
-        return []
-    return sorted(repo.repo_id for repo in cache.repos if repo.repo_type == "model")
+        names |= {repo.repo_id for repo in cache.repos if repo.repo_type == "model"}
+    return sorted(names)
+
+
+def ollama_models() -> tuple[Path, int]:
+    """Return Ollama's folder and its number of models. They are GGUF files, which this program cannot read."""
+    folder = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser()
+    return folder, sum(path.is_file() for path in (folder / "manifests").glob("*/*/*/*"))
 
 
 def snapshot_of(path: Path) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from typer.main import get_command
 
-from coordinator.cli import COMMANDS, import_command
+from coordinator.cli import COMMANDS, app, import_command
 from worker.cli import app as worker_app
 
 PROGRAMS = ("mtp-worker", "mtp-coord")
@@ -43,6 +43,8 @@ class CommandLine:
             known |= _flags_of_worker()
         elif self.command is not None:
             known |= _flags_of_command(self.command)
+        else:
+            known |= {flag for param in get_command(app).params for flag in _flags(param)}
         given = [arg.partition("=")[0] for arg in self.args if re.match(r"-{1,2}[a-z]", arg)]
         return [flag for flag in given if flag not in known]
 
