@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.status.cluster_status import ClusterStatus, NodeStatus
+from coordinator.status.metrics import Metrics
 from tests.support.processes.programs import CommandLine, from_words
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -145,3 +148,83 @@ def test_prometheus_scrapes_the_coordinator() -> None:
     (job,) = config["scrape_configs"]
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]
+
+
+def dashboard() -> dict[str, Any]:
+    found = json.loads((DEPLOY / "grafana" / "mtp-cluster.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def queries() -> list[str]:
+    """Return the queries of the dashboard's panels."""
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+class BusyCluster:
+    """A status with every figure that `/metrics` shows."""
+
+    def status(self) -> ClusterStatus:
+        """See StatusSource."""
+        node = NodeStatus("mac-1", span="0-3", health="ready", memory_limit=2**31, stage_ms=12.5)
+        return ClusterStatus(
+            ready=True,
+            model="tiny",
+            epoch=1,
+            mtp="auto",
+            nodes=(node,),
+            running_limit=16,
+            waiting_limit=64,
+            kv_limit=1000,
+            drafted_by_position=(2,),
+            accepted_by_position=(1,),
+        )
+
+
+def real_metrics() -> dict[str, set[str]]:
+    """Return the samples of `/metrics` of a cluster after a request, and the labels of each."""
+    metrics = Metrics(BusyCluster())
+    meter = metrics.begin("chat")
+    meter.record_tokens(0, 1)
+    meter.record_tokens(0, 1)
+    meter.end("stop")
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {s.name: set(s.labels) for family in families for s in family.samples}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    """Every metric and label of the dashboard is one of `/metrics`, and every metric but the histograms' is shown."""
+    real = real_metrics()
+    shown = {name for query in queries() for name in re.findall(r"mtp_\w+", query)}
+    assert shown <= real.keys()
+    of_histograms = re.compile(r".*_(sum|count|created)$")
+    assert {name for name in real.keys() - shown if not of_histograms.match(name)} == set()
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            names = re.findall(r"mtp_\w+", target["expr"])
+            labels = set.intersection(*(real[name] for name in names))
+            grouped = re.findall(r"by \((\w+)\)", target["expr"])
+            assert {*grouped, *re.findall(r"{{(\w+)}}", target["legendFormat"])} <= labels
+
+
+def test_grafana_can_show_the_dashboard() -> None:
+    """Panels have unique ids, lie in the 24 columns without overlap, and use the dashboard's data source."""
+    found = dashboard()
+    (variable,) = found["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    panels = found["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert 0 <= at["x"] < at["x"] + at["w"] <= 24
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & own
+        cells |= own
+        assert panel["type"] in {"stat", "timeseries"}
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source["uid"] == f"${{{variable['name']}}}" for source in sources)
