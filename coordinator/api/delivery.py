@@ -241,6 +241,7 @@ class Delivery:
         self._writer = prepared.writer
         self._meter = meter
         self._keep_alive = api.options.keep_alive_seconds
+        meter.record_submission()
         self._queue = AnswerQueue(api.generator, self._next_requests())
         self.outcome = "cancelled"
         self._opened = opened
@@ -328,6 +329,8 @@ class Delivery:
         if item is None:
             return []
         index, event = item
+        if isinstance(event, PrefillProgress):
+            self._meter.record_queue(event.queued)
         choice = self._answer.choices[index]
         if choice.done:
             return []  # the event was in the queue when a stop string ended the choice

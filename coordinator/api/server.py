@@ -42,6 +42,7 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.pipeline import PipelineSource
 from coordinator.cluster.view import Phase
 from coordinator.status.cluster_status import ClusterStatus
+from coordinator.status.request_spans import flush_spans, tracer_provider
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing
@@ -164,7 +165,9 @@ async def serve(options: ServeOptions) -> None:
     gc.freeze()
     trust = open_trust(options)
     server = _Server(options, listener, trust)
+    tracer_provider()  # a user learns of missing libraries at the start
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, flush_spans)
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
         stack.enter_context(keep_awake(enabled=options.awake))

@@ -37,11 +37,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """`done` of `total` prompt tokens are computed by the last stage; `cached` of them came from the prefix cache."""
+    """`done` of `total` prompt tokens are computed by the last stage; `cached` of them came from the prefix cache.
+
+    The request was in the queue for `queued` seconds.
+    """
 
     done: int
     total: int
     cached: int = 0
+    queued: float = 0.0
 
 
 @dataclass(frozen=True)

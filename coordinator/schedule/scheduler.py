@@ -287,7 +287,7 @@ class Scheduler:
 
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
-        self._admit_waiting()
+        self._admit_waiting(now)
         self.backups.choose_due(self.running.values(), now)
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
         segments = self._next_micro_batch(record)
@@ -301,11 +301,12 @@ class Scheduler:
         self.in_flight.append(record)
         return frame
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self, now: float) -> None:
         while sequence := self.prompts.next_to_admit(
             self.running, self.waiting, self.capacity, self.limits, self.stages
         ):
             self.waiting.remove(sequence)
+            sequence.scheduled_at = sequence.scheduled_at or now
             self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
@@ -533,7 +534,8 @@ class Scheduler:
     ) -> None:
         sequence.computed_tokens = segment.position + segment.width
         done, total = sequence.computed_tokens, sequence.prefill_tokens
-        progress = PrefillProgress(done, total, sequence.cached_tokens)
+        queued = sequence.scheduled_at - sequence.arrived_at
+        progress = PrefillProgress(done, total, sequence.cached_tokens, queued)
         result.events.append((sequence.seq_id, progress))
         if outcome.token is not None:
             sequence.first_token_at = sequence.first_token_at or result.now

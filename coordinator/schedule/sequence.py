@@ -144,6 +144,8 @@ class Sequence:
     finished: FinishReason | None = None
     windows_returned: int = 0
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    scheduled_at: float = 0.0
+    """Seconds. When it left the queue for the first time."""
     first_token_at: float = 0.0
     """Seconds, in the clock of the scheduler's caller. 0 before the first token."""
     window_returned_at: float = 0.0

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, StatusSource
 from coordinator.status.history import LatencyLog, RequestLog
+from coordinator.status.request_spans import send_spans
 
 FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Seconds. Histogram buckets of the time to the first token, from a cached prompt to a long one."""
@@ -88,8 +89,19 @@ class RequestMeter:
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
+        self._phases = [("arrival", self._began)]
         self._record = metrics.request_log.begin_request(endpoint, time.time())
         metrics.open_requests.inc()
+
+    def record_submission(self) -> None:
+        """Record that the request enters the queue."""
+        self._phases.append(("queue", self._metrics.clock()))
+
+    def record_queue(self, seconds: float) -> None:
+        """Record the seconds that the request was in the queue. Only the first call counts."""
+        name, began = self._phases[-1]
+        if name == "queue":
+            self._phases.append(("prompt", began + seconds))
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""
@@ -100,6 +112,8 @@ class RequestMeter:
             self._metrics.gap.observe(now - self._last[choice])
             latency.record_gap(now - self._last[choice])
         else:
+            if not self._last:
+                self._phases.append(("decode", now))
             self._metrics.first_token.observe(now - self._began)
             latency.record_first_token(now, now - self._began)
             if self._record.first_token is None:
@@ -120,6 +134,12 @@ class RequestMeter:
         seconds = self.seconds
         self._metrics.request_seconds.observe(seconds)
         self._metrics.request_log.end_request(self._record, outcome, seconds)
+        figures: dict[str, str | int] = {
+            "mtp.outcome": outcome,
+            "gen_ai.usage.input_tokens": self._record.prompt_tokens,
+            "gen_ai.usage.output_tokens": self._record.tokens,
+        }
+        send_spans(self._endpoint, self._phases, self._began + seconds, figures, outcome == "error")
 
     @property
     def seconds(self) -> float:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -228,3 +229,38 @@ def test_grafana_can_show_the_dashboard() -> None:
         assert panel["type"] in {"stat", "timeseries"}
         sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
         assert all(source["uid"] == f"${{{variable['name']}}}" for source in sources)
+
+
+FORMULA = DEPLOY / "homebrew" / "mtp-cluster.rb"
+
+
+def test_the_formula_is_in_the_order_of_brew_style() -> None:
+    """The formula describes the project of pyproject.toml, in the order and length that `brew style` demands."""
+    text = FORMULA.read_text()
+    parts = re.findall(r"^  (desc|homepage|license|head|depends_on|def|service|test)\b", text, re.M)
+    order = ["desc", "homepage", "license", "head", "depends_on", "def", "service", "test"]
+    assert parts == order
+    description = re.search(r'^  desc "(.*)"$', text, re.M)
+    assert description is not None
+    assert len(f"mtp-cluster: {description[1]}") <= 80
+    assert not description[1].endswith(".")
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    licenses = re.findall(r'"([^"]+)"', text.partition("license all_of:")[2].partition("]")[0])
+    assert " AND ".join(licenses) == project["license"]
+    assert set(re.findall(r'venv/"bin/(mtp-\w+)"', text)) == project["scripts"].keys()
+    placeholders = set(PLACEHOLDER.findall(text))
+    assert all(f"s|{p}|" in (DEPLOY / "README.md").read_text() for p in placeholders)
+
+
+def test_ruby_accepts_the_formula() -> None:
+    """Ruby parses the formula, and rubocop finds no fault in its layout, where they are installed."""
+    if which("ruby") is None:
+        pytest.skip("ruby is not installed")
+    checks = [["ruby", "-c", str(FORMULA)]]
+    if which("rubocop") is not None:
+        # brew style allows bin/"program" without spaces.
+        options = ["--only", "Layout,Lint", "--except", "Layout/SpaceAroundOperators"]
+        checks.append(["rubocop", *options, "--cache", "false", str(FORMULA)])
+    for command in checks:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
