@@ -19,6 +19,7 @@ from coordinator.status.cluster_status import (
     ModelStatus,
     NodeStatus,
 )
+from coordinator.status.frame_records import StageLoad
 from coordinator.status.frame_trace import chrome_trace, step_table
 from proto import cluster_pb2 as pb
 
@@ -84,39 +85,46 @@ class LiveStatus:
         return f"{view.phase.value}: {view.problem}" if view.problem else view.phase.value
 
     def _nodes(self, loop: ClusterStatus) -> tuple[NodeStatus, ...]:
-        times = self.loop.frames.stage_ms()
+        loads = self.loop.frames.stage_loads(loop.epoch, self.loop.clock())
         if self.manager is None or (loop.ready and not self.manager.view.serving):
             weights = self.architecture.weight_bytes if self.architecture else 0
             alone = replace(
                 self.alone(),
-                stage_ms=sum(times) if times else None,
+                stage_ms=sum(load.step_ms or 0.0 for load in loads) or None,
+                busy=min(1.0, sum(load.busy for load in loads)),
                 weight_bytes=weights,
                 prefix_bytes=self.loop.scheduler.prefixes.nbytes,
             )
-            others = [] if self.manager is None else self._members({}, loop)
+            others = [] if self.manager is None else self._members({}, ())
             return (alone, *others)
         plan = self.manager.plan
         stages = {s.node: (i, s) for i, s in enumerate(plan.stages)} if plan else {}
-        return tuple(self._members(stages, loop))
+        if len(loads) != len(stages):  # no frame of this plan has returned yet
+            loads = (StageLoad(None, 0.0),) * len(stages)
+        return tuple(self._members(stages, loads))
 
     def _members(
-        self, stages: dict[str, tuple[int, StagePlan]], loop: ClusterStatus
+        self, stages: dict[str, tuple[int, StagePlan]], loads: tuple[StageLoad, ...]
     ) -> list[NodeStatus]:
         assert self.manager is not None
         members = sorted(
             self.manager.view.members.values(),
             key=lambda m: (stages[m.address][0] if m.address in stages else 99, m.address),
         )
-        return [self._member(m, stages.get(m.address), loop) for m in members]
+        return [self._member(m, stages.get(m.address), loads) for m in members]
 
     def _member(
-        self, member: Member, stage: tuple[int, StagePlan] | None, loop: ClusterStatus
+        self,
+        member: Member,
+        stage: tuple[int, StagePlan] | None,
+        loads: tuple[StageLoad, ...],
     ) -> NodeStatus:
         assert self.manager is not None
-        view, times = self.manager.view, self.loop.frames.stage_ms()
+        view = self.manager.view
         client = self.manager.clients.get(member.address)
         worker_status = client.worker_status if client else None
         in_use = stage is not None and member.address in view.serving
+        load = loads[stage[0]] if stage and in_use else None
         done, total = self.manager.loads.done.get(member.address, (0, 0))
         loading = view.phase is Phase.STARTING and member.address in view.serving
         return NodeStatus(
@@ -130,7 +138,9 @@ class LiveStatus:
             memory_cached=worker_status.memory_cached if worker_status else 0,
             memory_limit=member.memory_limit,
             loaded=done / total if loading and total else None,
-            stage_ms=times[stage[0]] if stage and in_use and stage[0] < len(times) else None,
+            stage_ms=load.step_ms if load else None,
+            busy=load.busy if load else None,
+            slowest=load is not None and load.slowest,
             weight_bytes=stage[1].weight_bytes if stage and in_use else 0,
             prefix_bytes=self.loop.scheduler.prefixes.nbytes if in_use else 0,
             chip=member.chip,
@@ -173,7 +183,6 @@ def _counters(worker_status: pb.WorkerStatus | None) -> dict[str, Any]:
     if worker_status is None:
         return {}
     return {
-        "busy_seconds": worker_status.busy_us / 1e6,
         "bytes_in": worker_status.bytes_in,
         "bytes_out": worker_status.bytes_out,
     }

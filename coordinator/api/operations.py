@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 from fastapi import APIRouter
@@ -10,10 +11,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.context import api_of
+from coordinator.api.context import Api, api_of
 from coordinator.api.request_body import keys_are_set, require_json
+from coordinator.trust.cluster_trust import Invitation
 from coordinator.web.page import feed_of
-from proto.errors import AccessError, NotReadyError, RequestError
+from proto.errors import AccessError, ClusterError, NotReadyError, RequestError
 
 open_router = APIRouter()
 """The routes for load balancers and supervisors, which need no key."""
@@ -106,13 +108,26 @@ async def invite(request: Request) -> Response:
     The command holds a secret, so a server without API keys refuses: any user of its machine could read it.
     """
     require_json(request)
-    api = api_of(request)
+    return JSONResponse(asdict(_inviter(api_of(request))()))
+
+
+@cluster_router.get("/invitations")
+async def invitations(request: Request) -> Response:
+    """Return `problem`: why this server cannot invite a machine, for people; empty if it can."""
+    try:
+        _inviter(api_of(request))
+    except ClusterError as error:
+        return JSONResponse({"problem": str(error)})
+    return JSONResponse({"problem": ""})
+
+
+def _inviter(api: Api) -> Callable[[], Invitation]:
+    """Return the function that makes an invitation. Raises AccessError or NotReadyError if there is none."""
     if not keys_are_set(api.options):
         raise AccessError(
-            "invitations need an API key with the scope admin. Create one with mtp-coord key create, or run "
-            "mtp-coord token create on the coordinator's machine"
+            "invitations need an API key with the scope admin. Create one with mtp-coord key create NAME "
+            "--scope admin, or run mtp-coord token create on the coordinator's machine"
         )
     if api.invite is None:
         raise NotReadyError("machines cannot join: start mtp-coord serve with --listen")
-    invitation = api.invite()
-    return JSONResponse(asdict(invitation))
+    return api.invite

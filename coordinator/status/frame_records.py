@@ -36,6 +36,9 @@ STEPS = 20
 DEADLINE_SECONDS = 1.0
 """Seconds. Bounds one collection of stamps. Frames without it stay without exact times."""
 
+SLOW = 1.15
+"""A stage whose decode step takes this multiple of the mean, or more, is marked as the slowest one."""
+
 MARGIN_SECONDS = 0.05
 """Seconds. A frame reaches its first stage after it was sent, but clocks of machines differ a little."""
 
@@ -69,6 +72,19 @@ class FrameRecord:
     returned_at: float
     stage_us: tuple[int, ...]
     stages: StageSpans = ()
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """The load of one stage of the plan.
+
+    `step_ms` is the mean time of its last decode steps, None without one. `busy` is the fraction of the last
+    RATE_SECONDS in which it computed, 0 to 1. `slowest` says that the other stages wait for it.
+    """
+
+    step_ms: float | None
+    busy: float
+    slowest: bool = False
 
 
 @dataclass
@@ -119,15 +135,31 @@ class FrameRecords:
                 tokens, first = tokens + record.tokens, record.returned_at
         return tokens / max(now - first, 0.1)
 
-    def stage_ms(self) -> tuple[float, ...]:
-        """Return the mean milliseconds of each stage in the last decode steps of the plan; empty without one."""
+    def stage_loads(self, epoch: int, now: float) -> tuple[StageLoad, ...]:
+        """Return the loads of the stages of plan `epoch`; empty before its first frame.
+
+        Step times and shares come from the same frames, so they cannot contradict each other. A stage is the slowest
+        only if none of the others computed for longer.
+        """
         steps: list[tuple[int, ...]] = []
+        busy: list[float] = []
         for record in reversed(self.records):
-            if record.key[0] != self.records[-1].key[0] or len(steps) == STEPS:
+            recent = record.returned_at > now - RATE_SECONDS
+            if record.key[0] != epoch or (len(steps) == STEPS and not recent):
                 break
-            if record.tokens and record.kind != "prompt":
+            within = min(record.returned_at, now) - max(record.sent_at, now - RATE_SECONDS)
+            busy = busy or [0.0] * len(record.stage_us)
+            for stage, us in enumerate(record.stage_us[: len(busy)]):
+                busy[stage] += min(us / 1e6, max(within, 0.0))
+            if len(steps) < STEPS and record.tokens and record.kind != "prompt":
                 steps.append(record.stage_us)
-        return tuple(sum(column) / len(steps) / 1000 for column in zip(*steps, strict=True))
+        times = [sum(column) / len(steps) / 1000 for column in zip(*steps, strict=False)]
+        shares = [min(seconds / RATE_SECONDS, 1.0) for seconds in busy]
+        slow = _slowest(times, shares)
+        return tuple(
+            StageLoad(times[i] if times else None, share, i == slow)
+            for i, share in enumerate(shares)
+        )
 
     def since(self, number: int, most: int = MAX_RECORDS) -> list[FrameRecord]:
         """Return the records after record `number`, at most the `most` newest."""
@@ -151,6 +183,14 @@ class FrameRecords:
             stages = exact.get(record.key, ())
             if len(stages) == len(record.stage_us):
                 record.stages = stages
+
+
+def _slowest(times: Sequence[float], shares: Sequence[float]) -> int | None:
+    """Return the index of the stage for which the others wait, or None."""
+    if len(times) < 2 or max(times) < SLOW * sum(times) / len(times):
+        return None
+    slowest = times.index(max(times))
+    return slowest if shares[slowest] == max(shares) else None
 
 
 def stage_spans(processes: Sequence[ProcessTrace]) -> dict[FrameKey, StageSpans]:

@@ -140,6 +140,36 @@ class Sample:
         return [round(v, 4) if isinstance(v, float) else v for v in astuple(self)]
 
 
+TRAFFIC_SAMPLES = 6
+"""Samples over which the traffic is averaged: five seconds, so that one late status of a worker changes little."""
+
+
+class TrafficLog:
+    """The bytes a second of frames to and from each worker, from the counters of its statuses."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(
+            maxlen=TRAFFIC_SAMPLES
+        )
+
+    def record_status(self, status: ClusterStatus, now: float) -> None:
+        """Record the counters of all workers."""
+        counters = {n.address: (n.bytes_in, n.bytes_out) for n in status.nodes if n.address}
+        self._readings.append((now, counters))
+
+    def bytes_per_second(self) -> dict[str, tuple[float, float]]:
+        """Return the rates in and out by address, of the workers whose counters grew."""
+        if len(self._readings) < 2:
+            return {}
+        (then, before), (now, after) = self._readings[0], self._readings[-1]
+        rates = {}
+        for address in before.keys() & after.keys():
+            grown = [new - old for old, new in zip(before[address], after[address], strict=True)]
+            if min(grown) >= 0 < sum(grown) and now > then:  # a restarted worker counts from zero
+                rates[address] = grown[0] / (now - then), grown[1] / (now - then)
+        return rates
+
+
 class History:
     """The samples, oldest first. The caller passes times: `at` since 1970, `now` in the clock of `latency`."""
 
@@ -171,7 +201,7 @@ class History:
         sample = Sample(
             at,
             new_tokens / (now - before),
-            new_accepted / new_drafted if new_drafted > 0 else None,
+            new_accepted / new_drafted if 0 <= new_accepted <= new_drafted > 0 else None,
             status.running,
             status.waiting,
             percentile(first, 0.5),

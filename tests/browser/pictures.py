@@ -72,10 +72,10 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
     page.wait_for_selector(".machine")
     if view == "chat":
         watched.show("chat")
-        page.click(".parameters summary")
+        page.click(".settings")
         page.fill("input[name=temperature]", "0")
         page.fill("input[name=max_tokens]", "200")
-        page.click(".parameters summary")
+        page.click(".settings")
         for question in reversed(QUESTIONS):
             watched.ask(question)
         if phone:

@@ -122,8 +122,7 @@ function update() {
 }
 
 let pending = false;
-live.addEventListener("change", (event) => {
-  for (const view of Object.values(views)) view.record?.(event.detail);
+live.addEventListener("change", () => {
   if (pending || document.hidden) return;
   pending = true;
   requestAnimationFrame(() => { pending = false; update(); });

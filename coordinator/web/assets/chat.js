@@ -1,5 +1,6 @@
 // The chat: conversations at the side, answers with their figures, the composer.
 
+import { callAdmin, loadModel, sentence, whyNoAdmin } from "./admin.js";
 import { figuresOf, streamAnswer } from "./completion.js";
 import { Conversations } from "./conversations.js";
 import { copyText, h, setText } from "./dom.js";
@@ -10,6 +11,7 @@ import { Parameters } from "./parameters.js";
 const FRAME_MS = 80; // a stream is drawn at most this often
 const TITLE = 48;
 const TINT = "mtp-tint";
+const EXAMPLES = ["What does the function os.path.join do?", "Write a Python function that reverses a list.", "Explain in three sentences what a cache is.", "Give me five names for a small bakery."];
 
 export class ChatView {
   constructor(root, live) {
@@ -25,6 +27,8 @@ export class ChatView {
     this.announcement = h("p", { class: "hidden", role: "status" });
     this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => this.fitInput() });
     this.send = h("button", { class: "primary", type: "submit" }, "Send");
+    this.model = h("select", { name: "model", "aria-label": "Model", onchange: () => this.changeModel() });
+    this.modelNote = h("span", { class: "hint", role: "status" });
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
       h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
       h("p", { class: "hint" }, "Conversations stay in this browser."));
@@ -33,9 +37,50 @@ export class ChatView {
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
           h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); this.submit(); } },
-            h("div", { class: "options" }, this.parameters.element, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send)))));
+            h("div", { class: "options" }, this.model, this.modelNote, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
+        this.parameters.element));
     this.drawList();
     this.drawMessages();
+  }
+
+  update() {
+    const { model } = this.live.status;
+    if (model === this.served) return;
+    this.served = model;
+    this.listModels();
+  }
+
+  // The served model, and those that a key with the scope admin may load instead.
+  async listModels() {
+    const { served } = this;
+    const show = (names) => this.model.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+    show([served]);
+    try {
+      const others = (await callAdmin("GET", "/v1/models")).data.filter((one) => !one.loaded).map((one) => one.id);
+      const problem = others.length ? await whyNoAdmin() : "";
+      this.model.title = problem && `For another model: ${problem}`;
+      if (!problem && served === this.served) show([served, ...others]);
+    } catch {
+      // This key may not list models: the served one remains.
+    }
+  }
+
+  async changeModel() {
+    const name = this.model.value;
+    const question = `Use ${name} instead of ${this.served}, for all users? Open answers end first.`;
+    if (name === this.served || !confirm(question)) {
+      this.model.value = this.served;
+      return;
+    }
+    this.model.disabled = true;
+    try {
+      await loadModel(name, ({ phase, done, total }) => setText(this.modelNote, `${sentence(phase)}${total ? ` ${share(done / total)}` : ""}`));
+      setText(this.modelNote, "");
+    } catch (error) {
+      setText(this.modelNote, error.message);
+      this.model.value = this.served;
+    }
+    this.model.disabled = false;
   }
 
   setVisible(visible) {
@@ -77,7 +122,8 @@ export class ChatView {
     const { messages } = this.current;
     if (!messages.length) {
       this.messages.replaceChildren(h("div", { class: "welcome" }, h("h3", {}, "Ask the cluster something"),
-        h("p", { class: "hint" }, "Each answer shows its time to the first token, its speed, and how many drafts of the MTP head were kept.")));
+        h("p", { class: "hint" }, "Each answer shows how long you waited for its first token, its speed, and how many drafted tokens were right."),
+        h("div", { class: "examples" }, EXAMPLES.map((text) => h("button", { onclick: () => this.say(text) }, text)))));
       return;
     }
     this.messages.replaceChildren(...messages.map((message, i) => this.draw(message, i === messages.length - 1)));
@@ -85,10 +131,41 @@ export class ChatView {
   }
 
   draw(message, last) {
-    if (message.role === "user") return h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content));
+    if (message.role === "user") return this.drawQuestion(message);
     const parts = new AnswerElement(message, false, this.tint.checked);
     if (last && !this.running) parts.addActions(() => this.regenerate());
     return parts.element;
+  }
+
+  drawQuestion(message) {
+    const element = h("article", { class: "message user" }, h("h3", { class: "hidden" }, "You"), h("div", { class: "bubble" }, message.content),
+      h("div", { class: "actions" }, h("button", { class: "quiet", "aria-label": "Edit this message", onclick: () => this.edit(message, element) }, "Edit")));
+    return element;
+  }
+
+  // Replaces a question by a field. Sending it drops all that follows the question.
+  edit(message, element) {
+    if (this.running) return;
+    const input = h("textarea", { "aria-label": "Edited message", rows: Math.min(8, message.content.split("\n").length + 1) });
+    input.value = message.content;
+    const cancel = () => { element.replaceWith(this.drawQuestion(message)); };
+    const send = () => {
+      const content = input.value.trim();
+      if (!content || this.running || !this.parameters.isValid()) return;
+      const { messages } = this.current;
+      messages.length = messages.indexOf(message);
+      this.say(content);
+    };
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") cancel();
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      send();
+    });
+    element.classList.add("editing");
+    element.replaceChildren(h("h3", { class: "hidden" }, "You"), input,
+      h("div", { class: "actions" }, h("button", { class: "quiet", onclick: cancel }, "Cancel"), h("button", { class: "primary", onclick: send }, "Send again")));
+    input.focus();
   }
 
   scrollDown() {
@@ -105,6 +182,7 @@ export class ChatView {
   // ---- answers
 
   onKey(event) {
+    if (event.key === "Escape") this.stop();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     this.submit();
@@ -124,6 +202,12 @@ export class ChatView {
     if (!content || !this.parameters.isValid()) return;
     this.input.value = "";
     this.fitInput();
+    this.say(content);
+  }
+
+  // Sends a question of the user.
+  say(content) {
+    if (this.running || !this.parameters.isValid()) return;
     const { messages } = this.current;
     if (!messages.length) this.current.title = content.length > TITLE ? `${content.slice(0, TITLE)}…` : content;
     messages.push({ role: "user", content });
@@ -205,7 +289,7 @@ class AnswerElement {
   constructor(message, streaming = false, tint = false) {
     this.tint = tint;
     this.tokens = h("p", { class: "tokens", hidden: true });
-    this.legend = h("p", { class: "layer-legend", hidden: true }, h("span", {}, h("i", { class: "token drafted" }, "draft"), "accepted draft of the MTP head"), h("span", {}, h("i", { class: "token" }, "token"), "chosen by the model"));
+    this.legend = h("p", { class: "layer-legend", hidden: true }, h("span", {}, h("i", { class: "token drafted" }, "draft"), "drafted ahead and accepted"), h("span", {}, h("i", { class: "token" }, "token"), "chosen by the model"));
     this.text = h("div", { class: "markdown" });
     this.thinking = h("div", { class: "markdown" });
     this.thinkingTitle = h("summary", {}, "Reasoning");
@@ -254,7 +338,7 @@ function figureParts(message, partial) {
   const parts = [];
   if (partial && partial.first === null) {
     const { prompt } = partial;
-    parts.push(prompt ? `computing the prompt: ${count(prompt[0])} of ${count(prompt[1])} tokens` : "waiting for the first token");
+    parts.push(prompt ? `reading the prompt: ${count(prompt[0])} of ${count(prompt[1])} tokens` : "waiting for the first token");
   }
   const figures = message.figures;
   if (figures) {
@@ -262,9 +346,9 @@ function figureParts(message, partial) {
     if (figures.rate !== null) parts.push(`${rate(figures.rate)} tokens/s`);
     if (figures.tokens !== null) parts.push(`${count(figures.tokens)} tokens`);
     if (figures.drafts) parts.push(`${share(figures.drafts[0] / figures.drafts[1])} of ${count(figures.drafts[1])} drafts kept`);
-    if (figures.cached) parts.push(`${count(figures.cached)} of ${count(figures.prompt)} prompt tokens cached`);
+    if (figures.cached) parts.push(`${count(figures.cached)} of ${count(figures.prompt)} prompt tokens known from before`);
     if (message.seed !== undefined) parts.push(`seed ${message.seed}`);
-    if (figures.finish === "length") parts.push("ended at the token limit");
+    if (figures.finish === "length") parts.push("ended at the longest answer that was set");
   }
   const shown = parts.map((part, i) => [i ? h("span", { class: "sep" }, " · ") : "", h("span", {}, part)]).flat();
   if (message.error) shown.push(h("span", { class: message.error === "Stopped." ? "" : "error" }, `${shown.length ? " · " : ""}${message.error}`));

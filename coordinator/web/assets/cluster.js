@@ -1,20 +1,18 @@
 // The cluster: key figures, the pipeline over the model's layers, its machines, idle workers and events.
 
+import { callAdmin, whyNoAdmin } from "./admin.js";
 import { sparkline } from "./charts.js";
 import { h, setText } from "./dom.js";
 import { bytes, clockTime, count, plural, rate, seconds, share } from "./format.js";
-import { authorization } from "./key.js";
 import { latest, points, recentMean } from "./samples.js";
-import { BusyMeter } from "./busy.js";
 
-const SLOW = 1.15; // a stage this much slower than the mean is marked
 const SPARK_SECONDS = 120;
 const REQUESTS = 12;
+const OUTCOMES = { stop: "done", length: "done, at its longest", tool_calls: "done, with a tool call" };
 
 export class ClusterView {
   constructor(root, live) {
     this.live = live;
-    this.busy = new BusyMeter();
     this.drawn = {};
     this.figures = h("div", { class: "figures" });
     this.strip = h("div", { class: "strip" });
@@ -30,19 +28,15 @@ export class ClusterView {
       this.figures,
       h("section", { class: "card", "aria-labelledby": "pipeline-title" },
         h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), (this.plan = h("span", { class: "hint" }))),
+        h("p", { class: "hint" }, "Each token passes these machines in order. Each machine holds a part of the model's layers."),
         this.strip, layerLegend(), this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
-        h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Not in the plan")), this.others, this.replanRow)),
+        h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Machines that are not used")), this.others, this.replanRow)),
       (this.requestsCard = h("section", { class: "card", "aria-labelledby": "requests-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "requests-title" }, "Requests")),
-        h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "List of requests" }, h("table", { class: "plain requests" }, h("thead", {}, h("tr", {}, ["Began", "Kind", "Prompt", "Tokens", "First token", "Time", "State"].map((text, i) => h("th", { scope: "col", class: i > 1 && i < 6 ? "number" : "" }, text)))), this.requests)))),
+        h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "List of requests" }, h("table", { class: "plain requests" }, h("thead", {}, h("tr", {}, ["Began", "Kind", "Prompt tokens", "Answer tokens", "First token after", "Time", "State"].map((text, i) => h("th", { scope: "col", class: i > 1 && i < 6 ? "number" : "" }, text)))), this.requests)))),
       h("section", { class: "card", "aria-labelledby": "events-title" },
         h("div", { class: "card-head" }, h("h3", { id: "events-title" }, "Events")), this.events));
-  }
-
-  record() {
-    const status = this.live.status;
-    if (status) this.busy.record(status.nodes, this.live.now());
   }
 
   update() {
@@ -51,10 +45,9 @@ export class ClusterView {
     this.drawFigures(status);
     const stages = status.nodes.filter((node) => node.span);
     const others = status.nodes.filter((node) => !node.span);
-    const busy = stages.map((node) => this.busy.share(node));
     this.draw("strip", [status.architecture, stages.map((n) => [n.name, n.span, n.health])], () => drawStrip(this.strip, status, stages));
-    const traffic = stages.map((node) => this.busy.traffic(node));
-    this.draw("machines", [stages.map((node) => ({ ...node, busy_seconds: 0, bytes_in: 0, bytes_out: 0 })), busy, traffic], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, busy[i], traffic[i]))));
+    const traffic = status.traffic ?? {};
+    this.draw("machines", [stages.map((node) => ({ ...node, bytes_in: 0, bytes_out: 0 })), traffic], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, traffic[node.address]))));
     this.draw("others", others, () => this.drawOthers(others, status));
     this.draw("requests", [this.live.openRequests, this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
@@ -77,18 +70,18 @@ export class ClusterView {
     const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
     const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
-      figure("Tokens per second", rate(status.tokens_per_second), "last 10 s", sparkline(recent("tokensPerSecond"), range)),
-      figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), status.mtp === "off" ? "MTP is off" : `MTP ${status.mtp}`, sparkline(recent("acceptance"), { ...range, max: 1 })),
-      figure("Time to first token", seconds(latest(history, "first50")), `95 % under ${seconds(latest(history, "first95"))}`, sparkline(recent("first50"), range)),
+      figure("Tokens per second", rate(status.tokens_per_second), "in the last 10 s", sparkline(recent("tokensPerSecond"), range)),
+      figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), DRAFTING[status.mtp] ?? `drafting: ${status.mtp} a step`, sparkline(recent("acceptance"), { ...range, max: 1 })),
+      figure("Wait for the first token", seconds(latest(history, "first50")), `95 % below ${seconds(latest(history, "first95"))}`, sparkline(recent("first50"), range)),
       figure("Requests", count(status.running), `${limit(status.running_limit)}${count(status.waiting)} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
-      figure("K/V memory", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens`, meter(kv))));
+      figure("Memory for conversations", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens (K/V)`, meter(kv))));
   }
 
   drawOthers(others, status) {
     this.othersCard.hidden = !others.length;
     const idle = status.ready && others.some((node) => node.health === "idle" && !node.detail);
+    if (idle && this.replanRow.hidden) this.checkKey();
     this.replanRow.hidden = !idle;
-    if (!idle) setText(this.replanResult, "");
     this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
       h("span", { class: "hint" }, [node.address, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
@@ -102,7 +95,7 @@ export class ClusterView {
       h("td", {}, clockTime(one.began_at)), h("td", {}, one.endpoint),
       h("td", { class: "number" }, one.prompt_tokens ? count(one.prompt_tokens) : "–"), h("td", { class: "number" }, count(one.tokens)),
       h("td", { class: "number" }, seconds(one.first_token)), h("td", { class: "number" }, seconds(one.seconds)),
-      h("td", {}, one.outcome || (one.tokens ? "answering" : "waiting")))));
+      h("td", {}, (OUTCOMES[one.outcome] ?? one.outcome) || (one.tokens ? "answering" : "waiting")))));
   }
 
   drawEvents() {
@@ -116,18 +109,26 @@ export class ClusterView {
       event.seconds !== null && h("span", { class: "hint" }, `after ${seconds(event.seconds)}`))));
   }
 
+  // Tells before the click whether this key may change the plan.
+  async checkKey() {
+    const problem = await whyNoAdmin();
+    this.replan.disabled = problem !== "";
+    setText(this.replanResult, problem);
+  }
+
   async useIdleWorkers() {
     this.replan.disabled = true;
     try {
-      const response = await fetch("/replan", { method: "POST", headers: { "Content-Type": "application/json", ...authorization() } });
-      const refused = response.status === 401 || response.status === 403;
-      setText(this.replanResult, response.ok ? "Looking for a better plan." : refused ? "This key may not change the plan." : "The coordinator refused.");
-    } catch {
-      setText(this.replanResult, "The coordinator does not answer.");
+      await callAdmin("POST", "/replan");
+      setText(this.replanResult, "Looking for a better split of the layers.");
+    } catch (error) {
+      setText(this.replanResult, error.message);
     }
     this.replan.disabled = false;
   }
 }
+
+const DRAFTING = { off: "drafting is off", auto: "drafting: automatic", filled: "drafting: filled" };
 
 function limit(value) {
   return value === null ? "" : `of ${count(value)} · `;
@@ -155,7 +156,7 @@ function meter(part) {
 
 function layerLegend() {
   return h("p", { class: "layer-legend", "aria-hidden": "true" },
-    h("span", {}, h("i", { class: "layer g" }), "GDN"), h("span", {}, h("i", { class: "layer a" }), "attention"), h("span", {}, h("i", { class: "layer head" }), "MTP head"));
+    h("span", {}, h("i", { class: "layer g" }), "GDN layer (linear attention)"), h("span", {}, h("i", { class: "layer a" }), "attention layer"), h("span", {}, h("i", { class: "layer head" }), "MTP head (drafts the next tokens)"));
 }
 
 // ---- the strip
@@ -190,25 +191,22 @@ function range(span) {
 
 // ---- machines
 
-function machine(node, index, stages, busy, traffic) {
-  const times = stages.map((one) => one.stage_ms ?? 0);
-  const slowest = Math.max(...times, 1e-9);
-  const mean = times.reduce((a, b) => a + b, 0) / times.length;
-  const slow = stages.length > 1 && node.stage_ms === slowest && slowest > SLOW * mean;
+function machine(node, index, stages, traffic) {
+  const longest = Math.max(...stages.map((one) => one.stage_ms ?? 0), 1e-9);
   const next = stages[index + 1];
-  return h("li", { class: `machine${slow ? " slow" : ""}`, "data-health": node.health },
+  return h("li", { class: `machine${node.slowest ? " slow" : ""}`, "data-health": node.health },
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "badge" }, layersText(node.span)), slow && h("span", { class: "badge warn" }, "slowest")),
+      h("span", { class: "badge" }, layersText(node.span)), node.slowest && h("span", { class: "badge warn" }, "slowest: the others wait for it")),
     h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
-    node.health === "loading" ? loading(node) : stageTime(node, slowest, busy),
+    node.health === "loading" ? loading(node) : stageTime(node, longest),
     memory(node),
     machineFacts(node),
     h("p", { class: "hint wire" }, [
       next ? `to ${next.name}` : node.address && "to the coordinator",
       node.link_ms !== null && `${node.link_ms.toFixed(2)} ms a hop`,
       node.link_bytes_per_second && `${bytes(node.link_bytes_per_second)}/s possible`,
-      traffic && `${bytes(traffic.in)}/s in, ${bytes(traffic.out)}/s out`,
+      traffic && `${bytes(traffic[0])}/s in, ${bytes(traffic[1])}/s out`,
       node.bytes_out > 0 && `${bytes(node.bytes_in + node.bytes_out)} in all`,
       node.failure_count && plural(node.failure_count, "recent failure"),
     ].filter(Boolean).join(" · ")));
@@ -216,18 +214,18 @@ function machine(node, index, stages, busy, traffic) {
 
 function machineFacts(node) {
   const facts = [
-    node.ready_at !== null && `since ${clockTime(node.ready_at)}`,
-    node.layers && `layers ${node.layers}`,
+    node.ready_at !== null && `here since ${clockTime(node.ready_at)}`,
+    node.layers && `kernels: ${node.layers}`,
     node.version,
   ].filter(Boolean);
   return facts.length ? h("p", { class: "hint facts" }, facts.join(" · ")) : null;
 }
 
-function stageTime(node, slowest, busy) {
+function stageTime(node, longest) {
   return h("div", { class: "stage-time" },
-    h("div", { class: "line" }, h("span", {}, "Step"), h("b", {}, node.stage_ms === null ? "–" : `${node.stage_ms.toFixed(node.stage_ms < 10 ? 2 : 1)} ms`),
-      busy !== null && h("span", { class: "hint" }, `computes ${share(busy)} of the time`)),
-    h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${((node.stage_ms ?? 0) / slowest) * 100}%` } })));
+    h("div", { class: "line" }, h("span", { title: "The time that this machine needs for its part of one step" }, "Step"), h("b", {}, node.stage_ms === null ? "–" : `${node.stage_ms.toFixed(node.stage_ms < 10 ? 2 : 1)} ms`),
+      node.busy !== null && h("span", { class: "hint" }, `computed ${share(node.busy)} of the last 10 s`)),
+    h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${((node.stage_ms ?? 0) / longest) * 100}%` } })));
 }
 
 function loading(node) {
@@ -245,7 +243,7 @@ function memory(node) {
   const prefix = Math.min(node.prefix_bytes, node.memory_used - weights);
   const kv = node.memory_used - weights - prefix;
   const free = Math.max(0, limit - node.memory_used);
-  const parts = [["weights", weights], ["K/V and states", kv], ["prefixes", prefix], ["free", free]];
+  const parts = [["weights", weights], ["conversations", kv], ["prompts kept", prefix], ["free", free]];
   const width = (value) => `${(value / Math.max(1, limit)) * 100}%`;
   return h("div", { class: "memory" },
     h("div", { class: "line" }, h("span", {}, "Memory"), h("b", {}, bytes(node.memory_used)), h("span", { class: "hint" }, node.memory_limit ? `of ${bytes(node.memory_limit)}` : "")),
@@ -254,7 +252,7 @@ function memory(node) {
 }
 
 const WHY = {
-  idle: "Ready, and not in the plan. It can be used.",
+  idle: "Ready. It can be used.",
   draining: "It asked to leave.",
   lost: "It was lost.",
   refused: "It cannot serve this model.",

@@ -1,36 +1,46 @@
-// The sampling parameters of the chat, kept in this browser. An empty field leaves the choice to the coordinator.
+// The settings of the chat, kept in this browser. An empty field leaves the choice to the coordinator.
 
 import { h, setText } from "./dom.js";
 
 const NAME = "mtp-parameters";
 const FIELDS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }],
-  ["top_p", "Top p", { min: 0, max: 1, step: 0.05 }],
-  ["top_k", "Top k", { min: 0, step: 1 }],
-  ["min_p", "Min p", { min: 0, max: 1, step: 0.05 }],
-  ["max_tokens", "Most tokens", { min: 1, step: 1 }],
-  ["seed", "Seed", { min: 0, step: 1 }],
+  ["temperature", "Temperature", "0 takes the likeliest token; higher varies more", { min: 0, max: 2, step: 0.1 }],
+  ["max_tokens", "Longest answer", "in tokens; a word has one or two", { min: 1, step: 1 }],
+  ["seed", "Seed", "the same seed gives the same answer", { min: 0, step: 1 }],
+  ["top_p", "Top p", "tokens up to this total probability", { min: 0, max: 1, step: 0.05 }],
+  ["top_k", "Top k", "this many of the likeliest tokens", { min: 0, step: 1 }],
+  ["min_p", "Min p", "tokens above this part of the likeliest", { min: 0, max: 1, step: 0.05 }],
 ];
 
-const TEXTS = { system: "system message", tools: "tools" };
+const NAMES = { ...Object.fromEntries(FIELDS), thinking: "Reasoning", system: "Instructions", tools: "Tools" };
+const LONG = ["system", "tools"]; // their text is too long for a button
 
 export class Parameters {
   constructor() {
     this.values = load();
-    this.summary = h("summary", {}, "Parameters");
-    this.inputs = FIELDS.map(([name, label, range]) => h("label", {}, h("span", {}, label),
-      h("input", { type: "number", name, placeholder: name === "seed" ? "random" : "default", inputmode: "decimal", value: this.values[name] ?? null, ...range, oninput: (event) => this.set(name, event.target.value === "" ? undefined : event.target.valueAsNumber) })));
-    this.system = h("textarea", { rows: 2, name: "system", placeholder: "None", oninput: (event) => this.set("system", event.target.value || undefined) });
+    this.button = h("button", { class: "quiet settings", "aria-expanded": "false", "aria-controls": "chat-settings", type: "button", onclick: () => this.setOpen(this.element.hidden) }, "Settings");
+    const number = ([name, label, hint, range]) => field(label, hint, h("input", { type: "number", name, placeholder: name === "seed" ? "random" : "default", inputmode: "decimal", value: this.values[name] ?? null, ...range, oninput: (event) => this.set(name, event.target.value === "" ? undefined : event.target.valueAsNumber) }));
+    this.system = h("textarea", { rows: 3, name: "system", placeholder: "None", oninput: (event) => this.set("system", event.target.value || undefined) });
     this.system.value = this.values.system ?? "";
     this.thinking = h("select", { name: "thinking", onchange: (event) => this.set("thinking", event.target.value || undefined) },
-      h("option", { value: "" }, "default"), h("option", { value: "on" }, "on"), h("option", { value: "off" }, "off"));
+      h("option", { value: "" }, "as the model does"), h("option", { value: "on" }, "on"), h("option", { value: "off" }, "off"));
     this.thinking.value = this.values.thinking ?? "";
-    this.tools = h("textarea", { rows: 3, name: "tools", spellcheck: "false", placeholder: "None. A JSON list, as the API takes it: [{\"type\": \"function\", …}]", oninput: (event) => this.setTools(event.target.value) });
+    this.tools = h("textarea", { rows: 3, name: "tools", spellcheck: "false", placeholder: "None, or a JSON list: [{\"type\": \"function\", …}]", oninput: (event) => this.setTools(event.target.value) });
     this.tools.value = this.values.tools ?? "";
     this.setTools(this.tools.value);
-    this.element = h("details", { class: "parameters" }, this.summary,
-      h("div", { class: "fields" }, this.inputs, h("label", {}, h("span", {}, "Reasoning"), this.thinking), h("label", { class: "wide" }, h("span", {}, "System message"), this.system), h("label", { class: "wide" }, h("span", {}, "Tools"), this.tools)));
+    this.element = h("aside", { class: "parameters", id: "chat-settings", "aria-label": "Settings of the chat", hidden: true, onkeydown: (event) => { if (event.key === "Escape") this.setOpen(false); } },
+      h("div", { class: "card-head" }, h("h3", {}, "Settings"), h("button", { class: "icon small", "aria-label": "Close the settings", onclick: () => this.setOpen(false) }, "×")),
+      field("Instructions", "the system message: how the model shall answer", this.system),
+      field("Reasoning", "think before the answer", this.thinking),
+      FIELDS.map(number),
+      field("Tools", "functions that the model may call", this.tools));
     this.showSummary();
+  }
+
+  setOpen(open) {
+    this.element.hidden = !open;
+    this.button.setAttribute("aria-expanded", String(open));
+    (open ? this.system : this.button).focus();
   }
 
   set(name, value) {
@@ -52,13 +62,13 @@ export class Parameters {
   // False shows what is wrong.
   isValid() {
     if (this.tools.validity.valid) return true;
-    this.element.open = true;
+    this.setOpen(true);
     return this.tools.reportValidity();
   }
 
   showSummary() {
-    const set = Object.entries(this.values).map(([name, value]) => (TEXTS[name] ?? `${name.replace("_", " ")} ${value}`));
-    setText(this.summary, set.length ? `Parameters: ${set.join(", ")}` : "Parameters");
+    const set = Object.entries(this.values).map(([name, value]) => `${NAMES[name] ?? name}${LONG.includes(name) ? "" : ` ${value}`}`.toLowerCase());
+    setText(this.button, set.length ? `Settings: ${set.join(", ")}` : "Settings");
   }
 
   // The request body. A random seed is chosen here, so that the page can show it.
@@ -73,6 +83,10 @@ export class Parameters {
       ...(thinking ? { chat_template_kwargs: { enable_thinking: thinking === "on" } } : {}),
     };
   }
+}
+
+function field(label, hint, input) {
+  return h("label", {}, h("span", {}, label), input, h("span", { class: "hint" }, hint));
 }
 
 function isList(text) {

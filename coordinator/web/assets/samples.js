@@ -2,19 +2,21 @@
 
 const FIELDS = ["at", "tokensPerSecond", "acceptance", "running", "waiting", "first50", "first95", "gap50", "gap95"];
 
+export function valueOf(sample, field) {
+  return sample[FIELDS.indexOf(field)];
+}
+
 export function points(history, field) {
-  const index = FIELDS.indexOf(field);
-  return history.map((sample) => ({ at: sample[0], value: sample[index] }));
+  return history.map((sample) => ({ at: sample[0], value: valueOf(sample, field) }));
 }
 
 export function latest(history, field) {
   const sample = history.at(-1);
-  return sample ? sample[FIELDS.indexOf(field)] : null;
+  return sample ? valueOf(sample, field) : null;
 }
 
 // Mean over the last `count` samples that have a value.
 export function recentMean(history, field, count) {
-  const index = FIELDS.indexOf(field);
-  const values = history.slice(-count).map((sample) => sample[index]).filter((value) => value !== null);
+  const values = history.slice(-count).map((sample) => valueOf(sample, field)).filter((value) => value !== null);
   return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
 }

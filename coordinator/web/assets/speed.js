@@ -1,28 +1,48 @@
 // Ten minutes of speed and latency, and the MTP head: acceptance, tokens per window and the choice of depth.
 
-import { timeChart } from "./charts.js";
+import { TimeChart } from "./charts.js";
 import { h } from "./dom.js";
 import { count, rate, seconds, share } from "./format.js";
-import { points } from "./samples.js";
+import { valueOf } from "./samples.js";
 
-const SPAN = 600;
-const SHORTEST = 60;
+const RANGES = [[60, "1 min"], [180, "3 min"], [600, "10 min"]];
+const RANGE = "mtp-range";
 const REDRAW_MS = 1000;
+const DRAFTS = "The MTP head, a small part of the model, drafts the next tokens. The model checks them all in one step, so each accepted draft saves a step. Answers stay the same.";
 
 export class SpeedView {
   constructor(root, live) {
     this.live = live;
     this.drawnAt = 0;
-    this.charts = h("div", { class: "charts" });
+    const stored = Number(localStorage.getItem(RANGE));
+    this.span = RANGES.some(([span]) => span === stored) ? stored : 600;
+    const chart = (options) => new TimeChart({ valueOf, ...options });
+    this.charts = [
+      chart({ label: "Tokens per second", format: rate, series: [["tokens/s", "tokensPerSecond"]] }),
+      chart({ label: "Drafts accepted", format: share, max: 1, series: [["accepted", "acceptance"]], empty: "No drafts yet" }),
+      chart({ label: "Wait for the first token", format: seconds, series: [["median", "first50"], ["95 % below", "first95"]], empty: "No requests yet" }),
+      chart({ label: "Time between pieces of text", format: seconds, series: [["median", "gap50"], ["95 % below", "gap95"]], empty: "No requests yet" }),
+      chart({ label: "Requests", format: count, whole: true, series: [["answering", "running"], ["waiting", "waiting"]] }),
+    ];
+    this.ranges = RANGES.map(([span, name]) => h("button", { "aria-pressed": String(span === this.span), onclick: () => this.setSpan(span) }, name));
     this.mtp = h("div", {});
     root.append(
       h("h2", { class: "hidden" }, "Speed"),
-      h("section", { class: "card", "aria-labelledby": "history-title" }, h("div", { class: "card-head" }, h("h3", { id: "history-title" }, "Last ten minutes")), this.charts),
-      h("section", { class: "card", "aria-labelledby": "mtp-title" }, h("div", { class: "card-head" }, h("h3", { id: "mtp-title" }, "Multi-token prediction")), this.mtp));
+      h("section", { class: "card", "aria-labelledby": "history-title" }, h("div", { class: "card-head" }, h("h3", { id: "history-title" }, "Over time"), h("div", { class: "ranges", role: "group", "aria-label": "Time shown" }, this.ranges)),
+        h("div", { class: "charts" }, this.charts.map((one) => one.element))),
+      h("section", { class: "card", "aria-labelledby": "mtp-title" }, h("div", { class: "card-head" }, h("h3", { id: "mtp-title" }, "Drafting (multi-token prediction)")), this.mtp));
   }
 
   setVisible(visible) {
     if (visible) this.drawnAt = 0;
+  }
+
+  setSpan(span) {
+    this.span = span;
+    localStorage.setItem(RANGE, span);
+    RANGES.forEach(([other], i) => this.ranges[i].setAttribute("aria-pressed", String(other === span)));
+    this.drawnAt = 0;
+    this.update();
   }
 
   update() {
@@ -33,17 +53,11 @@ export class SpeedView {
   }
 
   drawCharts() {
-    const { history } = this.live;
-    const to = history.at(-1)?.[0] ?? this.live.now();
+    const to = this.live.history.at(-1)?.[0] ?? this.live.now();
+    const history = this.live.history.filter((sample) => sample[0] >= to - this.span);
     const age = to - (history[0]?.[0] ?? to);
-    const range = { from: to - Math.min(SPAN, Math.max(SHORTEST, age)), to };
-    const of = (field) => points(history, field);
-    this.charts.replaceChildren(
-      timeChart({ ...range, label: "Tokens per second", format: rate, series: [{ name: "now", points: of("tokensPerSecond") }] }),
-      timeChart({ ...range, label: "Drafts accepted", format: share, max: 1, series: [{ name: "now", points: of("acceptance") }], empty: "No drafts yet" }),
-      timeChart({ ...range, label: "Time to first token", format: seconds, series: [{ name: "median", points: of("first50") }, { name: "95 %", points: of("first95") }], empty: "No requests yet" }),
-      timeChart({ ...range, label: "Time between deliveries", format: seconds, series: [{ name: "median", points: of("gap50") }, { name: "95 %", points: of("gap95") }], empty: "No requests yet" }),
-      timeChart({ ...range, label: "Requests", format: count, series: [{ name: "running", points: of("running") }, { name: "queued", points: of("waiting") }] }));
+    const from = to - Math.min(this.span, Math.max(RANGES[0][0], age));
+    for (const chart of this.charts) chart.update(history, from, to);
   }
 
   drawMtp(status) {
@@ -51,7 +65,7 @@ export class SpeedView {
     const accepted = status.accepted_by_position;
     const model = status.architecture;
     const lines = [];
-    if (model && !model.has_head) lines.push("This checkpoint has no MTP head: every token takes a full step.");
+    if (model && !model.has_head) lines.push("This model has no MTP head: every token takes a full step.");
     else if (status.mtp === "off") lines.push("Drafting is off (--mtp off).");
     else if (!drafted.some(Boolean)) lines.push("No drafts yet. Ask something in the chat.");
     const rows = drafted.map((d, i) => h("tr", {},
@@ -61,29 +75,29 @@ export class SpeedView {
       h("td", { class: "number hint" }, `${count(accepted[i])} of ${count(d)}`)));
     const chosen = (status.mtp_choices ?? []).map(choice);
     this.mtp.replaceChildren(
-      h("p", { class: "lead" }, modeLine(status.mtp)),
+      h("p", { class: "hint lead" }, DRAFTS), h("p", { class: "lead" }, modeLine(status.mtp)),
       ...lines.map((line) => h("p", { class: "hint" }, line)),
-      rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Acceptance by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "",
+      rows.length ? h("table", { class: "plain" }, h("caption", { class: "hidden" }, "Drafts accepted, by position"), h("thead", {}, h("tr", {}, ["Position", "Accepted", "", "Drafts"].map((t, i) => h(t ? "th" : "td", t ? { scope: "col", class: i === 1 || i === 3 ? "number" : "" } : {}, t)))), h("tbody", {}, rows)) : "",
       chosen.length ? h("div", { class: "choices" }, chosen) : "");
   }
 }
 
 function modeLine(mode) {
-  if (mode === "auto") return "auto: the shape with the most tokens per second is in use. Times of a step are measured; tokens follow from the acceptance.";
-  if (mode === "filled") return "filled: one window in flight for each stage.";
-  if (mode === "off") return "off";
-  return `${mode} drafts in each window.`;
+  if (mode === "auto") return "auto: the number of drafts that gives the most tokens per second is in use. Times are measured; tokens follow from the drafts accepted.";
+  if (mode === "filled") return "filled: every machine works on its own step of the answer at the same time.";
+  if (mode === "off") return "off: no drafts";
+  return `${mode} ${mode === "1" ? "draft" : "drafts"} in each step.`;
 }
 
 // One comparison of `--mtp auto`: its shapes with cost, expected tokens and speed.
 function choice(one) {
-  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} windows in flight` : ""}`;
+  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} steps at the same time` : ""}`;
   const speed = (shape) => (one.plain_speed ? `${shape.measured ? "" : "≤ "}${rate(shape.speed * one.plain_speed)}` : "–");
   return h("div", { class: "choice", tabindex: "0", role: "group", "aria-label": title },
     h("h4", {}, title),
     measured(one),
     h("table", { class: "plain" }, h("caption", { class: "hidden" }, title),
-      h("thead", {}, h("tr", {}, ["Shape", "Time of a step", "Tokens a step", "Speed", "Tokens/s an answer"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
+      h("thead", {}, h("tr", {}, ["Drafts a step", "Time of a step", "Tokens a step", "Speed", "Tokens/s an answer"].map((t, i) => h("th", { scope: "col", class: i ? "number" : "" }, t)))),
       h("tbody", {}, one.shapes.map((shape) => h("tr", { class: shape.chosen ? "chosen" : "" },
         h("th", { scope: "row" }, shapeName(shape), shape.chosen && h("span", { class: "badge" }, "in use")),
         h("td", { class: "number" }, `${shape.measured ? "" : "at least "}${shape.cost.toFixed(2)} ×`),
@@ -101,6 +115,6 @@ function measured(one) {
 }
 
 function shapeName(shape) {
-  if (shape.fill > 1) return `Filled, ${shape.width === 1 ? "one token" : `${shape.width} tokens`} a window`;
-  return ["No drafts", "1 draft"][shape.width - 1] ?? `${shape.width - 1} drafts`;
+  const drafts = ["none", "1 draft"][shape.width - 1] ?? `${shape.width - 1} drafts`;
+  return shape.fill > 1 ? `${drafts}, ${shape.fill} steps at the same time` : drafts;
 }

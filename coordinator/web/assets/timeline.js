@@ -1,11 +1,12 @@
 // The pipeline as it runs: a lane for each machine, a block for each frame, gaps as gaps.
 
 import { h, setText } from "./dom.js";
-import { count, seconds, share } from "./format.js";
+import { count, plural, seconds, share } from "./format.js";
 import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
 
-const KINDS = { p: ["prompt", "prompt chunk"], d: ["decode", "one token"], w: ["window", "verify window"], s: ["speculative", "speculative window"], i: ["wasted", "invalidated window"] };
+const KINDS = { p: ["prompt", "part of a prompt"], d: ["decode", "one token"], w: ["window", "a token and its drafts"], s: ["speculative", "sent early, on unchecked drafts"], i: ["wasted", "rejected"] };
+const HINT = "A block is one step of a machine, a gap is a time in which it waited. Point at a block for its figures.";
 const DELAY = 2; // seconds behind the present, so that frames arrive before their place is drawn
 const SHORTEST = 0.05;
 const LONGEST = 20;
@@ -29,20 +30,20 @@ export class TimelineView {
     this.visible = false;
     this.pausedAt = null;
     this.span = 3;
-    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "Timeline of frames", onpointermove: (e) => this.point(e), onpointerleave: () => this.pointAt(null), onwheel: (e) => this.onWheel(e), onkeydown: (e) => this.onKey(e) });
+    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "Timeline of steps", onpointermove: (e) => this.point(e), onpointerleave: () => this.pointAt(null), onwheel: (e) => this.onWheel(e), onkeydown: (e) => this.onKey(e) });
     this.pause = h("button", { onclick: () => this.togglePause() }, "Pause");
     this.spanText = h("span", { class: "hint number" });
-    this.detail = h("p", { class: "hint detail" }, "Point at a block to see its frame.");
+    this.detail = h("p", { class: "hint detail" }, HINT);
     this.summary = h("ul", { class: "shares" });
     root.append(h("h2", { class: "hidden" }, "Timeline"),
-      h("section", { class: "card", "aria-label": "Frames" },
-        h("div", { class: "card-head" }, h("h3", {}, "Frames"),
+      h("section", { class: "card", "aria-label": "Steps of the machines" },
+        h("div", { class: "card-head" }, h("h3", {}, "Steps of the machines"),
           h("div", { class: "controls" }, this.spanText,
             h("button", { "aria-label": "Show less time", onclick: () => this.zoom(0.5) }, "+"),
             h("button", { "aria-label": "Show more time", onclick: () => this.zoom(2) }, "−"),
             this.pause, (this.exportButton = h("button", { onclick: () => this.export() }, "Export")))),
         this.canvas, this.detail,
-        h("p", { class: "layer-legend" }, Object.entries(KINDS).map(([, [name, text]]) => h("span", {}, h("i", { class: `block ${name}` }), name === "wasted" ? "rejected or invalidated" : text)))),
+        h("p", { class: "layer-legend" }, Object.entries(KINDS).map(([, [name, text]]) => h("span", {}, h("i", { class: `block ${name}` }), text)))),
       h("section", { class: "card", "aria-label": "Share of time computed" }, h("div", { class: "card-head" }, h("h3", {}, "Share of time computed"), h("span", { class: "hint" }, "in the time shown")), this.summary));
     new ResizeObserver(() => this.redraw()).observe(this.canvas);
   }
@@ -191,7 +192,7 @@ export class TimelineView {
     if (!frames.length) {
       draw.fillStyle = colours.muted;
       draw.textAlign = "center";
-      draw.fillText("No frames in this time", width / 2, AXIS + (lanes * (LANE + GAP)) / 2 - 8);
+      draw.fillText("Nothing was computed in this time", width / 2, AXIS + LANE / 2 - 6);
       draw.textAlign = "left";
     }
   }
@@ -244,7 +245,7 @@ export class TimelineView {
     this.summary.replaceChildren(...names.map((name, lane) => h("li", {}, h("span", {}, name), h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${parts[lane] * 100}%` } })), h("b", { class: "number" }, share(parts[lane])))));
     const rows = frames.reduce((sum, frame) => sum + frame.rows, 0);
     const wasted = frames.reduce((sum, frame) => sum + frame.wasted, 0);
-    this.canvas.setAttribute("aria-label", `Timeline: ${count(frames.length)} frames, ${count(rows)} rows, ${count(wasted)} of them rejected, in ${seconds(this.span)}`);
+    this.canvas.setAttribute("aria-label", `Timeline: ${count(frames.length)} steps, ${count(rows)} tokens, ${count(wasted)} of them rejected, in ${seconds(this.span)}`);
   }
 
   // ---- pointing
@@ -256,7 +257,7 @@ export class TimelineView {
 
   pointAt(place) {
     if (!place || !this.shown) {
-      setText(this.detail, "Point at a block to see its frame.");
+      setText(this.detail, HINT);
       return;
     }
     const { frames, start, end } = this.shown;
@@ -264,11 +265,11 @@ export class TimelineView {
     const lane = Math.floor((place.y - AXIS) / (LANE + GAP));
     const found = frames.find((frame) => frame.stages[lane] && at >= frame.stages[lane].start && at <= frame.stages[lane].start + frame.stages[lane].length);
     if (!found) {
-      setText(this.detail, lane >= 0 && lane < this.lanes().length ? "No frame: this machine waits." : "Point at a block to see its frame.");
+      setText(this.detail, lane >= 0 && lane < this.lanes().length ? "This machine waits." : HINT);
       return;
     }
     const wasted = found.wasted ? `, ${count(found.wasted)} rejected` : "";
-    setText(this.detail, `Frame ${count(found.number)}: ${KINDS[found.kind][1]} of ${count(found.rows)} rows${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through the pipeline`);
+    setText(this.detail, `Step ${count(found.number)}: ${KINDS[found.kind][1]}, ${plural(found.rows, "token")}${wasted}, ${seconds(found.stages[lane].length)} here, ${seconds(found.flight)} through all machines`);
   }
 }
 

@@ -74,6 +74,8 @@ async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
         "/v1/cluster/invitations", {}, headers={**headers, "Content-Type": "application/json"}
     )
     assert invited.json()["command"] == "mtp-worker --join mtp1.abc"
+    able = await api.get("/v1/cluster/invitations", headers=headers)
+    assert able.json() == {"problem": ""}
     text = {**headers, "Content-Type": "text/plain"}
     assert (await api.post("/v1/cluster/invitations", {}, headers=text)).status_code == 400
     ring_without_keys = ApiClient()
@@ -82,3 +84,5 @@ async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
     )
     assert refused.status_code == 403
     assert "mtp-coord key create" in json.dumps(refused.json())
+    told = await ring_without_keys.get("/v1/cluster/invitations")
+    assert told.json()["problem"] == refused.json()["error"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from random import Random
 from typing import Any
 
 import pytest
@@ -78,15 +79,65 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 def test_stage_times_are_those_of_decode_steps_of_the_present_plan() -> None:
     """Prompts do not count, and steps of an earlier plan count no more, even with as many stages."""
     records = FrameRecords()
-    assert records.stage_ms() == ()
+
+    def step_times(epoch: int) -> list[float | None]:
+        return [load.step_ms for load in records.stage_loads(epoch, 0.5)]
+
+    assert step_times(1) == []
     for us in ((1000, 3000), (2000, 5000)):
         records.record_frame(frame_of(DECODE, us=us), 0.0, 0.1, tokens=1)
     records.record_frame(frame_of(PROMPT, us=(90_000, 90_000)), 0.1, 0.2, tokens=1)
-    assert records.stage_ms() == (1.5, 4.0)
+    assert step_times(1) == [1.5, 4.0]
+    assert step_times(2) == []
     records.record_frame(frame_of(PROMPT, epoch=2), 0.2, 0.3)
-    assert records.stage_ms() == ()
+    assert step_times(2) == [None, None]
     records.record_frame(frame_of(DECODE, epoch=2, us=(500, 700)), 0.3, 0.4, tokens=1)
-    assert records.stage_ms() == (0.5, 0.7)
+    assert step_times(2) == [0.5, 0.7]
+
+
+def test_the_share_of_time_is_that_of_the_last_seconds() -> None:
+    """A stage that computes half of the time has 50 %, and an idle one 0 %, also when its last step is known."""
+    records = FrameRecords()
+    for tenth in range(int(RATE_SECONDS * 10)):
+        at = tenth / 10
+        records.record_frame(frame_of(DECODE, us=(20_000, 50_000)), at, at + 0.1, tokens=1)
+    first, second = records.stage_loads(1, RATE_SECONDS)
+    assert (first.busy, second.busy) == pytest.approx((0.2, 0.5))
+    assert (first.slowest, second.slowest) == (False, True)
+    later = records.stage_loads(1, 3 * RATE_SECONDS)
+    assert [(load.step_ms, load.busy) for load in later] == [(20, 0), (50, 0)]
+
+
+def test_the_less_busy_stage_is_never_the_slowest() -> None:
+    """Prompts may make the stage with the faster steps the busier one. Then no stage is marked."""
+    records = FrameRecords()
+    records.record_frame(frame_of(DECODE, us=(1000, 3000)), 0.0, 0.1, tokens=1)
+    assert [load.slowest for load in records.stage_loads(1, 1.0)] == [False, True]
+    records.record_frame(frame_of(PROMPT, us=(90_000, 10_000)), 0.1, 0.2)
+    loads = records.stage_loads(1, 1.0)
+    assert loads[0].busy > loads[1].busy
+    assert not any(load.slowest for load in loads)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hostile_times_give_no_impossible_figures(seed: int) -> None:
+    """Clocks that step, endless stage times, gaps and changes of the plan leave all shares between 0 and 1."""
+    random = Random(seed)
+    records, now = FrameRecords(), 1000.0
+    for number in range(300):
+        now += random.choice((0.0, 0.01, 0.1, 5.0, 60.0, -3.0))
+        sent = now + random.choice((-0.2, -30.0, 0.0, 4.0))
+        us = tuple(random.choice((0, 900, 400_000, 10**12)) for _ in range(1 + number // 100))
+        frame = frame_of(random.choice((DECODE, PROMPT)), number=number, epoch=number // 100, us=us)
+        records.record_frame(frame, sent, now, tokens=random.choice((0, 1)))
+        for epoch in (number // 100, 7):
+            loads = records.stage_loads(epoch, now + random.choice((-5.0, 0.0, 5.0)))
+            assert len(loads) in ((len(us),) if epoch != 7 else (0,))
+            assert all(0 <= load.busy <= 1 for load in loads)
+            for load in loads:
+                rivals = [other for other in loads if load.slowest and other is not load]
+                assert all(other.busy <= load.busy for other in rivals)
+                assert all((other.step_ms or 0) <= (load.step_ms or 0) for other in rivals)
 
 
 async def test_records_get_the_times_that_their_stages_measured() -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from coordinator.status.cluster_events import EventLog
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus, PrefillStatus
-from coordinator.status.history import KEPT_SECONDS, MAX_SAMPLES, History, LatencyLog, percentile
+from coordinator.status.history import (
+    KEPT_SECONDS,
+    MAX_SAMPLES,
+    SAMPLE_SECONDS,
+    History,
+    LatencyLog,
+    TrafficLog,
+    percentile,
+)
 from coordinator.web.live_feed import describe_activity
 
 A = NodeStatus("mac-1", "10.0.0.1:1", "0-3", health="ready", stage_ms=10.0)
@@ -131,3 +139,33 @@ def test_old_latencies_leave_the_percentiles() -> None:
     assert percentile([], 0.5) is None
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile(range(100), 0.95) == 95
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "expected"),
+    [(20, 12, 0.5), (20, 5, None), (8, 7, None), (12, 40, None)],
+)
+def test_counters_that_went_back_give_no_acceptance(
+    drafted: int, accepted: int, expected: float | None
+) -> None:
+    """A share below 0 or above 1 is left out of the history."""
+    history = History(LatencyLog())
+    before = replace(SERVING, drafted_by_position=(10,), accepted_by_position=(7,))
+    history.record_status(before, 0.0, 0.0)
+    after = replace(SERVING, drafted_by_position=(drafted,), accepted_by_position=(accepted,))
+    sample = history.record_status(after, 1.0, SAMPLE_SECONDS)
+    assert sample is not None
+    assert sample.acceptance == expected
+
+
+def test_traffic_comes_from_counters_that_grew() -> None:
+    """A worker that was restarted, that is new or that sends nothing has no rate."""
+    traffic = TrafficLog()
+    assert traffic.bytes_per_second() == {}
+    before = (replace(A, bytes_in=100, bytes_out=10), replace(B, bytes_in=500))
+    after = (replace(A, bytes_in=300, bytes_out=20), replace(B, bytes_in=5))
+    traffic.record_status(replace(SERVING, nodes=before), 1.0)
+    traffic.record_status(replace(SERVING, nodes=before), 2.0)
+    assert traffic.bytes_per_second() == {}
+    traffic.record_status(replace(SERVING, nodes=after), 3.0)
+    assert traffic.bytes_per_second() == {A.address: (100.0, 5.0)}

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from coordinator.api.request_body import scope_of
+from coordinator.cli import COMMANDS
 from coordinator.trust.key_ring import Scope
 from coordinator.web.page import load_assets
 from tests.support.api.api_client import ApiClient
@@ -65,3 +66,11 @@ def test_scripts_make_no_html_from_text(name: str) -> None:
 def test_the_stream_needs_the_scope_of_the_status() -> None:
     """A key for inference alone cannot watch the cluster."""
     assert scope_of("/v1/events") is scope_of("/status") is Scope.METRICS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_commands_that_the_page_names_exist(name: str) -> None:
+    """A reader can type what the page tells."""
+    script = load_assets()[name].content.decode()
+    for command in re.findall(r"mtp-coord ([a-z-]+)", script):
+        assert command in COMMANDS
