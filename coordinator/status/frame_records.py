@@ -153,8 +153,8 @@ class FrameRecords:
                 busy[stage] += min(us / 1e6, max(within, 0.0))
             if len(steps) < STEPS and record.tokens and record.kind != "prompt":
                 steps.append(record.stage_us)
-        times = [sum(column) / len(steps) / 1000 for column in zip(*steps, strict=False)]
-        shares = [min(seconds / RATE_SECONDS, 1.0) for seconds in busy]
+        times = [round(sum(us) / len(steps) / 1000, 3) for us in zip(*steps, strict=False)]
+        shares = [round(min(seconds / RATE_SECONDS, 1.0), 2) for seconds in busy]
         slow = _slowest(times, shares)
         return tuple(
             StageLoad(times[i] if times else None, share, i == slow)

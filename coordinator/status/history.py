@@ -144,32 +144,6 @@ TRAFFIC_SAMPLES = 6
 """Samples over which the traffic is averaged: five seconds, so that one late status of a worker changes little."""
 
 
-class TrafficLog:
-    """The bytes a second of frames to and from each worker, from the counters of its statuses."""
-
-    def __init__(self) -> None:
-        self._readings: deque[tuple[float, dict[str, tuple[int, int]]]] = deque(
-            maxlen=TRAFFIC_SAMPLES
-        )
-
-    def record_status(self, status: ClusterStatus, now: float) -> None:
-        """Record the counters of all workers."""
-        counters = {n.address: (n.bytes_in, n.bytes_out) for n in status.nodes if n.address}
-        self._readings.append((now, counters))
-
-    def bytes_per_second(self) -> dict[str, tuple[float, float]]:
-        """Return the rates in and out by address, of the workers whose counters grew."""
-        if len(self._readings) < 2:
-            return {}
-        (then, before), (now, after) = self._readings[0], self._readings[-1]
-        rates = {}
-        for address in before.keys() & after.keys():
-            grown = [new - old for old, new in zip(before[address], after[address], strict=True)]
-            if min(grown) >= 0 < sum(grown) and now > then:  # a restarted worker counts from zero
-                rates[address] = grown[0] / (now - then), grown[1] / (now - then)
-        return rates
-
-
 class History:
     """The samples, oldest first. The caller passes times: `at` since 1970, `now` in the clock of `latency`."""
 
@@ -180,12 +154,28 @@ class History:
         self._drafted = 0
         self._accepted = 0
         self._sampled_at: float | None = None
+        self._counters: deque[tuple[float, dict[str, tuple[int, int]]]]
+        self._counters = deque(maxlen=TRAFFIC_SAMPLES)
+
+    def traffic(self) -> dict[str, list[float]]:
+        """Return the bytes a second into and out of each worker whose counters grew, with two digits each."""
+        if not self._counters:
+            return {}
+        (then, before), (now, after) = self._counters[0], self._counters[-1]
+        rates = {}
+        for address in before.keys() & after.keys():
+            grown = [new - old for old, new in zip(before[address], after[address], strict=True)]
+            if min(grown) >= 0 < sum(grown):  # a restarted worker counts from zero
+                rates[address] = [float(f"{count / (now - then):.2g}") for count in grown]
+        return rates
 
     def record_status(self, status: ClusterStatus, at: float, now: float) -> Sample | None:
         """Return a new sample if SAMPLE_SECONDS have passed since the last one. The first call returns none."""
         if self._sampled_at is not None and now - self._sampled_at < SAMPLE_SECONDS:
             return None
         before, self._sampled_at = self._sampled_at, now
+        counters = {n.address: (n.bytes_in, n.bytes_out) for n in status.nodes if n.address}
+        self._counters.append((now, counters))
         tokens, drafted, accepted = (
             self._latency.tokens,
             sum(status.drafted_by_position),

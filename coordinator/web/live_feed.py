@@ -15,13 +15,7 @@ from typing import Any, TypeVar
 from coordinator.status.cluster_events import ClusterEvent, EventLog
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.status.frame_records import CollectTraces, FrameRecord, FrameRecords
-from coordinator.status.history import (
-    History,
-    LatencyLog,
-    RequestLog,
-    Sample,
-    TrafficLog,
-)
+from coordinator.status.history import History, LatencyLog, RequestLog, Sample
 from proto.errors import CapacityError
 from proto.terminal.progress import format_size
 
@@ -111,7 +105,6 @@ class LiveFeed:
         """The clock of `latency`, in seconds."""
         self.events = EventLog()
         self.history = History(latency)
-        self.traffic = TrafficLog()
         self.frames = FrameRecords() if frames is None else frames
         self.requests = RequestLog() if requests is None else requests
         self._sent_requests: list[Json] = []
@@ -186,7 +179,6 @@ class LiveFeed:
         self._new_events += self.events.record_status(status, at)
         if sample := self.history.record_status(status, at, self.clock()):
             self._new_samples.append(sample)
-            self.traffic.record_status(status, self.clock())
         return status
 
     def _publish(self, status: ClusterStatus) -> None:
@@ -196,7 +188,7 @@ class LiveFeed:
             self._status, self._sent_frame = {}, self.frames.count
             self._sent_ended = self.requests.ended
             return
-        before, self._status = self._status, self._status_fields(status)
+        before, self._status = self._status, status_fields(status, self.history.traffic())
         delta: Json = {}
         changed = {k: v for k, v in self._status.items() if before.get(k, ...) != v}
         if changed:
@@ -251,15 +243,9 @@ class LiveFeed:
             else:
                 queue.put_nowait(message)
 
-    def _status_fields(self, status: ClusterStatus) -> Json:
-        """Return the fields of `status`, and `traffic`: bytes a second in and out of each worker, two digits each."""
-        rates = self.traffic.bytes_per_second().items()
-        traffic = {address: [float(f"{rate:.2g}") for rate in pair] for address, pair in rates}
-        return {**status_fields(status), "traffic": traffic}
-
     def _snapshot(self) -> bytes:
         if not self._status:
-            self._status = self._status_fields(self.source.status())
+            self._status = status_fields(self.source.status(), self.history.traffic())
         return _message(
             "snapshot",
             {
@@ -301,18 +287,13 @@ class LiveFeed:
             self._subscribers.discard(queue)
 
 
-def status_fields(status: ClusterStatus) -> Json:
-    """Return the fields of `status` for a page, with the line about its activity."""
-    fields = asdict(status)
+def status_fields(status: ClusterStatus, traffic: dict[str, list[float]]) -> Json:
+    """Return the fields of `status` for a page, with `traffic` and the line about its activity."""
+    fields = {**asdict(status), "traffic": traffic}
     for name in ("uptime_seconds", "phase_seconds"):
         del fields[name]  # they would change in every message
     fields["started_at"] = round(time.time() - status.uptime_seconds)
     fields["tokens_per_second"] = round(status.tokens_per_second, 2)
-    for node in fields["nodes"]:
-        if node["stage_ms"] is not None:
-            node["stage_ms"] = round(node["stage_ms"], 3)
-        if node["busy"] is not None:
-            node["busy"] = round(node["busy"], 2)
     for choices in fields["mtp_choices"]:
         choices["plain_speed"] = choices["plain_speed"] and round(choices["plain_speed"], 1)
         for shape in choices["shapes"]:

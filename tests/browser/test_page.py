@@ -67,7 +67,8 @@ NEWEST_KINDS = """async () => {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Run two workers and a coordinator with the built-in model."""
+    """Run two workers and a coordinator with the built-in model. A copy of it is listed beside it."""
+    shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     folder = tmp_path_factory.mktemp("page")
     with running_cluster(folder, "builtin", 2, "--no-auto-replan") as cluster:
         yield cluster
@@ -306,7 +307,6 @@ def test_models_are_listed_and_loaded(opened: WatchedPage) -> None:
     """The view has the models of this machine, refuses a path, and changes the model."""
     # The browser reports the refused name, and requests while the model changes.
     opened.expected += ("400", "503")
-    shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     opened.show("models")
     page = opened.page
     row = page.locator(".model-row:has-text('builtin')")
@@ -322,7 +322,7 @@ def test_models_are_listed_and_loaded(opened: WatchedPage) -> None:
 
 
 def test_the_chat_changes_the_model(opened: WatchedPage) -> None:
-    """The picker lists the models of this machine. It asks before it changes the model, and can be told no."""
+    """The picker lists the models of this machine. It asks before it changes the model, and No changes nothing."""
     page = opened.page
     opened.expected += ("503",)
     opened.show("chat")

@@ -1,4 +1,4 @@
-"""What the screens say and how they are used: figures, charts, invitations and the chat. The app runs in this process."""
+"""The screens as they are read and used: figures, charts, invitations and the chat. The app runs in this process."""
 
 from __future__ import annotations
 

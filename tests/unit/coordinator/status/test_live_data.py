@@ -14,7 +14,6 @@ from coordinator.status.history import (
     SAMPLE_SECONDS,
     History,
     LatencyLog,
-    TrafficLog,
     percentile,
 )
 from coordinator.web.live_feed import describe_activity
@@ -160,12 +159,12 @@ def test_counters_that_went_back_give_no_acceptance(
 
 def test_traffic_comes_from_counters_that_grew() -> None:
     """A worker that was restarted, that is new or that sends nothing has no rate."""
-    traffic = TrafficLog()
-    assert traffic.bytes_per_second() == {}
+    history = History(LatencyLog())
+    assert history.traffic() == {}
     before = (replace(A, bytes_in=100, bytes_out=10), replace(B, bytes_in=500))
     after = (replace(A, bytes_in=300, bytes_out=20), replace(B, bytes_in=5))
-    traffic.record_status(replace(SERVING, nodes=before), 1.0)
-    traffic.record_status(replace(SERVING, nodes=before), 2.0)
-    assert traffic.bytes_per_second() == {}
-    traffic.record_status(replace(SERVING, nodes=after), 3.0)
-    assert traffic.bytes_per_second() == {A.address: (100.0, 5.0)}
+    for now in (1.0, 2.0):
+        history.record_status(replace(SERVING, nodes=before), now, now)
+        assert history.traffic() == {}
+    history.record_status(replace(SERVING, nodes=after), 3.0, 3.0)
+    assert history.traffic() == {A.address: [100.0, 5.0]}
