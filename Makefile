@@ -65,7 +65,7 @@ test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose
 test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
 	$(PYTEST) -m slow
 
-clients: ## install the clients of other projects that tests/clients runs, in Python and node
+clients: $(VENV)/.dev ## install the clients of other projects, test with them, and write docs/clients.md
 	$(PYTHON) -m venv .cache/clients/python
 	.cache/clients/python/bin/python -m pip install $(PIP_FLAGS) -r tests/clients/python/requirements.txt
 	$(PYTHON) -m venv .cache/clients/openai-2
@@ -74,6 +74,7 @@ clients: ## install the clients of other projects that tests/clients runs, in Py
 	cp tests/clients/node/package.json .cache/clients/node/
 	if command -v npm >/dev/null; then cd .cache/clients/node && npm install --silent --no-audit --no-fund; \
 		else echo "npm is not installed, so the clients of node are skipped."; fi
+	$(PYTEST) tests/clients --clients-page docs/clients.md
 
 nightly: $(VENV)/.dev ## 10,000 faults in virtual time, 200 real ones, a storm, and 100 ends of processes at any moment
 	$(BIN)/python -m tests.chaos.virtual --faults 10000

@@ -30,7 +30,7 @@ LIMIT = 80 * 10**6
 CLIENTS = 3
 SAMPLE_SECONDS = 5.0
 MAX_PROMPT, MAX_ANSWER = 3000, 150
-"""Tokens. The built-in model has a context of 8192."""
+"""Tokens."""
 
 CANCELLED, PAUSED = 0.15, 0.1
 """Shares of the requests that the client leaves, and after which it waits until the workers are idle."""

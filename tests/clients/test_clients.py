@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import pytest
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
-from tests.support.api.scripted_tools import GREETING, OBJECT, REPORT, THOUGHT, scripted_answer
+from tests.support.api.scripted_tools import (
+    COUNT,
+    GREETING,
+    OBJECT,
+    REPORT,
+    THOUGHT,
+    scripted_answer,
+)
 
 HERE = Path(__file__).parent
 INSTALLED = HERE.parents[1] / ".cache" / "clients"
@@ -28,24 +35,53 @@ SECONDS = 120
 """Seconds. Limit for one program; most of it is the import of the client on a busy machine."""
 
 ROME = {"city": "Rome"}
-TEXTS = {"text": GREETING, "pieces": GREETING}
+SPOKEN = {"text": GREETING, "pieces": GREETING, "long": COUNT}
+CALLED = {"call": ROME, "forced": ROME, "report": REPORT}
 
-OPENAI_AGENTS = {"report": REPORT, "streamed": REPORT, "object": OBJECT}
-LANGCHAIN = {**TEXTS, "call": ROME, "streamed": [ROME], "report": REPORT, "object": OBJECT}
-LITELLM = {**TEXTS, "call": ROME, "report": REPORT}
-PYDANTIC_AI = {"text": GREETING, "object": OBJECT}
-VERCEL = {"text": GREETING, "streamed": ROME, "report": REPORT, "object": OBJECT}
+OPENAI_AGENTS = {
+    "text": GREETING,
+    "report": REPORT,
+    "streamed": REPORT,
+    "object": OBJECT,
+    "forced": "18 degrees in Rome",
+    "long": COUNT,
+}
+LANGCHAIN_OLLAMA = {**SPOKEN, "call": ROME, "streamed": [ROME], "report": REPORT, "object": OBJECT}
+LANGCHAIN = {**LANGCHAIN_OLLAMA, "forced": ROME}
+LITELLM_OLLAMA = {**SPOKEN, "call": ROME, "report": REPORT, "format": OBJECT}
+LITELLM = {**LITELLM_OLLAMA, "forced": ROME}
+OPENAI = {**SPOKEN, **CALLED, "object": OBJECT}
+OLLAMA = {**SPOKEN, "call": ROME, "report": REPORT, "object": OBJECT}
+PYDANTIC_AI = {**SPOKEN, "report": REPORT, "object": OBJECT, "forced": OBJECT}
+VERCEL = {
+    "text": GREETING,
+    "streamed": ROME,
+    "report": REPORT,
+    "object": OBJECT,
+    "forced": ROME,
+    "long": COUNT,
+}
 
-PYTHON: dict[str, tuple[str, dict[str, Any]]] = {
+Output = dict[str, dict[str, Any]]
+"""The output of a client's program, by dialect."""
+
+PYTHON: dict[str, tuple[str, Output]] = {
+    "openai": ("python", {"chat": OPENAI, "responses": OPENAI}),
+    "anthropic": ("python", {"anthropic": {**SPOKEN, **CALLED}}),
+    "ollama": ("python", {"ollama": OLLAMA}),
     "openai_agents": ("python", {"chat": OPENAI_AGENTS, "responses": OPENAI_AGENTS}),
     "langchain": (
         "python",
         {
-            **dict.fromkeys(("chat", "responses", "anthropic", "ollama"), LANGCHAIN),
-            **dict.fromkeys(("function_calling", "json_mode", "json_schema"), OBJECT),
+            "chat": {
+                **LANGCHAIN,
+                **dict.fromkeys(("function_calling", "json_mode", "json_schema"), OBJECT),
+            },
+            **dict.fromkeys(("responses", "anthropic"), LANGCHAIN),
+            "ollama": LANGCHAIN_OLLAMA,
         },
     ),
-    "llm": ("python", {**TEXTS, "object": OBJECT, "report": REPORT}),
+    "llm": ("python", {"chat": {**SPOKEN, "object": OBJECT, "report": REPORT}}),
     "pydantic_ai": (
         "python",
         {
@@ -56,46 +92,61 @@ PYTHON: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "instructor": (
         "openai-2",
-        dict.fromkeys(("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"), OBJECT),
+        {
+            "chat": dict.fromkeys(("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA"), OBJECT),
+            "responses": {"RESPONSES_TOOLS": OBJECT},
+        },
     ),
     "litellm": (
         "openai-2",
-        {**dict.fromkeys(("chat", "anthropic", "ollama"), LITELLM), "format": OBJECT},
+        {"chat": LITELLM, "anthropic": LITELLM, "ollama": LITELLM_OLLAMA},
     ),
 }
 """The environment of each client in Python, and the output of its program."""
 
-NODE: dict[str, dict[str, Any]] = {
+NODE: dict[str, Output] = {
     "openai": {
-        **TEXTS,
-        "report": REPORT,
-        "object": OBJECT,
-        "format": OBJECT,
-        "call": ROME,
-        "streamed": ROME,
-        "refused": "BadRequestError temperature",
+        "chat": {
+            **SPOKEN,
+            "report": REPORT,
+            "object": OBJECT,
+            "forced": ROME,
+            "refused": "BadRequestError temperature",
+        },
+        "responses": {**SPOKEN, "call": ROME, "streamed": ROME, "object": OBJECT, "forced": ROME},
     },
     "anthropic": {
-        "text": GREETING,
-        "thinking": THOUGHT,
-        "call": ROME,
-        "streamed": ROME,
-        "stop": "tool_use",
-        "report": REPORT,
-        "counted": True,
-        "refused": "BadRequestError true",
+        "anthropic": {
+            "text": GREETING,
+            "thinking": THOUGHT,
+            **CALLED,
+            "streamed": ROME,
+            "stop": "tool_use",
+            "long": COUNT,
+            "counted": True,
+            "refused": "BadRequestError true",
+        }
     },
-    "ollama": {
-        **TEXTS,
-        "thinking": THOUGHT,
-        "call": ROME,
-        "report": REPORT,
-        "object": OBJECT,
-        "listed": True,
-    },
+    "ollama": {"ollama": {**OLLAMA, "thinking": THOUGHT, "listed": True}},
     "vercel": dict.fromkeys(("compatible", "chat", "responses", "anthropic"), VERCEL),
 }
 """The output of the program of each client in node."""
+
+FEATURES = {
+    "text": "chat",
+    **dict.fromkeys(("pieces", "streamed"), "stream"),
+    **dict.fromkeys(("call", "report"), "tool"),
+    **dict.fromkeys(
+        ("forced", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "function_calling"), "forced tool"
+    ),
+    **dict.fromkeys(
+        ("object", "format", "JSON", "JSON_SCHEMA", "json_mode", "json_schema"), "structured"
+    ),
+    "long": "long",
+}
+"""The feature that each field of an output shows."""
+
+Record = Callable[[str, object], None]
 
 
 CODEX = """
@@ -113,16 +164,17 @@ OPENCODE = """{
     "models": {"tiny": {"limit": {"context": 400000, "output": 1000}}}}}
 }"""
 ASKED = "How warm is it?"
-AGENTS: dict[str, tuple[str, str, list[str]]] = {
+AGENTS: dict[str, tuple[str, str, str, list[str]]] = {
     "codex": (
+        "responses",
         ".codex/config.toml",
         CODEX,
         ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", ASKED],
     ),
-    "claude": (".claude/settings.json", "{}", ["-p", ASKED, "--allowedTools", "Bash"]),
-    "opencode": ("opencode.json", OPENCODE, ["run", ASKED]),
+    "claude": ("anthropic", ".claude/settings.json", "{}", ["-p", ASKED, "--allowedTools", "Bash"]),
+    "opencode": ("chat", "opencode.json", OPENCODE, ["run", ASKED]),
 }
-"""The settings of each agent, with their file, and its arguments for one turn."""
+"""The dialect of each agent, its settings with their file, and its arguments for one turn."""
 
 
 def served(context: int) -> Iterator[str]:
@@ -135,7 +187,7 @@ def served(context: int) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Serve a context that one of the programs exceeds."""
-    yield from served(18_000)
+    yield from served(40_000)
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +214,32 @@ def run(command: list[str], url: str, folder: Path) -> Any:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+def check(client: str, found: Output, expected: Output, record: Record) -> None:
+    """Assert that a client's output is as expected. Record each feature for the table of clients."""
+    for dialect, fields in expected.items():
+        shown: dict[str, bool] = {}
+        for field in fields.keys() & FEATURES.keys():
+            equal = found.get(dialect, {}).get(field) == fields[field]
+            shown[FEATURES[field]] = shown.get(FEATURES[field], True) and equal
+        for feature, works in shown.items():
+            record("feature", (client, dialect, feature, works))
+    assert found == expected
+
+
 @pytest.mark.parametrize("client", PYTHON)
-def test_a_client_in_python(client: str, url: str, tmp_path: Path) -> None:
+def test_a_client_in_python(client: str, url: str, tmp_path: Path, record_property: Record) -> None:
     """The client gets every text, call and object, whole and streamed, in all dialects that it speaks."""
     environment, expected = PYTHON[client]
     python = INSTALLED / environment / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{client} is not installed: `make clients` installs it")
     script = HERE / "python" / f"{client}_client.py"
-    assert run([str(python), str(script)], url, tmp_path) == expected
+    found = run([str(python), str(script)], url, tmp_path)
+    check(f"{client}, Python", found, expected, record_property)
 
 
 @pytest.mark.parametrize("client", NODE)
-def test_a_client_in_node(client: str, url: str, tmp_path: Path) -> None:
+def test_a_client_in_node(client: str, url: str, tmp_path: Path, record_property: Record) -> None:
     """The client gets every text, call and object, whole and streamed, in all dialects that it speaks."""
     node = shutil.which("node")
     if node is None:
@@ -183,16 +248,19 @@ def test_a_client_in_node(client: str, url: str, tmp_path: Path) -> None:
         pytest.skip("the clients of node are not installed: `make clients` installs them")
     # Node looks for packages beside the program.
     script = shutil.copy(HERE / "node" / f"{client}.mjs", INSTALLED / "node")
-    assert run([node, str(script)], url, tmp_path) == NODE[client]
+    found = run([node, str(script)], url, tmp_path)
+    check(f"{client}, node", found, NODE[client], record_property)
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_a_turn_of_an_agent(agent: str, wide_url: str, tmp_path: Path) -> None:
+def test_a_turn_of_an_agent(
+    agent: str, wide_url: str, tmp_path: Path, record_property: Record
+) -> None:
     """The agent sends its own prompt and tools, runs the command of the model's call, and prints the report."""
     program = INSTALLED / "node" / "node_modules" / ".bin" / agent
     if not program.exists():
         pytest.skip(f"{agent} is not installed: `make clients` installs it")
-    file, settings, arguments = AGENTS[agent]
+    dialect, file, settings, arguments = AGENTS[agent]
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(settings.replace("@URL", wide_url))
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
@@ -216,3 +284,5 @@ def test_a_turn_of_an_agent(agent: str, wide_url: str, tmp_path: Path) -> None:
     )
     assert REPORT in found.stdout, (found.stdout + found.stderr)[-3000:]
     assert (tmp_path / "ran.txt").read_text() == "18\n"
+    for feature in ("chat", "stream", "tool"):  # an agent streams all its answers
+        record_property("feature", (agent, dialect, feature, True))

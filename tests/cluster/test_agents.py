@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from mtp.builtin import checkpoint_dir
 from tests.cluster.conftest import Pool
 from tests.support.api.agent_transcripts import claude_code, codex
 from tests.support.processes.processes import Coordinator, serving
@@ -21,31 +18,21 @@ HEADERS = {
     "anthropic-version": "2023-06-01",
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
 }
-LONG_CONTEXT = 65_536
+AGENT_TOKENS = 28_000
+"""Tokens. The first prompt of Claude Code has 28,190."""
+
+AGENT_WORDS, TOOLS = 12_000, 30
+"""Words of the system prompt, and tools, which make a first prompt of that size."""
+
 PATIENT = ("--failure-timeout", "30")
 """A worker that computes a long prompt on a busy machine answers late. Recoveries would begin the prompt again."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the built-in model with a context that holds an agent's conversation."""
-    folder = tmp_path_factory.mktemp("agent") / "model"
-    shutil.copytree(checkpoint_dir(), folder)
-    config = json.loads((folder / "config.json").read_text())
-    for part in (config, config.get("text_config", {})):
-        if "max_position_embeddings" in part:
-            part["max_position_embeddings"] = LONG_CONTEXT
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def coordinator(
-    model: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Coordinator]:
-    """Serve the model from two workers, with three drafts per window."""
+def coordinator(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """Serve the built-in model from two workers, with three drafts per window."""
     flags = ("--mtp", "3", "--served-model-name", "claude-x", "--clamp-max-tokens", *PATIENT)
-    with serving(tmp_path_factory.mktemp("serve"), model, pool(2), *flags) as found:
+    with serving(tmp_path_factory.mktemp("serve"), "builtin", pool(2), *flags) as found:
         yield found
 
 
@@ -110,10 +97,24 @@ def test_a_session_of_codex(coordinator: Coordinator) -> None:
     assert all(tokens > 500 for tokens in cached[1:])
 
 
+def test_the_built_in_model_has_room_for_an_agent(coordinator: Coordinator) -> None:
+    """A first prompt of Claude Code's size is counted, fits beside its answer, and is no error."""
+    (body,) = claude_code(AGENT_WORDS, steps=0, tools=TOOLS)
+    count = {k: body[k] for k in ("system", "tools", "messages", "thinking")}
+    url = f"{coordinator.url}/v1/messages/count_tokens"
+    counted = httpx.post(url, json={"model": "claude-x", **count}, headers=HEADERS, timeout=60)
+    (served,) = (
+        each
+        for each in httpx.get(f"{coordinator.url}/v1/models", timeout=60).json()["data"]
+        if each["loaded"]
+    )
+    assert AGENT_TOKENS < counted.json()["input_tokens"] < served["max_model_len"] - 1024
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_session_with_a_system_prompt_of_20000_tokens(coordinator: Coordinator) -> None:
-    """With 30 tools, the first prompt is computed once; each further request finds it in the cache."""
-    usages = replay_claude_code(coordinator.url, words=11_000, steps=3, tools=30)
-    assert usages[0]["input_tokens"] > 20_000
-    check_cache(usages, shared=20_000)
+def test_a_session_of_claude_codes_size(coordinator: Coordinator) -> None:
+    """The built-in model computes the first prompt once; each further request finds it in the cache."""
+    usages = replay_claude_code(coordinator.url, words=AGENT_WORDS, steps=3, tools=TOOLS)
+    assert usages[0]["input_tokens"] > AGENT_TOKENS
+    check_cache(usages, shared=AGENT_TOKENS)

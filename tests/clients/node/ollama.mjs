@@ -21,8 +21,11 @@ const report = await client.chat({
   messages: [...messages, called.message, { role: "tool", tool_name: "weather", content: "18 degrees" }],
 });
 const typed = await client.chat({ model, messages, format, think: false });
+const counted = await client.chat({
+  model, think: false, messages: [{ role: "user", content: "Count these." + " word".repeat(15000) }] });
 const listed = (await client.list()).models.length > 0;
-console.log(JSON.stringify({
+console.log(JSON.stringify({ ollama: {
   text: text.message.content, pieces, thinking: called.message.thinking, call: call.function.arguments,
-  report: report.message.content, object: JSON.parse(typed.message.content), listed,
-}));
+  report: report.message.content, object: JSON.parse(typed.message.content),
+  long: counted.message.content, listed,
+} }));

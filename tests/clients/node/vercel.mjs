@@ -29,7 +29,12 @@ for (const [name, model] of Object.entries(models)) {
     if (part.type === "error") throw part.error;
     if (part.type === "tool-input-delta") inputs += part.delta;
   }
+  const forced = await generateText({
+    model, prompt: "Say hello.", tools: { weather }, toolChoice: { type: "tool", toolName: "weather" } });
+  const long = await generateText({ model, prompt: "Count these." + " word".repeat(15000) });
   found[name] = {
+    forced: forced.toolCalls[0].input,
+    long: long.text,
     text: (await generateText({ model, prompt })).text,
     streamed: JSON.parse(inputs),
     report: await loop.text,

@@ -1,4 +1,4 @@
-"""instructor: one model of the answer in five modes."""
+"""instructor: one model of the answer in five modes, of which those of tools force a call."""
 
 import json
 import os
@@ -16,14 +16,20 @@ class Weather(BaseModel):
 
 
 client = OpenAI(base_url=f"{os.environ['BASE_URL']}/v1", api_key="none", max_retries=0)
-found = {}
-for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"):
+found = {"chat": {}, "responses": {}}
+for dialect, mode, question in (
+    ("chat", "TOOLS", "Say hello."),
+    ("chat", "TOOLS_STRICT", "Say hello."),
+    ("chat", "JSON", "How is Rome?"),
+    ("chat", "JSON_SCHEMA", "How is Rome?"),
+    ("responses", "RESPONSES_TOOLS", "Say hello."),
+):
     patched = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
     reply = patched.chat.completions.create(
         model="tiny",
         response_model=Weather,
         max_retries=0,
-        messages=[{"role": "user", "content": "How is Rome?"}],
+        messages=[{"role": "user", "content": question}],
     )
-    found[mode] = reply.model_dump()
+    found[dialect][mode] = reply.model_dump()
 print(json.dumps(found))

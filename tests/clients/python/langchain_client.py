@@ -11,6 +11,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 URL = os.environ["BASE_URL"]
+LONG = "Count these." + " word" * 15000
 
 
 class Weather(BaseModel):
@@ -52,8 +53,12 @@ for name, model in models.items():
         "streamed": [each["args"] for each in streamed.tool_calls],
         "report": bound.invoke([question, asked, result]).text,
         "object": model.with_structured_output(Weather).invoke("How is Rome?").model_dump(),
+        "long": model.invoke(LONG).text,
     }
+    if name != "ollama":  # its API has no choice of tools
+        (call,) = model.bind_tools([weather], tool_choice="weather").invoke("Say hello.").tool_calls
+        found[name]["forced"] = call["args"]
 for method in ("function_calling", "json_mode", "json_schema"):
     typed = openai.with_structured_output(Weather, method=method)
-    found[method] = typed.invoke("How is Rome? Answer in JSON.").model_dump()
+    found["chat"][method] = typed.invoke("How is Rome? Answer in JSON.").model_dump()
 print(json.dumps(found))

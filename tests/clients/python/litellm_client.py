@@ -6,6 +6,7 @@ import os
 import litellm
 
 URL = os.environ["BASE_URL"]
+LONG = "Count these." + " word" * 15000
 MESSAGES = [{"role": "user", "content": "How is Rome?"}]
 SCHEMA = {
     "type": "object",
@@ -21,6 +22,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+CHOICE = {"type": "function", "function": {"name": "weather"}}
 FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True},
@@ -30,6 +32,14 @@ dialects = {
     "anthropic": {"model": "anthropic/tiny", "api_base": URL, "api_key": "none"},
     "ollama": {"model": "ollama_chat/tiny", "api_base": URL},
 }
+
+
+def ask(dialect, question, **options):
+    """Return the message that answers a question."""
+    messages = [{"role": "user", "content": question}]
+    return litellm.completion(**dialect, messages=messages, **options).choices[0].message
+
+
 found = {}
 for name, dialect in dialects.items():
     reply = litellm.completion(**dialect, messages=MESSAGES, tools=[TOOL]).choices[0].message
@@ -44,7 +54,10 @@ for name, dialect in dialects.items():
         "report": litellm.completion(**dialect, messages=history, tools=[TOOL])
         .choices[0]
         .message.content,
+        "long": ask(dialect, LONG).content,
+        "format": json.loads(ask(dialect, "How is Rome?", response_format=FORMAT).content),
     }
-reply = litellm.completion(**dialects["chat"], messages=MESSAGES, response_format=FORMAT)
-found["format"] = json.loads(reply.choices[0].message.content)
+    if name != "ollama":  # its API has no choice of tools
+        (call,) = ask(dialect, "Say hello.", tools=[TOOL], tool_choice=CHOICE).tool_calls
+        found[name]["forced"] = json.loads(call.function.arguments)
 print(json.dumps(found))

@@ -36,6 +36,7 @@ found = {
     "text": model.prompt("Hi", stream=False).text(),
     "pieces": "".join(model.prompt("Hi", stream=True)),
     "object": json.loads(model.prompt("How is Rome?", schema=SCHEMA, stream=False).text()),
+    "long": model.prompt("Count these." + " word" * 15000, stream=False).text(),
     "report": model.chain("How is Rome?", tools=[weather]).text(),
 }
-print(json.dumps(found))
+print(json.dumps({"chat": found}))

@@ -6,6 +6,7 @@ import os
 
 from agents import (
     Agent,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -39,10 +40,21 @@ async def main() -> None:
         model = kind(model="tiny", openai_client=client)
         agent = Agent(name="a", instructions="Be kind.", model=model, tools=[weather])
         typed = Agent(name="b", model=model, output_type=Weather)
+        plain = Agent(name="c", model=model)
+        forced = Agent(
+            name="d",
+            model=model,
+            tools=[weather],
+            model_settings=ModelSettings(tool_choice="weather"),
+            tool_use_behavior="stop_on_first_tool",
+        )
         streamed = Runner.run_streamed(agent, "How is Rome?")
         async for _ in streamed.stream_events():
             pass
         found[name] = {
+            "text": (await Runner.run(plain, "Hi")).final_output,
+            "forced": (await Runner.run(forced, "Say hello.")).final_output,
+            "long": (await Runner.run(plain, "Count these." + " word" * 15000)).final_output,
             "report": (await Runner.run(agent, "How is Rome?")).final_output,
             "streamed": streamed.final_output,
             "object": (await Runner.run(typed, "How is Rome?")).final_output.model_dump(),

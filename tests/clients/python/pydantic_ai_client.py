@@ -1,5 +1,6 @@
 """Pydantic AI: a text, a stream, and an agent with a tool and a typed result, over chat completions and messages."""
 
+import asyncio
 import json
 import os
 
@@ -26,6 +27,12 @@ def weather(city: str) -> str:
     return f"18 degrees in {city}"
 
 
+async def streamed(agent: Agent) -> str:
+    """Return the text of a stream."""
+    async with agent.run_stream("Hi") as result:
+        return "".join([piece async for piece in result.stream_text(delta=True, debounce_by=None)])
+
+
 openai_provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
 anthropic_provider = AnthropicProvider(
     anthropic_client=AsyncAnthropic(base_url=URL, api_key="none")
@@ -41,6 +48,10 @@ for name, model in models.items():
     native = Agent(model, output_type=NativeOutput(Weather))
     found[name] = {
         "text": Agent(model).run_sync("Hi").output,
+        "pieces": asyncio.run(streamed(Agent(model))),
+        "report": Agent(model, tools=[weather]).run_sync("How is Rome?").output,
+        "forced": Agent(model, output_type=Weather).run_sync("Say hello.").output.model_dump(),
+        "long": Agent(model).run_sync("Count these." + " word" * 15000).output,
         "object": typed.run_sync("How is Rome?").output.model_dump(),
     }
     if name != "anthropic":  # its profile knows only Anthropic's own models for this

@@ -12,6 +12,8 @@ OBJECT = {"city": "Rome", "degrees": 18}
 GREETING = "Hello 🎉 there"
 THOUGHT = "hm"
 REPORT = "It is 18 degrees."
+COUNT = "15000 words"
+"""The answer to "Count these." with as many words, which shows that the whole prompt arrived."""
 
 
 COMMAND = "echo 18 > ran.txt"
@@ -27,8 +29,8 @@ def scripted_answer(request: GenerationRequest) -> str:
     """Return the answer to a request.
 
     It calls the tool `weather` or the shell of an agent first, then a tool that takes `degrees`, if there are such
-    tools. Without tools a
-    forced format gets OBJECT, and other requests get a text. Reasoning comes first where the template opens it.
+    tools. Asked to say hello, it calls a tool only if it must. Without tools a forced format gets OBJECT, and other
+    requests get a text. Reasoning comes first where the template opens it.
     """
     tokenizer = tiny_tokenizer()
     prompt = b"".join(map(tokenizer.token_bytes, request.prompt)).decode()
@@ -36,6 +38,10 @@ def scripted_answer(request: GenerationRequest) -> str:
 
 
 def _answer(prompt: str, forced: bool) -> str:
+    if "Count these." in prompt:
+        return f"{prompt.count(' word')} words"
+    if "Say hello." in prompt and not forced:
+        return GREETING
     tools = _tools(prompt)
     has_result = "<|im_start|>tool\n" in prompt
     if "weather" in tools and not has_result:
