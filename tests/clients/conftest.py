@@ -37,7 +37,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                     row[feature] = "yes" if works else "fails"
     if not cells:
         return
-    rows = [("client", "dialect", *FEATURES), ("---",) * (2 + len(FEATURES))]
+    rows: list[tuple[str, ...]] = [("client", "dialect", *FEATURES), ("---",) * (2 + len(FEATURES))]
     rows += [
         (*key, *(row.get(name, "") for name in FEATURES)) for key, row in sorted(cells.items())
     ]
