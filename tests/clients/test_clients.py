@@ -187,7 +187,7 @@ def served(context: int) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Serve a context that one of the programs exceeds."""
-    yield from served(40_000)
+    yield from served(48_000)
 
 
 @pytest.fixture(scope="module")
