@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
@@ -20,15 +19,14 @@ from mtp.layers.cuda.packed_linear import (
     joined,
 )
 from mtp.layers.cuda.row_attention import (
-    HEAD_DIM,
     SLOTS,
     SPLIT,
-    AttentionShape,
     attend_rows,
     prepare_rows,
 )
 from mtp.layers.kv_cache import PlainKV, tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
 
 KV_STEP = 256
 """Tokens by which a K/V cache grows, as mlx-lm's does."""
@@ -39,15 +37,10 @@ MOST_GROUPED = 16
 
 def can_pack_attention(attention: Qwen3NextAttention, dtype: mx.Dtype) -> bool:
     """Return whether the kernels compute `attention` with activations of `dtype`."""
-    rope = attention.rope
     return (
         dtype in HALF_TYPES
-        and attention.head_dim == HEAD_DIM
+        and can_prepare(attention)
         and attention.num_attention_heads // attention.num_key_value_heads <= MOST_GROUPED
-        and type(rope) is nn.RoPE
-        and not rope.traditional
-        and rope.scale == 1.0
-        and rope.dims % 64 == 0
         and attention.q_norm.weight.dtype == dtype
     )
 
@@ -141,17 +134,6 @@ def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
     """Return the shape of `attention` for the kernels."""
     return AttentionShape(
         attention.num_attention_heads, attention.num_key_value_heads, attention.rope.dims
-    )
-
-
-def constants_of(attention: Qwen3NextAttention) -> tuple[mx.array, ...]:
-    """Return what `prepare_rows` takes of a layer."""
-    half = mx.arange(0, attention.rope.dims, 2, dtype=mx.float32) / attention.rope.dims
-    return (
-        attention.q_norm.weight,
-        attention.k_norm.weight,
-        mx.power(attention.rope.base, -half),
-        mx.array([attention.q_norm.eps]),
     )
 
 

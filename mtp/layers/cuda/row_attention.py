@@ -7,61 +7,15 @@ keys from the first key on. So its result does not depend on the rows and sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mtp.layers.cuda.kernel import CudaKernel
-from mtp.layers.source_kernel import THREADS
+from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, prepare_kernel, run_prepare
 
-HEAD_DIM = 256
 SPLIT = 64
 SLOTS = 8
 """Sequences of one launch: each has K/V arrays of its own, which are arguments of the kernel."""
-
-_PREPARE_SOURCE = r"""
-  // One warp a head of a row: norm, RoPE. Heads: q, then k; v is copied.
-  const int lane = threadIdx.x & 31;
-  const int unit = blockIdx.x * 8 + (threadIdx.x >> 5);
-  const int rows_ = x_shape[0], width = x_shape[1];
-  constexpr int HEADS = HQ + 2 * HK;
-  if (unit >= rows_ * HEADS) return;
-  const int r = unit / HEADS, h = unit % HEADS;
-  constexpr int E = D / 32;
-  const InT* from = x + (long long)r * width
-      + (h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D);
-  float v[E];
-  #pragma unroll
-  for (int i = 0; i < E; ++i) v[i] = static_cast<float>(from[lane + 32 * i]);
-  InT* to = h < HQ ? q + ((long long)r * HQ + h) * D
-          : h < HQ + HK ? k + ((long long)(h - HQ) * rows_ + r) * D
-                        : v_out + ((long long)(h - HQ - HK) * rows_ + r) * D;
-  if (h < HQ + HK) {
-    float sum = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < E; ++i) sum = __fmaf_rn(v[i], v[i], sum);
-    #pragma unroll
-    for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
-    const float scale = rsqrtf(sum / D + eps[0]);
-    const InT* weight = h < HQ ? q_norm : k_norm;
-    #pragma unroll
-    for (int i = 0; i < E; ++i) v[i] = v[i] * scale * static_cast<float>(weight[lane + 32 * i]);
-    // The first ROPE elements turn in pairs (i, i + ROPE / 2); ROPE / 2 is a multiple of 32.
-    constexpr int HALF = ROPE / 64;
-    const float position = static_cast<float>(places[2 * r + 1]);
-    #pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-      const float angle = position * inv_freq[lane + 32 * i];
-      float sine, cosine;
-      sincosf(angle, &sine, &cosine);
-      const float a = v[i], b = v[i + HALF];
-      v[i] = a * cosine - b * sine;
-      v[i + HALF] = a * sine + b * cosine;
-    }
-  }
-  #pragma unroll
-  for (int i = 0; i < E; ++i) to[lane + 32 * i] = static_cast<InT>(v[i]);
-"""
 
 _ATTEND_SOURCE = r"""
   // One block: one query row, one K/V head, one split of SPLIT keys.
@@ -154,11 +108,11 @@ _COMBINE_SOURCE = r"""
   out[((long long)row * heads + head) * D + d] = static_cast<InT>(acc / sum / (1.0f + expf(-gate)));
 """
 
-_prepare = CudaKernel(
-    "attention_prepare",
-    ["x", "places", "q_norm", "k_norm", "inv_freq", "eps"],
+_prepare = prepare_kernel(
+    CudaKernel,
     ["q", "k", "v_out"],
-    _PREPARE_SOURCE,
+    head="(h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D)",
+    values="v_out",
 )
 _combine = CudaKernel(
     "attention_combine", ["partial", "sums", "places", "x"], ["out"], _COMBINE_SOURCE
@@ -175,15 +129,6 @@ def _attend_kernel(slots: int) -> CudaKernel:
 _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """Heads of a layer, and the elements of each that RoPE turns."""
-
-    query_heads: int
-    kv_heads: int
-    rope: int
-
-
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: tuple[mx.array, ...]
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -192,22 +137,9 @@ def prepare_rows(
     A row of `x` has query and gate of each head in turn, then keys, then values. `places` int32 `[rows, 2]`: slot and
     position. `constants` are the norm weights of queries and keys, RoPE's inverse frequencies and eps.
     """
-    rows = x.shape[0]
-    heads, kv = shape.query_heads, shape.kv_heads
-    units = rows * (heads + 2 * kv)
-    q, k, v = _prepare(
-        [x, places, *constants],
-        blocks=(-(-units * 32 // THREADS), 1, 1),
-        template=[
-            ("InT", x.dtype),
-            ("HQ", heads),
-            ("HK", kv),
-            ("D", HEAD_DIM),
-            ("ROPE", shape.rope),
-        ],
-        shapes=[(rows, heads, HEAD_DIM), (kv, rows, HEAD_DIM), (kv, rows, HEAD_DIM)],
-        dtypes=[x.dtype] * 3,
-    )
+    rows, kv = x.shape[0], shape.kv_heads
+    shapes = [(rows, shape.query_heads, HEAD_DIM), (kv, rows, HEAD_DIM), (kv, rows, HEAD_DIM)]
+    q, k, v = run_prepare(_prepare, shape, x, places, constants, shapes)
     return q, k, v
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import GROUP, TILE
-from mtp.layers.cuda.row_attention import HEAD_DIM, AttentionShape
+from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape
 from mtp.layers.windows import HEAD_DIM as GDN_DIM
 from mtp.layers.windows import TAPS, GatedDeltaShape
 
