@@ -39,6 +39,10 @@ class KVRows(LayerCache):
         `queries` bounds the rows of a call of MLX's attention, where given.
         """
 
+    def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
+        """Attend as `attend` does, with keys and values in one array `new [2, kv_heads, width, dim]`."""
+        return self.attend(q, new[:1], new[1:], scale, None)
+
     @abstractmethod
     def _parts(self, start: int = 0) -> list[mx.array]:
         """Return keys and values, in quantized form each as three arrays, of the valid tokens from `start` on."""

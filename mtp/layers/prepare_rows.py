@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def run_prepare(
     x: mx.array,
     places: mx.array,
     constants: tuple[mx.array, ...],
-    shapes: list[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     """Return the outputs of `kernel`, of `shapes`, for rows `x` at `places` int32 `[rows, 2]`: slot and position."""
     heads, kv = shape.query_heads, shape.kv_heads

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FOUR_BITS = {"layout": "mlx", "quantize": 4, "hidden": 128}
-EVERY = {"joined": 1, "window": 3}
+EVERY = {"prepared": 1, "window": 3}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "4 bits": (FOUR_BITS, EVERY),
     "4 bits in bfloat16": (FOUR_BITS | {"dtype": mx.bfloat16}, EVERY),
@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "a part unquantized": (FOUR_BITS | {"overrides": True}, {"reference": 1, "window": 3}),
     "experts": (FOUR_BITS | {"moe": True}, EVERY),
     "Qwen3-Next": ({"moe": True, "qwen3_next": True}, EVERY),
-    "small heads": ({"GDN_DIM": 32}, {"joined": 4}),
+    "small heads": ({"GDN_DIM": 32, "HEAD_DIM": 32}, {"joined": 4}),
 }
 """Checkpoints of four layers, and the number of layers of each kind on a Mac."""
 
@@ -85,7 +85,8 @@ def test_layers_compute_what_the_reference_does(
     """Prompts, windows and rejections give the reference's hidden vectors, up to rounding, in every format."""
     options, kinds = FORMS[form]
     options = dict(options)
-    monkeypatch.setattr(written, "GDN_DIM", options.pop("GDN_DIM", 128))
+    for name, dim in (("GDN_DIM", 128), ("HEAD_DIM", 256)):
+        monkeypatch.setattr(written, name, options.pop(name, dim))
     path = checkpoints(layers=4, seed=len(form), **options)
     with metal_path():
         stage = stage_of(path)

@@ -10,7 +10,6 @@ import mlx.core as mx
 from mtp.layers.cuda.attention import (
     PackedAttentionLayer,
     can_pack_attention,
-    constants_of,
     shape_of,
 )
 from mtp.layers.cuda.gated_delta import gated_delta_window
@@ -27,6 +26,7 @@ from mtp.layers.cuda.packed_linear import (
 )
 from mtp.layers.cuda.row_attention import SLOTS, attend_rows, prepare_rows
 from mtp.layers.layer import KVFormat, Layer, report_fallback
+from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from mtp.layers.kv_cache import KVRows
-from mtp.layers.layer import Hole
+from mtp.layers.kv_cache import KVRows, new_kv
+from mtp.layers.layer import Hole, KVFormat, report_fallback
+from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.metal.pair_kv import PairKV
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
     Format,
@@ -19,6 +22,14 @@ from mtp.layers.metal.products import (
     JoinedMLP,
     Weights,
     gated_products,
+)
+from mtp.layers.prepare_rows import (
+    HEAD_DIM,
+    AttentionShape,
+    can_prepare,
+    constants_of,
+    prepare_kernel,
+    run_prepare,
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
 
@@ -35,6 +46,7 @@ class _Shape:
     mlp: tuple[Format, Format] | None
     eps: float
     head_eps: float
+    rope: int
 
 
 class JoinedAttentionLayer(AttentionLayer):
@@ -58,6 +70,7 @@ class JoinedAttentionLayer(AttentionLayer):
             mlp.formats if mlp else None,
             self.norm.eps,
             attention.q_norm.eps,
+            attention.rope.dims,
         )
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
@@ -79,7 +92,12 @@ class JoinedAttentionLayer(AttentionLayer):
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         inputs = JoinedLinear.of(parts, mx.concatenate(order))
         out = JoinedLinear.of([attention.o_proj]) if inputs else None
-        return None if inputs is None or out is None else cls(layer, inputs, out, mlp)
+        if inputs is None or out is None:
+            return None
+        shape = AttentionShape(heads, attention.num_key_value_heads, attention.rope.dims)
+        if can_prepare(attention) and prepare_works(shape, layer.input_layernorm.weight.dtype):
+            return PreparedAttentionLayer(layer, inputs, out, mlp)
+        return cls(layer, inputs, out, mlp)
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
@@ -94,6 +112,66 @@ class JoinedAttentionLayer(AttentionLayer):
         finish = self._compiled[1] if x.shape[0] <= COMPILED_ROWS else _finish
         y: mx.array = finish(self._shape, x, merged, gate, *self._outputs)
         return y if self._shape.mlp else self.mlp.add(y, self.mlp_norm)
+
+
+class PreparedAttentionLayer(JoinedAttentionLayer):
+    """An attention layer whose heads are normed and turned in one launch, with keys and values in one array."""
+
+    kind = "prepared"
+
+    def __init__(
+        self, layer: DecoderLayer, inputs: JoinedLinear, out: JoinedLinear, mlp: JoinedMLP | None
+    ) -> None:
+        super().__init__(layer, inputs, out, mlp)
+        constants = constants_of(self.attention)
+        mx.eval(constants)
+        self._arrays = inputs.weights, self.norm.weight, constants
+        self._prepare = _compiled_prepare(self._shape)
+
+    def new_cache(self, kv_format: KVFormat) -> KVRows:
+        """See `Layer.new_cache`."""
+        return PairKV() if kv_format.bits is None else new_kv(kv_format)
+
+    def add(
+        self,
+        x: mx.array,
+        caches: Sequence[KVRows],
+        widths: Sequence[int],
+        stay_open: Sequence[bool] = (),
+        holes: Sequence[Hole] = (),
+    ) -> mx.array:
+        """See `Layer.add`."""
+        ends, places = _places(tuple(widths), tuple(cache.offset for cache in caches))
+        if holes:
+            places = places - mx.concatenate([hole.count for hole in holes])[:, None]
+        run = self._prepare if x.shape[0] <= COMPILED_ROWS else _prepare
+        q, new, gate = run(self._shape, x, *self._arrays, places)
+        queries, rows = mx.split(q, ends, axis=2), mx.split(new, ends, axis=2)
+        scale = self.attention.scale
+        if holes:
+            outputs = [
+                cache.attend_around(q, new[:1], new[1:], scale, hole)
+                for cache, q, new, hole in zip(caches, queries, rows, holes, strict=True)
+            ]
+        else:
+            outputs = [
+                cache.attend_pair(q, new, scale)
+                for cache, q, new in zip(caches, queries, rows, strict=True)
+            ]
+        merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return self._finish(x, merged.squeeze(0).transpose(1, 0, 2), gate)
+
+
+@lru_cache(maxsize=16)
+def _places(widths: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[list[int], mx.array]:
+    """Return where sequences end, but for the last, and every row's position twice. All layers of a frame share them.
+
+    The kernel reads the second column.
+    """
+    found = [
+        (p, p) for offset, n in zip(offsets, widths, strict=True) for p in range(offset, offset + n)
+    ]
+    return list(accumulate(widths[:-1])), mx.array(found, dtype=mx.int32)
 
 
 @lru_cache(maxsize=8)
@@ -120,6 +198,63 @@ def _project(shape: _Shape, x: mx.array, weights: Weights, norms: Weights) -> Pr
     )
 
 
+@lru_cache(maxsize=8)
+def _compiled_prepare(shape: _Shape) -> Callable[..., Any]:
+    """Return `_prepare`, traced once for each number of rows."""
+    run = mx.compile(lambda *arrays: _prepare(shape, *arrays))
+    return lambda _, *arrays: run(*arrays)
+
+
+def _prepare(
+    shape: _Shape,
+    x: mx.array,
+    weights: Weights,
+    norm: mx.array,
+    constants: Weights,
+    places: mx.array,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return queries `[1, heads, rows, 256]`, keys and values `[2, kv_heads, rows, 256]`, and gates."""
+    y = shape.products.multiply(mx.fast.rms_norm(x, norm, shape.eps), weights)
+    heads = AttentionShape(shape.heads, shape.kv_heads, shape.rope)
+    q, new = prepare_rows(heads, y, places, constants)
+    gate = y[:, -shape.heads * HEAD_DIM :].reshape(-1, shape.heads, HEAD_DIM)
+    return mx.expand_dims(q.transpose(1, 0, 2), 0), new, gate
+
+
+_kernel = prepare_kernel(MetalKernel, ["q", "k"], head="h * D", values="k + ($int64)HK * rows_ * D")
+
+
+def prepare_rows(
+    shape: AttentionShape, x: mx.array, places: mx.array, constants: Weights
+) -> tuple[mx.array, mx.array]:
+    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
+
+    A row of `x` has queries, keys, values and gates. See `run_prepare` for the rest.
+    """
+    rows, kv = x.shape[0], shape.kv_heads
+    q_norm, k_norm, *rest = constants
+    constants = (q_norm.astype(x.dtype), k_norm.astype(x.dtype), *rest)
+    shapes = [(rows, shape.query_heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)]
+    q, new = run_prepare(_kernel, shape, x, places, constants, shapes)
+    return q, new
+
+
+@cache
+def prepare_works(shape: AttentionShape, dtype: mx.Dtype) -> bool:
+    """Return whether the kernel compiles and runs here. Log once why it does not."""
+    heads, norm = 2 * (shape.query_heads + shape.kv_heads), mx.ones((HEAD_DIM,), dtype)
+    constants = norm, norm, mx.ones((shape.rope // 2,)), mx.array([1e-6])
+    try:
+        # The places of few rows are in another address space than those of many, which makes another kernel.
+        for rows in (1, 4):
+            x = mx.zeros((rows, heads * HEAD_DIM), dtype)
+            mx.eval(prepare_rows(shape, x, mx.zeros((rows, 2), mx.int32), constants))
+    except Exception as error:  # whatever the compiler of a machine finds wrong
+        report_fallback("attention_prepare", str(error))
+        return False
+    return True
+
+
 def _finish(
     shape: _Shape,
     x: mx.array,
@@ -130,7 +265,8 @@ def _finish(
     mlp: Any,
 ) -> mx.array:
     """Return `x` plus the gated projection of `merged`, and plus the MLP if it is joined."""
-    x = x + shape.out.multiply(merged * mx.sigmoid(gate), out)
+    gated = (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1)
+    x = x + shape.out.multiply(gated, out)
     if shape.mlp is None:
         return x
     return x + gated_products(shape.mlp, mlp, mx.fast.rms_norm(x, norm, shape.eps))

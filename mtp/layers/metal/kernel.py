@@ -18,6 +18,7 @@ HEADER = """
 #define expf exp
 #define log1pf log1p
 #define rsqrtf rsqrt
+#define sincosf(angle, sine, cosine) (*(sine) = sincos(angle, *(cosine)))
 """
 """The functions of CUDA that sources use, in Metal."""
 

@@ -28,7 +28,8 @@ Weights = dict[str, mx.array]
 Choose = Callable[[str, nn.Module], bool | dict[str, Any]]
 
 _LM = "model.language_model."
-_HEAD_DIM = 32
+HEAD_DIM = 32
+"""Dimension of the heads of attention layers, small for speed. Kernels for GPUs require 256."""
 _HEADS, _KV_HEADS = 4, 2
 _GDN_VALUE_HEADS, _GDN_KEY_HEADS = 4, 2
 GDN_DIM = 32
@@ -114,7 +115,7 @@ def config_of(
         "num_hidden_layers": layers,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD_DIM,
+        "head_dim": HEAD_DIM,
         "vocab_size": vocab,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -211,12 +212,12 @@ def _backbone(text: dict[str, Any]) -> Weights:
 
 def _attention(prefix: str, hidden: int) -> Weights:
     return {
-        f"{prefix}q_proj.weight": _linear(2 * _HEADS * _HEAD_DIM, hidden),
-        f"{prefix}k_proj.weight": _linear(_KV_HEADS * _HEAD_DIM, hidden),
-        f"{prefix}v_proj.weight": _linear(_KV_HEADS * _HEAD_DIM, hidden),
-        f"{prefix}o_proj.weight": _linear(hidden, _HEADS * _HEAD_DIM),
-        f"{prefix}q_norm.weight": _norm(_HEAD_DIM),
-        f"{prefix}k_norm.weight": _norm(_HEAD_DIM),
+        f"{prefix}q_proj.weight": _linear(2 * _HEADS * HEAD_DIM, hidden),
+        f"{prefix}k_proj.weight": _linear(_KV_HEADS * HEAD_DIM, hidden),
+        f"{prefix}v_proj.weight": _linear(_KV_HEADS * HEAD_DIM, hidden),
+        f"{prefix}o_proj.weight": _linear(hidden, _HEADS * HEAD_DIM),
+        f"{prefix}q_norm.weight": _norm(HEAD_DIM),
+        f"{prefix}k_norm.weight": _norm(HEAD_DIM),
     }
 
 

@@ -49,6 +49,7 @@ float exp(float);
 float log(float);
 float log1p(float);
 float rsqrt(float);
+float sincos(float, thread float&);
 float fma(float, float, float);
 int min(int, int);
 int max(int, int);

@@ -156,7 +156,7 @@ class OwnSteps:
 
 def write_models(folder: Path) -> dict[int, Path]:
     """Write two models of 4 bits, by their number of layers, whose heads are those that kernels need."""
-    with patch.object(checkpoints, "GDN_DIM", 128):
+    with patch.multiple(checkpoints, GDN_DIM=128, HEAD_DIM=256):
         return {
             layers: checkpoints.write_checkpoint(
                 folder / str(layers),

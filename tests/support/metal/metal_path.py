@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from mtp.device import DEVICES
+from mtp.layers.metal.kernel import MetalKernel
 from proto.kernels import Kernels
 from tests.support.metal import runner
 from worker.model import choice
@@ -25,12 +26,28 @@ KERNELS = {
 """mlx-lm's kernels, which it makes when it is imported on a Mac."""
 
 
+class _KeptKernel:
+    """The attribute `_kernel` of all Metal kernels, empty at first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[MetalKernel, Any] = {}
+
+    def __get__(self, kernel: MetalKernel, _: object) -> Any:
+        return self._kept.get(kernel)
+
+    def __set__(self, kernel: MetalKernel, value: Any) -> None:
+        self._kept[kernel] = value
+        vars(kernel).setdefault("_kernel", None)
+
+
 @contextmanager
 def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
     """Choose what a Mac would inside the block, with `metal_kernel` for `mx.fast.metal_kernel`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DEVICES, "cpu", replace(DEVICES["metal"], wires_memory=False))
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
+        # A kernel keeps what `metal_kernel` returned. Another block has another function.
+        patch.setattr(MetalKernel, "_kernel", _KeptKernel(), raising=False)
         # What mlx-lm asks MLX for in this module, answered as on a Mac.
         on_mac = {
             "metal": SimpleNamespace(is_available=lambda: True),

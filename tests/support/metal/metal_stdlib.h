@@ -246,6 +246,10 @@ inline float sqrt(float x) { return ::sqrtf(x); }
 inline float rsqrt(float x) { return 1.0f / ::sqrtf(x); }
 inline float sin(float x) { return ::sinf(x); }
 inline float cos(float x) { return ::cosf(x); }
+inline float sincos(float x, float& cosine) {
+  cosine = ::cosf(x);
+  return ::sinf(x);
+}
 inline float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 template <typename T> inline T min(T a, T b) { return b < a ? b : a; }
 template <typename T> inline T max(T a, T b) { return a < b ? b : a; }

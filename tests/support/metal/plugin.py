@@ -1,4 +1,4 @@
-"""A pytest plugin that runs every test on the Metal path, with GDN heads of 128 as published models have.
+"""A pytest plugin that runs every test on the Metal path, with heads of 128 and 256 as published models have.
 
 python -m pytest -p tests.support.metal.plugin tests/parity/test_rollback.py
 """
@@ -26,4 +26,5 @@ def on_the_metal_path() -> Iterator[None]:
     """Run all tests of the session on the Metal path."""
     with pytest.MonkeyPatch.context() as patch, metal_path():
         patch.setattr(checkpoints, "GDN_DIM", 128)
+        patch.setattr(checkpoints, "HEAD_DIM", 256)
         yield

@@ -1,0 +1,84 @@
+"""Keys and values of one sequence in one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mtp.layers.kv_cache import KVRows, tiled_attention
+from proto.errors import ProtocolError
+
+KV_STEP = 256
+"""Tokens by which a cache grows, as mlx-lm's does."""
+
+
+class PairKV(KVRows):
+    """Keys and values in the type of the model, `pair [2, kv_heads, room, dim]`, which one operation writes."""
+
+    def __init__(self) -> None:
+        self.pair: mx.array | None = None
+        self.offset = 0
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The keys `[1, kv_heads, room, dim]`, with the room for more."""
+        return None if self.pair is None else self.pair[:1]
+
+    def trim(self, count: int) -> int:
+        """See `KVRows.trim`."""
+        count = min(self.offset, count)
+        self.offset -= count
+        return count
+
+    def append(self, new: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `new [2, kv_heads, width, dim]`. Return all keys and all values.
+
+        MLX writes into the array's own memory if nothing else refers to it.
+        """
+        start, pair = self.offset, self.pair
+        end = start + new.shape[2]
+        if pair is None or end > pair.shape[2]:
+            room = -(-end // KV_STEP) * KV_STEP
+            pair = mx.zeros((2, new.shape[1], room - start, new.shape[3]), new.dtype)
+            if self.pair is not None:
+                pair = mx.concatenate([self.pair[:, :, :start], pair], axis=2)
+        pair[:, :, start:end] = new
+        self.pair, self.offset = pair, end
+        return pair[:1, :, :end], pair[1:, :, :end]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See `KVRows.update_and_fetch`."""
+        return self.append(mx.concatenate([keys, values]))
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
+    ) -> mx.array:
+        """See `KVRows.attend`."""
+        offset = self.offset
+        keys, values = self.update_and_fetch(k, v)
+        return tiled_attention(q, keys, values, offset, scale, queries)
+
+    def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
+        """See `KVRows.attend_pair`."""
+        offset = self.offset
+        keys, values = self.append(new)
+        if new.shape[2] == 1:
+            return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale)
+        return tiled_attention(q, keys, values, offset, scale)
+
+    def arrays(self) -> list[mx.array]:
+        """See `LayerCache.arrays`."""
+        return [] if self.pair is None else [self.pair]
+
+    def _parts(self, start: int = 0) -> list[mx.array]:
+        assert self.pair is not None
+        return [self.pair[i : i + 1, :, start : self.offset] for i in range(2)]
+
+    def _set_parts(self, parts: Sequence[mx.array]) -> None:
+        if len(parts) != 2 or parts[0].shape != parts[1].shape:
+            raise ProtocolError("a backup of keys and values has not two arrays of one shape")
+        self.pair = mx.concatenate(list(parts))
+
+    def _empty(self) -> PairKV:
+        return PairKV()
