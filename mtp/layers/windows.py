@@ -93,9 +93,12 @@ class Snapshots:
     state: mx.array
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Point:
-    """A place in a sequence: the snapshot in `slot`, advanced over `count` of `rows` from `start` on."""
+    """A place in a sequence: the snapshot in `slot`, advanced over `count` of `rows` from `start` on.
+
+    Treat it as immutable. It is not frozen, because every layer makes one for each sequence and token.
+    """
 
     snapshots: Snapshots
     slot: int
@@ -162,9 +165,9 @@ class SnapshotGDNCache(LayerCache):
         return SnapshotGDNCache(self.recurrence, Point(Snapshots(conv, state), 0))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Window:
-    """Rows `start … start + count` of a frame, which run from `point` on."""
+    """Rows `start … start + count` of a frame, which run from `point` on. Treat it as immutable, as `Point`."""
 
     point: Point
     start: int
