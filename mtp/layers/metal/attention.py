@@ -13,6 +13,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat, report_fallback
+from mtp.layers.metal.add_norm import add_norm, add_norm_works
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.pair_kv import PairKV
 from mtp.layers.metal.products import (
@@ -36,7 +37,7 @@ from mtp.layers.reference.attention import AttentionLayer, Projected
 
 @dataclass(frozen=True)
 class _Shape:
-    """The heads of a layer, the formats of its products and of its MLP, and the epsilons of its norms."""
+    """The heads of a layer, its formats, the epsilons of its norms, the elements that RoPE turns, and its kernel."""
 
     heads: int
     kv_heads: int
@@ -47,6 +48,7 @@ class _Shape:
     eps: float
     head_eps: float
     rope: int
+    add_norm: bool
 
 
 class JoinedAttentionLayer(AttentionLayer):
@@ -71,6 +73,7 @@ class JoinedAttentionLayer(AttentionLayer):
             self.norm.eps,
             attention.q_norm.eps,
             attention.rope.dims,
+            add_norm_works(self.mlp_norm.weight.dtype),
         )
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
@@ -266,7 +269,8 @@ def _finish(
 ) -> mx.array:
     """Return `x` plus the gated projection of `merged`, and plus the MLP if it is joined."""
     gated = (merged * mx.sigmoid(gate)).reshape(x.shape[0], -1)
-    x = x + shape.out.multiply(gated, out)
+    y = shape.out.multiply(gated, out)
     if shape.mlp is None:
-        return x
-    return x + gated_products(shape.mlp, mlp, mx.fast.rms_norm(x, norm, shape.eps))
+        return x + y
+    x, normed = add_norm(x, y, norm, shape.eps, shape.add_norm)
+    return x + gated_products(shape.mlp, mlp, normed)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.metal.add_norm import add_norm, add_norm_works
 from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
@@ -88,6 +89,7 @@ class _Shape:
     out: Format
     mlp: tuple[Format, Format] | None
     eps: float
+    add_norm: bool
 
 
 class WindowGDNLayer(Layer):
@@ -106,9 +108,10 @@ class WindowGDNLayer(Layer):
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
+        own = add_norm_works(self.mlp_norm.weight.dtype)
         self._recurrence = window_recurrence(net, dtype)
         heads, constants = self._recurrence.shape, self._recurrence.constants
-        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps)
+        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, own)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
@@ -177,7 +180,8 @@ def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
     y, conv, state = gated_delta_window(
         shape.heads, rows, rows if past is None else past, conv, state, spans, tuple(constants)
     )
-    x = x + shape.out.multiply(y, out)
-    if shape.mlp is not None:
-        x = x + gated_products(shape.mlp, mlp, mx.fast.rms_norm(x, norms[1], shape.eps))
-    return x, rows, conv, state
+    y = shape.out.multiply(y, out)
+    if shape.mlp is None:
+        return x + y, rows, conv, state
+    x, normed = add_norm(x, y, norms[1], shape.eps, shape.add_norm)
+    return x + gated_products(shape.mlp, mlp, normed), rows, conv, state
