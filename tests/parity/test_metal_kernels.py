@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import pytest
 
+from mtp.layers.metal.add_norm import add_norm
+from mtp.layers.metal.attention import prepare_rows
 from mtp.layers.metal.gated_delta import gated_delta_window
+from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.windows import HEAD_DIM, TAPS, GatedDeltaShape, WindowKernel
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run
@@ -107,3 +110,38 @@ def test_a_replay_saves_the_state_of_the_accepted_tokens() -> None:
         replayed = case.run([(0, 0, accepted, 5, 1, accepted)])
         alone = case.run([(0, 0, 0, 0, accepted, accepted)])
         assert mx.array_equal(replayed[1], alone[1]) and mx.array_equal(replayed[2], alone[2])
+
+
+HEADS = AttentionShape(4, 2, 64)
+WIDE = 256
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_prepared_heads_equal_the_reference(dtype: mx.Dtype, rows: int) -> None:
+    """Rows of any positions are normed and turned as by MLX's operations in fp32, and values are copied."""
+    mx.random.seed(rows)
+    q, kv, gate = (mx.random.normal((rows, n, WIDE)).astype(dtype) for n in (4, 4, 4))
+    norms = tuple((1 + 0.1 * mx.random.normal((WIDE,))).astype(dtype) for _ in range(2))
+    constants = (*norms, mx.power(1e7, -mx.arange(0, 64, 2) / 64), mx.array([1e-6]))
+    places = mx.array([(0, 7 * row * row + row % 2) for row in range(rows)], dtype=mx.int32)
+    x = mx.concatenate([t.reshape(rows, -1) for t in (q, kv, gate)], axis=1)
+    found_q, found = prepare_rows(HEADS, x, places, constants)
+    # On an NVIDIA GPU a row has query and gate of each head in turn.
+    both = mx.concatenate([q, gate], axis=2).reshape(rows, -1)
+    rows_there = mx.concatenate([both, kv.reshape(rows, -1)], axis=1)
+    expected_q, *expected = reference_kernels.prepare_rows(HEADS, rows_there, places, constants)
+    assert error(found_q, expected_q) < TOLERANCE[dtype]
+    assert error(found[0], expected[0]) < TOLERANCE[dtype]
+    assert mx.array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_residual_and_its_norm_equal_mlxs(dtype: mx.Dtype, rows: int) -> None:
+    """The sum has MLX's bits, and the norm its value, for widths that threads do not divide."""
+    x, y = (mx.random.normal((rows, 1100)).astype(dtype) for _ in range(2))
+    weight = mx.random.normal((1100,)).astype(dtype)
+    total, normed = add_norm(x, y, weight, 1e-6, True)
+    assert mx.array_equal(total, x + y)
+    assert error(normed, mx.fast.rms_norm(x + y, weight, 1e-6)) < TOLERANCE[dtype]

@@ -12,7 +12,7 @@ import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KernelTrial, KVFormat
-from mtp.layers.metal import gdn, join
+from mtp.layers.metal import attention, gdn, join
 from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.windows import GatedDeltaShape
@@ -21,8 +21,9 @@ from proto.kernels import Kernels
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
-from tests.support.metal.metal_path import metal_path
+from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run
+from tests.support.stages import reference_kernels
 from worker.cache.sequence_cache import SequenceCache
 from worker.model import choice, kernel_choice
 from worker.model.kernel_choice import KernelChoice, read_trials
@@ -155,7 +156,7 @@ SLOW_SECONDS = 0.2
         (wrong, Kernels.auto, "4 joined", "expected"),
         (scaled, Kernels.auto, "4 joined", "differ by"),
         (slow, Kernels.auto, "4 joined", "us a step"),
-        (slow, Kernels.own, "1 joined, 3 window", "it works"),
+        (slow, Kernels.own, "1 prepared, 3 window", "it works"),
         (scaled, Kernels.own, "4 joined", "differ by"),
         (gated_delta_window, Kernels.mlx, "4 joined", ""),
     ],
@@ -211,3 +212,77 @@ def test_a_trial_is_kept_for_the_next_start(
         stage_of(path, Kernels.auto)
     assert trials == [True] * 3
     assert len(read_trials()) == 1
+
+
+def operations(name: str, *_: Any, **__: Any) -> Any:
+    """Return MLX's operations for a kernel of attention layers. Those of another kernel are zeros."""
+
+    def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        if name == "attention_prepare":
+            x, places, *constants = inputs
+            (rows, heads, dim), (_two, kv, *_rest) = output_shapes
+            q, kv_rows, gate = mx.split(x, [heads * dim, (heads + 2 * kv) * dim], axis=1)
+            both = mx.stack([t.reshape(rows, heads, dim) for t in (q, gate)], axis=2)
+            there = mx.concatenate([both.reshape(rows, -1), kv_rows], axis=1)
+            shape = attention.AttentionShape(heads, kv, 2 * constants[2].size)
+            q, k, v = reference_kernels.prepare_rows(shape, there, places, tuple(constants))
+            return [q, mx.stack([k, v])]
+        if name == "residual_norm":
+            x, y, weight, eps = inputs
+            total = x + y
+            scale = mx.rsqrt((total * total).mean(axis=-1, keepdims=True) + eps)
+            return [total, total * scale * weight]
+        return [mx.zeros(s, t) for s, t in zip(output_shapes, output_dtypes, strict=True)]
+
+    return call
+
+
+def test_compiled_bodies_compute_what_the_kernels_do(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of one shape share a trace and keep their own weights, over several steps and widths.
+
+    A trace cannot hold a kernel that the CPU runs, so operations stand for it there.
+    """
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    monkeypatch.setattr(written, "HEAD_DIM", 256)
+    path = checkpoints(layers=8, seed=11)
+    steps = [mx.random.normal((rows, 64)) for rows in (4, 2, 2, 4)]
+
+    def run() -> mx.array:
+        modules = load_stage(
+            Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
+        )
+        joiner = join.MetalJoiner(mx.float32, lambda *_: True, untimed=True)
+        layers = [joiner.layer(modules.layers[i]) for i in (3, 7)]
+        caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
+        found = []
+        for x in steps:
+            for layer, held in zip(layers, caches, strict=True):
+                assert layer.kind == "prepared"
+                x = layer.add(x, held, [x.shape[0] // 2] * 2)
+            found.append(x)
+        mx.eval(found)
+        return mx.concatenate(found)
+
+    with metal_path():
+        expected = run()
+    with metal_choices(operations):
+        found = run()
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_preparation_that_does_not_compile_leaves_mlxs_operations(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Mac whose compiler refuses the kernel of attention runs MLX's norms and RoPE, and says so once."""
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    monkeypatch.setattr(written, "HEAD_DIM", 256)
+    broken = attention.prepare_kernel(MetalKernel, ["q", "k"], head="warp(h)", values="k")
+    monkeypatch.setattr(attention, "_kernel", broken)
+    attention.prepare_works.cache_clear()
+    path = checkpoints(layers=4, seed=12)
+    with metal_path():
+        assert stage_of(path).variants.summary.startswith("1 joined, 3 window")
+    assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
+    attention.prepare_works.cache_clear()

@@ -54,6 +54,24 @@ def test_a_missing_barrier_changes_the_result() -> None:
         assert not mx.array_equal(run(REVERSE.replace("BARRIER", ""), x), x[::-1])
 
 
+TURNS = """
+  threadgroup uint turn[1];
+  const uint i = thread_index_in_threadgroup;
+  if (i == 0) turn[0] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = turn[0]++;
+"""
+"""A kernel whose outputs are the order in which its threads run. Fibers change only where they wait."""
+
+
+def test_every_launch_has_another_order() -> None:
+    """Launches of one kernel run its threads in different orders, and all threads of each."""
+    x = mx.zeros((64,), mx.int32)
+    orders = [tuple(run(TURNS, x).tolist()) for _ in range(8)]  # type: ignore[arg-type]
+    assert len(set(orders)) == 8
+    assert all(sorted(order) == list(range(64)) for order in orders)
+
+
 WRONG = {
     "a barrier that half of the threads reach": (
         "if (thread_index_in_threadgroup < 32) threadgroup_barrier(mem_flags::mem_threadgroup);",

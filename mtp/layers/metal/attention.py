@@ -57,7 +57,13 @@ class JoinedAttentionLayer(AttentionLayer):
     kind = "joined"
 
     def __init__(
-        self, layer: DecoderLayer, inputs: JoinedLinear, out: JoinedLinear, mlp: JoinedMLP | None
+        self,
+        layer: DecoderLayer,
+        inputs: JoinedLinear,
+        out: JoinedLinear,
+        mlp: JoinedMLP | None,
+        *,
+        untimed: bool,
     ) -> None:
         super().__init__(layer)
         if mlp is not None:
@@ -73,7 +79,7 @@ class JoinedAttentionLayer(AttentionLayer):
             self.norm.eps,
             attention.q_norm.eps,
             attention.rope.dims,
-            add_norm_works(self.mlp_norm.weight.dtype),
+            untimed and add_norm_works(self.mlp_norm.weight.dtype),
         )
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
@@ -81,8 +87,13 @@ class JoinedAttentionLayer(AttentionLayer):
         self._compiled = _compiled(self._shape)
 
     @classmethod
-    def of(cls, layer: DecoderLayer, mlp: JoinedMLP | None) -> JoinedAttentionLayer | None:
-        """Return `layer` joined, or None if its projections have different formats."""
+    def of(
+        cls, layer: DecoderLayer, mlp: JoinedMLP | None, *, untimed: bool
+    ) -> JoinedAttentionLayer | None:
+        """Return `layer` joined, or None if its projections have different formats.
+
+        Kernels that no trial has timed run only if `untimed`.
+        """
         attention: Any = layer.self_attn
         if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
             return None
@@ -98,9 +109,10 @@ class JoinedAttentionLayer(AttentionLayer):
         if inputs is None or out is None:
             return None
         shape = AttentionShape(heads, attention.num_key_value_heads, attention.rope.dims)
-        if can_prepare(attention) and prepare_works(shape, layer.input_layernorm.weight.dtype):
+        dtype = layer.input_layernorm.weight.dtype
+        if untimed and can_prepare(attention) and prepare_works(shape, dtype):
             return PreparedAttentionLayer(layer, inputs, out, mlp)
-        return cls(layer, inputs, out, mlp)
+        return cls(layer, inputs, out, mlp, untimed=untimed)
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
@@ -125,7 +137,7 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
     def __init__(
         self, layer: DecoderLayer, inputs: JoinedLinear, out: JoinedLinear, mlp: JoinedMLP | None
     ) -> None:
-        super().__init__(layer, inputs, out, mlp)
+        super().__init__(layer, inputs, out, mlp, untimed=True)
         constants = constants_of(self.attention)
         mx.eval(constants)
         self._arrays = inputs.weights, self.norm.weight, constants

@@ -98,7 +98,13 @@ class WindowGDNLayer(Layer):
     kind = "window"
 
     def __init__(
-        self, layer: DecoderLayer, dtype: mx.Dtype, inputs: JoinedLinear, mlp: JoinedMLP | None
+        self,
+        layer: DecoderLayer,
+        dtype: mx.Dtype,
+        inputs: JoinedLinear,
+        mlp: JoinedMLP | None,
+        *,
+        untimed: bool,
     ) -> None:
         """Take over `layer`, whose output projection is a linear layer, with caches of `dtype`."""
         net: Any = layer.linear_attn
@@ -108,7 +114,7 @@ class WindowGDNLayer(Layer):
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
-        own = add_norm_works(self.mlp_norm.weight.dtype)
+        own = untimed and add_norm_works(self.mlp_norm.weight.dtype)
         self._recurrence = window_recurrence(net, dtype)
         heads, constants = self._recurrence.shape, self._recurrence.constants
         self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, own)

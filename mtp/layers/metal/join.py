@@ -33,11 +33,16 @@ class Choose(Protocol):
 
 
 class MetalJoiner:
-    """The layers of a stage in joined products. `dtype` is the type of the activations."""
+    """The layers of a stage in joined products. `dtype` is the type of the activations.
 
-    def __init__(self, dtype: mx.Dtype, choose: Choose) -> None:
+    `choose` decides over the window kernel. The other kernels of this project have no trial yet, so they run only if
+    the user asks for `untimed` kernels.
+    """
+
+    def __init__(self, dtype: mx.Dtype, choose: Choose, *, untimed: bool = False) -> None:
         self._dtype = dtype
         self._choose = choose
+        self._untimed = untimed
 
     def layer(self, layer: ReferenceLayer) -> Layer:
         """Return `layer` joined where its weights have one format, or itself."""
@@ -46,7 +51,7 @@ class MetalJoiner:
         replaced: Layer | None = (
             self._gdn(layer, mlp)
             if isinstance(layer, GDNLayer)
-            else JoinedAttentionLayer.of(module, mlp)
+            else JoinedAttentionLayer.of(module, mlp, untimed=self._untimed)
         )
         if replaced is None and mlp is not None:
             layer.mlp = mlp
@@ -63,7 +68,7 @@ class MetalJoiner:
             and Format.of(net.out_proj) is not None
             and self._chooses_window_kernel(layer)
         ):
-            return WindowGDNLayer(module, self._dtype, inputs, mlp)
+            return WindowGDNLayer(module, self._dtype, inputs, mlp, untimed=self._untimed)
         joined = JoinedGDNLayer(module, inputs)
         if mlp is not None:
             joined.mlp = mlp
