@@ -15,6 +15,7 @@ from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.metal import attention, gdn, join
 from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
+from mtp.layers.prepare_rows import AttentionShape, prepare_kernel
 from mtp.layers.windows import GatedDeltaShape
 from proto.frame import Admit, Segment
 from proto.kernels import Kernels
@@ -224,7 +225,7 @@ def operations(name: str, *_: Any, **__: Any) -> Any:
             q, kv_rows, gate = mx.split(x, [heads * dim, (heads + 2 * kv) * dim], axis=1)
             both = mx.stack([t.reshape(rows, heads, dim) for t in (q, gate)], axis=2)
             there = mx.concatenate([both.reshape(rows, -1), kv_rows], axis=1)
-            shape = attention.AttentionShape(heads, kv, 2 * constants[2].size)
+            shape = AttentionShape(heads, kv, 2 * constants[2].size)
             q, k, v = reference_kernels.prepare_rows(shape, there, places, tuple(constants))
             return [q, mx.stack([k, v])]
         if name == "residual_norm":
@@ -253,7 +254,7 @@ def test_compiled_bodies_compute_what_the_kernels_do(
         modules = load_stage(
             Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
         )
-        joiner = join.MetalJoiner(mx.float32, lambda *_: True, untimed=True)
+        joiner: Any = join.MetalJoiner(mx.float32, lambda *_: True, untimed=True)
         layers = [joiner.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
         found = []
@@ -278,7 +279,7 @@ def test_a_preparation_that_does_not_compile_leaves_mlxs_operations(
     """A Mac whose compiler refuses the kernel of attention runs MLX's norms and RoPE, and says so once."""
     monkeypatch.setattr(written, "GDN_DIM", 128)
     monkeypatch.setattr(written, "HEAD_DIM", 256)
-    broken = attention.prepare_kernel(MetalKernel, ["q", "k"], head="warp(h)", values="k")
+    broken = prepare_kernel(MetalKernel, ["q", "k"], head="warp(h)", values="k")
     monkeypatch.setattr(attention, "_kernel", broken)
     attention.prepare_works.cache_clear()
     path = checkpoints(layers=4, seed=12)
