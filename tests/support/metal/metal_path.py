@@ -44,7 +44,9 @@ class _KeptKernel:
 def metal_choices(metal_kernel: Callable[..., Any]) -> Iterator[pytest.MonkeyPatch]:
     """Choose what a Mac would inside the block, with `metal_kernel` for `mx.fast.metal_kernel`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DEVICES, "cpu", replace(DEVICES["metal"], wires_memory=False))
+        # Without frames to warm up, which are many for kernels that a CPU runs.
+        mac = replace(DEVICES["metal"], wires_memory=False, warm_up_batches=())
+        patch.setitem(DEVICES, "cpu", mac)
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         # A kernel keeps what `metal_kernel` returned. Another block has another function.
         patch.setattr(MetalKernel, "_kernel", _KeptKernel(), raising=False)
