@@ -75,7 +75,7 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
         page.click(".settings")
         page.fill("input[name=temperature]", "0")
         page.fill("input[name=max_tokens]", "200")
-        page.click(".settings")
+        page.keyboard.press("Escape")
         for question in reversed(QUESTIONS):
             watched.ask(question)
         if phone:

@@ -91,7 +91,7 @@ function modeLine(mode) {
 
 // One comparison of `--mtp auto`: its shapes with cost, expected tokens and speed.
 function choice(one) {
-  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} steps at the same time` : ""}`;
+  const title = `${one.sequences === 1 ? "One answer at a time" : `Up to ${one.sequences} answers together`}${one.fill > 1 ? `, up to ${one.fill} steps at once` : ""}`;
   const speed = (shape) => (one.plain_speed ? `${shape.measured ? "" : "≤ "}${rate(shape.speed * one.plain_speed)}` : "–");
   return h("div", { class: "choice", tabindex: "0", role: "group", "aria-label": title },
     h("h4", {}, title),
@@ -116,5 +116,5 @@ function measured(one) {
 
 function shapeName(shape) {
   const drafts = ["none", "1 draft"][shape.width - 1] ?? `${shape.width - 1} drafts`;
-  return shape.fill > 1 ? `${drafts}, ${shape.fill} steps at the same time` : drafts;
+  return shape.fill > 1 ? `${drafts}, ${shape.fill} steps at once` : drafts;
 }
