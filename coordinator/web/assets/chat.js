@@ -28,7 +28,7 @@ export class ChatView {
     this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => this.fitInput() });
     this.send = h("button", { class: "primary", type: "submit" }, "Send");
     this.model = h("select", { name: "model", "aria-label": "Model", onchange: () => this.changeModel() });
-    this.modelNote = h("span", { class: "hint", role: "status" });
+    this.modelNote = h("p", { class: "hint", role: "status" });
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
       h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
       h("p", { class: "hint" }, "Conversations stay in this browser."));
@@ -37,7 +37,7 @@ export class ChatView {
       h("div", { class: "chat" }, this.sidebar,
         h("div", { class: "thread" }, this.messages, this.announcement,
           h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); this.submit(); } },
-            h("div", { class: "options" }, this.model, this.modelNote, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
+            this.modelNote, h("div", { class: "options" }, this.model, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
         this.parameters.element));
     this.drawList();
     this.drawMessages();
