@@ -121,6 +121,9 @@ OnError = Callable[[Exception], None]
 PART_SECONDS = 10.0
 """Seconds. Deadline of reading one part of a stage, besides the time of its bytes."""
 
+TRIAL_SECONDS = 60.0
+"""Seconds. Bound of the trials of kernels, which compile them."""
+
 PROBE_SECONDS = 600.0
 """Seconds. Bound of the check of `--exact`. On CUDA it compiles each kernel of a quantization for up to a minute."""
 
@@ -222,7 +225,7 @@ class StageHost:
             )
         wire_weights(wanted=wired)
         kv_format = KVFormat.of(checkpoint.config.head_dim, spec.kv_bits)
-        expect(PROBE_SECONDS)  # kernels are tried
+        expect(PROBE_SECONDS if spec.exact else TRIAL_SECONDS)
         stage = Stage(
             modules,
             kv_format,
