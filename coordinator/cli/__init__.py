@@ -54,7 +54,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("trust_commands", "List the machines of the cluster, or remove one."),
     "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
     "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
-    "models": ("models_command", "List the models on this machine that can be served, and the problems of the others."),
+    "models": (
+        "models_command",
+        "List the models on this machine that can be served, and the problems of the others.",
+    ),
     "inspect": (
         "checkpoint_commands",
         "Show a checkpoint's layers, sizes, quantization and MTP head.",
