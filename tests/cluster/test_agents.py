@@ -99,15 +99,12 @@ def test_a_session_of_codex(coordinator: Coordinator) -> None:
 
 def test_the_built_in_model_has_room_for_an_agent(coordinator: Coordinator) -> None:
     """A first prompt of Claude Code's size is counted, fits beside its answer, and is no error."""
-    (body,) = claude_code(AGENT_WORDS, steps=0, tools=TOOLS)
+    body = next(claude_code(AGENT_WORDS, tools=TOOLS))
     count = {k: body[k] for k in ("system", "tools", "messages", "thinking")}
     url = f"{coordinator.url}/v1/messages/count_tokens"
     counted = httpx.post(url, json={"model": "claude-x", **count}, headers=HEADERS, timeout=60)
-    (served,) = (
-        each
-        for each in httpx.get(f"{coordinator.url}/v1/models", timeout=60).json()["data"]
-        if each["loaded"]
-    )
+    listed = httpx.get(f"{coordinator.url}/v1/models", timeout=60).json()["data"]
+    served = next(each for each in listed if each["loaded"])
     assert AGENT_TOKENS < counted.json()["input_tokens"] < served["max_model_len"] - 1024
 
 
