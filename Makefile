@@ -60,7 +60,7 @@ test-all: $(VENV)/.dev ## the rest: more cases, and whole programs on loopback
 	$(PARALLEL) -m 'not slow and not smoke' $(PROGRAM_TESTS)
 
 test-metal: $(VENV)/.dev ## tests of states and engines on the Metal path, whose kernels run on the CPU; needs g++
-	$(PARALLEL) -p tests.support.metal.plugin -m 'not slow' $(METAL_TESTS)
+	$(PARALLEL) --dist load -p tests.support.metal.plugin -m 'not slow and not thorough' $(METAL_TESTS)
 
 test-slow: $(VENV)/.dev ## the tests that take more than half a minute each
 	$(PYTEST) -m slow
