@@ -6,6 +6,7 @@ They run where `MTP_TEST_GPU=1` is set and MLX computes on an NVIDIA GPU.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +19,14 @@ from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import part_module
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
+from mtp.layers.cuda.attention import PackedAttentionLayer
 from mtp.layers.cuda.dense_rows import DenseRows
 from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import KVFormat
+from mtp.layers.layer import Hole, KVFormat, Layer
+from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -89,8 +92,9 @@ def random_stage(config: ModelConfig) -> StageModules:
         mx.eval(holder.parameters())
         return holder.part.eval()
 
-    layers = [part(f"layers.{index}") for index in range(config.num_layers)]
-    return StageModules(config, Span(0, config.num_layers), layers, part("embed"))
+    layers: list[Layer] = [reference_layer(part(f"layers.{i}")) for i in range(config.num_layers)]
+    span = Span(0, config.num_layers)
+    return StageModules(config, span, layers, mx.bfloat16, part("embed"))
 
 
 def error_of(found: mx.array, expected: mx.array) -> float:
@@ -322,6 +326,77 @@ def test_a_window_is_its_tokens_one_by_one(stage: Stage) -> None:
         run = (narrow.sequence, narrow.segment(1, stays_open=True))
         steps.append(stage.forward(x[i : i + 1], [run]))
     assert same(found, mx.concatenate(steps))
+
+
+@pytest.fixture
+def attention() -> PackedAttentionLayer:
+    """Return a layer of random weights."""
+    mx.random.seed(5)
+    layer = Stage(random_stage(wide_config(EIGHTHS, 4)), KVFormat()).modules.layers[3]
+    assert isinstance(layer, PackedAttentionLayer)
+    return layer
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 5000])
+def test_few_rows_attend_as_many_do(attention: PackedAttentionLayer, length: int) -> None:
+    """Rows of windows give what MLX's own attention gives, at any length."""
+    x = mx.random.normal((length + 4, attention.norm.weight.shape[0])).astype(mx.bfloat16)
+    cache, whole = (attention.new_cache(KVFormat()) for _ in range(2))
+    attention.add(x[:length], [cache], [length])
+    found = attention.add(x[length:], [cache], [4])
+    rows = mx.concatenate([x, mx.zeros((200, x.shape[1]), x.dtype)])  # more than the kernels take
+    expected = attention.add(rows, [whole], [rows.shape[0]])[length : length + 4]
+    assert error_of(found - x[length:], expected - x[length:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("count", range(5))
+@pytest.mark.parametrize("sequences", [1, 9])
+def test_a_row_does_not_see_a_hole(
+    attention: PackedAttentionLayer, count: int, sequences: int
+) -> None:
+    """A row behind rejected rows has the place and the result of one behind the accepted rows."""
+    length, width = 62, attention.norm.weight.shape[0]
+    found, expected, start = [], [], mx.random.normal((1, width)).astype(mx.bfloat16)
+    x = mx.random.normal((length, width)).astype(mx.bfloat16)
+    holed = [attention.new_cache(KVFormat()) for _ in range(sequences)]
+    holes = [Hole(length, mx.array([count])) for _ in holed]
+    for cache in holed:
+        attention.add(x, [cache], [length])
+    for _ in range(2):
+        rows = mx.concatenate([start] * sequences)
+        found.append(attention.add(rows, holed, [1] * sequences, holes=holes))
+    plain = attention.new_cache(KVFormat())
+    attention.add(x[: length - count], [plain], [length - count])
+    for _ in range(2):
+        expected.append(attention.add(start, [plain], [1]))
+    for a, b in zip(found, expected, strict=True):
+        for row in range(sequences):
+            assert error_of(a[row : row + 1] - start, b - start) < TOLERANCE / 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "open", "prefix", "ahead"])
+def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> None:
+    """The memory of a step stays far below that of the cache, whatever refers to the cache."""
+    length, turns, width = 16_200, 8, 3 if kind == "open" else 1
+    x = mx.random.normal((length, attention.norm.weight.shape[0])).astype(mx.bfloat16)
+    cache = attention.new_cache(KVFormat())
+    mx.eval(attention.add(x, [cache], [length]), cache.arrays())
+    held = [cache.copy()] if kind == "prefix" else []
+    mx.eval([copied.arrays() for copied in held], x)
+    peaks, steps = [], []
+    for _ in range(turns):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        steps.append(attention.add(x[:width], [cache], [width]))
+        mx.async_eval(steps[-1])
+        if kind != "ahead":
+            mx.eval(steps[-1])
+        elif len(steps) > 1:
+            mx.eval(steps[-2])
+        peaks.append(mx.get_peak_memory() - before)
+        if kind == "open":
+            cache.trim(2)
+    assert statistics.median(peaks) < cache.nbytes / 4, (peaks, cache.nbytes)
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_reference(

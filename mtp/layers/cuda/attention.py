@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
@@ -21,15 +21,14 @@ from mtp.layers.cuda.packed_linear import (
 from mtp.layers.cuda.row_attention import (
     SLOTS,
     SPLIT,
+    RowArrays,
     attend_rows,
     prepare_rows,
 )
-from mtp.layers.kv_cache import PlainKV, tiled_attention
+from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
+from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, can_prepare, constants_of
-
-KV_STEP = 256
-"""Tokens by which a K/V cache grows, as mlx-lm's does."""
 
 MOST_GROUPED = 16
 """Query heads for each K/V head that the kernel holds in registers."""
@@ -69,10 +68,10 @@ class PackedAttentionLayer(Layer):
         """True keeps to the row kernel for any number of rows. Otherwise prompt chunks take MLX's attention."""
         mx.eval(self.constants, self.scale)
 
-    def new_cache(self, kv_format: KVFormat) -> PlainKV:
+    def new_cache(self, kv_format: KVFormat) -> PairKV:
         """See `Layer.new_cache`."""
         assert kv_format.bits is None, "the kernels read keys and values in the type of the model"
-        return PlainKV()
+        return PairKV()
 
     def pin_exact(self, products: Exact) -> None:
         """See `Layer.pin_exact`."""
@@ -84,50 +83,41 @@ class PackedAttentionLayer(Layer):
     def add(
         self,
         x: mx.array,
-        caches: Sequence[PlainKV],
+        caches: Sequence[PairKV],
         widths: Sequence[int],
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`. A row behind a hole goes before the end of its cache by the hole's count."""
-        norm = self.norm
+        """See `Layer.add`."""
+        qkv, out, eps = self.qkv, self.out, self.norm.eps
         for cache, width in zip(caches, widths, strict=True):
-            _reserve(cache, width, self.shape.kv_heads, x.dtype)
-        offsets = tuple(cache.offset for cache in caches)
-        keys = [cast(mx.array, cache.keys) for cache in caches]
-        values = [cast(mx.array, cache.values) for cache in caches]
-        lengths = tuple(held.shape[2] for held in keys)
-        places, caps, starts = _row_arrays(tuple(widths), offsets, lengths)
+            cache.reserve(width, self.shape.kv_heads, HEAD_DIM, x.dtype)
+        groups = _row_arrays(tuple(widths), tuple((c.offset, c.room) for c in caches))
         if holes:
-            counts = mx.concatenate([hole.count for hole in holes])
-            places, starts = _moved_back(places, starts, counts)
-        constants, qkv, out = (*self.constants, self.scale), self.qkv, self.out
-        many = x.shape[0] > FEW_ROWS
-        has_mlp = False
-        if many and not self._one_arithmetic:
-            rows = qkv(norm(x))
-            q, k, v = prepare_rows(self.shape, rows, _together(places), self.constants)
-            keys, values = _extended(widths, starts, k, keys), _extended(widths, starts, v, values)
-            x = out(_attend_many(self.shape, widths, offsets, q, rows, keys, values), x)
-        elif not many and qkv.packed and out.packed:
-            body = _compiled_body(self.shape, tuple(widths), norm.eps)
-            weights = (norm.weight, qkv.w, qkv.factors, out.w, out.factors)
-            x, keys, values = body(
-                x, weights, self._mlp_weights, constants, places, caps, starts, keys, values
-            )
-            has_mlp = bool(self._mlp_weights)
+            groups = _around(groups, holes)
+        few = x.shape[0] <= FEW_ROWS
+        if few and qkv.packed:
+            inputs = (self.norm.weight, qkv.w, qkv.factors)
+            project = _compiled_projection(self.shape, eps)
+            q, new, rows = project(x, inputs, self.constants, _places(groups))
         else:
-            rows = qkv(norm(x))
-            y, keys, values = _attend_few(
-                self.shape, widths, rows, constants, places, caps, starts, keys, values
-            )
-            x = out(y, x)
-        for cache, longer_keys, longer_values, width in zip(
-            caches, keys, values, widths, strict=True
-        ):
-            cache.keys, cache.values = longer_keys, longer_values
-            cache.offset += width
-        return x if has_mlp else self.mlp.add(x, self.mlp_norm)
+            rows = qkv(self.norm(x))
+            q, new = prepare_rows(self.shape, rows, _places(groups), self.constants)
+        pairs, start = [], 0
+        for cache, width in zip(caches, widths, strict=True):
+            own = new if len(caches) == 1 else new[:, :, start : start + width]
+            pairs.append(cache.write(own))
+            start += width
+        if few and out.packed:
+            outputs = (out.w, out.factors)
+            finish = _compiled_end(self.shape, eps)
+            x = finish(x, outputs, self._mlp_weights, q, rows, groups, self.scale, pairs)
+            return x if self._mlp_weights else self.mlp.add(x, self.mlp_norm)
+        if few or self._one_arithmetic:
+            y = _attend_few(self.shape, q, rows, groups, self.scale, pairs)
+        else:
+            y = _attend_many(self.shape, caches, widths, q, rows)
+        return self.mlp.add(out(y, x), self.mlp_norm)
 
 
 def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
@@ -137,76 +127,74 @@ def shape_of(attention: Qwen3NextAttention) -> AttentionShape:
     )
 
 
-@lru_cache(maxsize=256)
-def _compiled_body(
-    shape: AttentionShape, widths: tuple[int, ...], eps: float
-) -> Callable[..., Any]:
-    """Return the layer for sequences of `widths`, traced once for every shape of the arguments.
+@lru_cache(maxsize=8)
+def _compiled_projection(shape: AttentionShape, eps: float) -> Callable[..., Any]:
+    """Return the layer up to the queries, keys and values, traced once for each number of rows."""
+
+    def body(x: mx.array, weights: Any, constants: Any, places: mx.array) -> Any:
+        norm, w, factors = weights
+        rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
+        return *prepare_rows(shape, rows, places, tuple(constants)), rows
+
+    return mx.compile(body)
+
+
+@lru_cache(maxsize=8)
+def _compiled_end(shape: AttentionShape, eps: float) -> Callable[..., Any]:
+    """Return the layer from the attention on, traced once for every shape of the arguments.
 
     It includes the MLP if its arguments have the weights of one.
     """
 
     def body(
-        x: mx.array, weights: Any, mlp: Any, constants: Any, places: Any, caps: Any, starts: mx.array,
-        keys: Any, values: Any,
+        x: mx.array, weights: Any, mlp: Any, q: mx.array, rows: mx.array, groups: Any,
+        scale: mx.array, pairs: Any,
     ) -> Any:  # fmt: skip
-        norm, w, factors, out_w, out_factors = weights
-        rows = PackedLinear(w, factors)(mx.fast.rms_norm(x, norm, eps))
-        y, keys, values = _attend_few(
-            shape, widths, rows, constants, places, caps, starts, keys, values
-        )
-        x = PackedLinear(out_w, out_factors)(y, x)
-        return (add_packed_mlp(mlp, eps, x) if mlp else x), keys, values
+        y = _attend_few(shape, q, rows, groups, scale, pairs)
+        x = PackedLinear(*weights)(y, x)
+        return add_packed_mlp(mlp, eps, x) if mlp else x
 
     return mx.compile(body)
 
 
 def _attend_few(
     shape: AttentionShape,
-    widths: Sequence[int],
+    q: mx.array,
     rows: mx.array,
-    constants: Sequence[mx.array],
-    places: Sequence[mx.array],
-    caps: Sequence[mx.array],
-    starts: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
-) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-    """Attend row by row, `SLOTS` sequences a launch. Return the outputs and the longer K/V arrays."""
-    *constants, scale = constants
-    q, k, v = prepare_rows(shape, rows, _together(places), tuple(constants))
-    keys, values = _extended(widths, starts, k, keys), _extended(widths, starts, v, values)
-    if len(places) == 1 and rows.shape[0] <= FEW_ROWS:
-        return attend_rows(shape, q, rows, places[0], caps[0], scale, keys, values), keys, values
+    groups: Sequence[RowArrays],
+    scale: mx.array,
+    pairs: Sequence[mx.array],
+) -> mx.array:
+    """Attend row by row, `SLOTS` sequences a launch. Return the outputs."""
+    if len(groups) == 1 and rows.shape[0] <= FEW_ROWS:
+        return attend_rows(shape, q, rows, RowArrays(*groups[0]), scale, pairs)
     outputs, start = [], 0
-    for group, (at, cap) in enumerate(zip(places, caps, strict=True)):
-        held = slice(group * SLOTS, (group + 1) * SLOTS)
-        splits = -(-max(k.shape[2] for k in keys[held]) // SPLIT)
+    for group, (places, spans, caps) in enumerate(groups):
+        held = pairs[group * SLOTS : (group + 1) * SLOTS]
+        splits = -(-max(pair.shape[2] for pair in held) // SPLIT)
         tile = max(1, PARTIAL_BYTES // (shape.query_heads * splits * HEAD_DIM * 4))
-        for first in range(0, at.shape[0], tile):
-            some = at[first : first + tile]
-            own = slice(start, start + some.shape[0])
-            outputs.append(
-                attend_rows(shape, q[own], rows[own], some, cap, scale, keys[held], values[held])
-            )
-            start += some.shape[0]
-    return mx.concatenate(outputs), keys, values
+        for first in range(0, places.shape[0], tile):
+            some = slice(first, first + tile)
+            own = slice(start, start + places[some].shape[0])
+            at = RowArrays(places[some], spans[some], caps)
+            outputs.append(attend_rows(shape, q[own], rows[own], at, scale, held))
+            start = own.stop
+    return mx.concatenate(outputs)
 
 
 def _attend_many(
     shape: AttentionShape,
+    caches: Sequence[PairKV],
     widths: Sequence[int],
-    offsets: Sequence[int],
     q: mx.array,
     rows: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
 ) -> mx.array:
     """Attend sequence by sequence with MLX's own attention, for prompt chunks. Return the outputs."""
     outputs, start = [], 0
-    for i, width in enumerate(widths):
+    for cache, width in zip(caches, widths, strict=True):
         own = q[None, start : start + width].transpose(0, 2, 1, 3)
-        out = tiled_attention(own, keys[i], values[i], offsets[i], HEAD_DIM**-0.5)
+        keys, values = cache.keys_and_values()
+        out = tiled_attention(own, keys, values, cache.offset - width, HEAD_DIM**-0.5)
         outputs.append(out.transpose(0, 2, 1, 3).reshape(width, -1))
         start += width
     out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -215,61 +203,37 @@ def _attend_many(
     return out * mx.sigmoid(gate.reshape(out.shape))
 
 
-def _together(places: Sequence[mx.array]) -> mx.array:
-    return places[0] if len(places) == 1 else mx.concatenate(list(places))
-
-
-def _extended(
-    widths: Sequence[int], starts: mx.array, new: mx.array, held: Sequence[mx.array]
-) -> list[mx.array]:
-    """Write each sequence's rows of `new [kv_heads, rows, dim]` into its array, at its start."""
-    longer, row = [], 0
-    for i, width in enumerate(widths):
-        own = new[None] if len(widths) == 1 else new[None, :, row : row + width]
-        longer.append(mx.slice_update(held[i], own, starts[i], axes=(2,)))
-        row += width
-    return longer
-
-
-def _reserve(cache: PlainKV, width: int, kv_heads: int, dtype: mx.Dtype) -> None:
-    """Make room for `width` more tokens."""
-    total = cache.offset + width
-    if cache.keys is not None and total <= cache.keys.shape[2]:
-        return
-    room = mx.zeros((1, kv_heads, -(-total // KV_STEP) * KV_STEP - cache.offset, HEAD_DIM), dtype)
-    if cache.keys is None:
-        cache.keys, cache.values = room, room
-        return
-    keys, values = cache.keys_and_values()
-    cache.keys = mx.concatenate([keys, room], axis=2)
-    cache.values = mx.concatenate([values, room], axis=2)
+def _places(groups: Sequence[RowArrays]) -> mx.array:
+    """Return the places of all rows."""
+    return groups[0].places if len(groups) == 1 else mx.concatenate([g.places for g in groups])
 
 
 @lru_cache(maxsize=16)
 def _row_arrays(
-    widths: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[list[mx.array], list[mx.array], mx.array]:
-    """Return places and caps of every group of `SLOTS` sequences, and every sequence's start.
+    widths: tuple[int, ...], ends: tuple[tuple[int, int], ...]
+) -> tuple[RowArrays, ...]:
+    """Return the arrays of every group of `SLOTS` sequences. `ends` are offset and room of each sequence.
 
     All attention layers of a frame share them.
     """
-    places, caps = [], []
+    groups = []
     for first in range(0, len(widths), SLOTS):
-        group = range(first, min(first + SLOTS, len(widths)))
-        rows = [(i - first, offsets[i] + row) for i in group for row in range(widths[i])]
-        places.append(mx.array(rows, dtype=mx.int32))
-        known = [lengths[i] for i in group]
-        caps.append(mx.array(known + [0] * (SLOTS - len(known)), dtype=mx.int32))
-    return places, caps, mx.array([[offset] for offset in offsets], dtype=mx.int32)
+        slots = list(zip(widths[first : first + SLOTS], ends[first : first + SLOTS], strict=True))
+        rows = [(slot, at + i) for slot, (width, (at, _)) in enumerate(slots) for i in range(width)]
+        caps = [room for _, (_, room) in slots] + [0] * (SLOTS - len(slots))
+        spans = [(index, 0, 0) for _, index in rows]
+        groups.append(RowArrays(*(mx.array(a, dtype=mx.int32) for a in (rows, spans, caps))))
+    return tuple(groups)
 
 
-def _moved_back(
-    places: Sequence[mx.array], starts: mx.array, counts: mx.array
-) -> tuple[list[mx.array], mx.array]:
-    """Return the places and starts of one row a sequence, each moved back by its own of `counts`."""
-    columns = mx.stack([mx.zeros_like(counts), counts], axis=1)
-    moved = [
-        group - columns[first : first + group.shape[0]]
-        for first, group in zip(range(0, counts.size, SLOTS), places, strict=True)
-    ]
-    return moved, starts - counts[:, None]
+def _around(groups: Sequence[RowArrays], holes: Sequence[Hole]) -> tuple[RowArrays, ...]:
+    """Return the arrays of one row a sequence, each of which has the position without its hole, and does not see it."""
+    moved = []
+    for first, (places, spans, caps) in zip(range(0, len(holes), SLOTS), groups, strict=True):
+        own = holes[first : first + SLOTS]
+        counts = mx.concatenate([hole.count for hole in own])
+        zeros, ends = mx.zeros_like(counts), mx.array([hole.end for hole in own], dtype=mx.int32)
+        places = places - mx.stack([zeros, counts], axis=1)
+        spans = spans + mx.stack([zeros, ends - counts, ends], axis=1)
+        moved.append(RowArrays(places, spans, caps))
+    return tuple(moved)

@@ -24,7 +24,7 @@ from mtp.layers.cuda.packed_linear import (
     pack_mlp,
     unpack,
 )
-from mtp.layers.cuda.row_attention import SLOTS, attend_rows, prepare_rows
+from mtp.layers.cuda.row_attention import SLOTS, RowArrays, attend_rows, prepare_rows
 from mtp.layers.layer import KVFormat, Layer, report_fallback
 from mtp.layers.prepare_rows import constants_of
 from mtp.layers.reference import ReferenceLayer
@@ -134,10 +134,12 @@ def _try_attention(attention: Any, dtype: mx.Dtype) -> list[mx.array]:
     constants = constants_of(attention)
     width = (2 * shape.query_heads + 2 * shape.kv_heads) * attention.head_dim
     x = mx.zeros((1, width), dtype)
-    places = mx.zeros((1, 2), mx.int32)
-    caps = mx.array([256] * SLOTS, dtype=mx.int32)
-    held = [mx.zeros((1, shape.kv_heads, 256, attention.head_dim), dtype)]
-    q, k, v = prepare_rows(shape, x, places, constants)
+    at = RowArrays(
+        mx.zeros((1, 2), mx.int32),
+        mx.zeros((1, 3), mx.int32),
+        mx.array([256] * SLOTS, dtype=mx.int32),
+    )
+    pair = mx.zeros((2, shape.kv_heads, 256, attention.head_dim), dtype)
+    q, new = prepare_rows(shape, x, at.places, constants)
     scale = mx.array([attention.scale])
-    outputs = [attend_rows(shape, q, x, places, caps, scale, held * n, held * n) for n in (1, 2)]
-    return [*outputs, k, v]
+    return [new, *(attend_rows(shape, q, x, at, scale, [pair] * n) for n in (1, 2))]

@@ -7,6 +7,7 @@ keys from the first key on. So its result does not depend on the rows and sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,49 +16,93 @@ from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape, prepare_kernel, ru
 
 SPLIT = 64
 SLOTS = 8
-"""Sequences of one launch: each has K/V arrays of its own, which are arguments of the kernel."""
+"""Sequences of one launch: each has a K/V array of its own, which is an argument of the kernel."""
+
+
+class RowArrays(NamedTuple):
+    """Where the rows of a launch stand: `places` int32 `[rows, 2]`, `spans` int32 `[rows, 3]`, `caps` int32 `[SLOTS]`.
+
+    A row of `places` is its slot and its position. A row of `spans` is its own entry in the K/V array of its slot, the
+    last one that it sees, and the begin and end of a range of entries that it does not see. `caps` has the lengths of
+    the K/V arrays.
+    """
+
+    places: mx.array
+    spans: mx.array
+    caps: mx.array
+
 
 _ATTEND_SOURCE = r"""
-  // One block: one query row, one K/V head, one split of SPLIT keys.
-  constexpr int SPLIT = 64;
-  constexpr int E = D / 32;
-  const int split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
-  const int slot = places[2 * row], length = places[2 * row + 1] + 1;
+  // One block: one query row, one K/V head, one split of SPLIT keys. A warp takes keys warp, warp + 8, ...
+  // The rows of a window are neighbours in the grid, so the later ones find the keys in the cache of the GPU.
+  constexpr int SPLIT = 64, WARPS = 8, OWN = SPLIT / WARPS, E = D / 32;
+  const int row = blockIdx.x, split = blockIdx.y, kv_head = blockIdx.z;
+  const int slot = places[2 * row];
+  const int length = spans[3 * row] + 1, hole = spans[3 * row + 1], hole_end = spans[3 * row + 2];
   const int begin = split * SPLIT;
   if (begin >= length) return;
   const int n = min(SPLIT, length - begin);
-  const InT* const key_table[] = {KEYS};
-  const InT* const value_table[] = {VALUES};
-  const long long offset = ((long long)kv_head * caps[slot] + begin) * D;
-  const InT* k_ = key_table[slot] + offset;
-  const InT* v_ = value_table[slot] + offset;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int splits = gridDim.y, heads = gridDim.z * GQA;
+  const long long first = (long long)row * heads + kv_head * GQA;
+  const InT* const table[] = {PAIRS};
+  const long long head_size = (long long)caps[slot] * D;
+  const InT* k_ = table[slot] + kv_head * head_size + (long long)begin * D + lane * E;
+  const InT* v_ = k_ + gridDim.z * head_size;
   __shared__ float scores[GQA][SPLIT];
-  // Scores: a warp takes keys warp, warp + 8, ...; a lane elements E * lane ... + E - 1.
-  float qv[GQA][E];
+  __shared__ float shares[2][WARPS][D];
+  // All loads of a lane are under way at once: elements E * lane ... of its warp's keys.
+  uint4 held[OWN];
   #pragma unroll
-  for (int h = 0; h < GQA; ++h) {
-    const InT* from = q + ((long long)row * gridDim.y * GQA + kv_head * GQA + h) * D + lane * E;
-    #pragma unroll
-    for (int e = 0; e < E; ++e) qv[h][e] = static_cast<float>(from[e]) * scale[0];
+  for (int i = 0; i < OWN; ++i) {
+    const int key = warp + WARPS * i;
+    held[i] = key < n ? *reinterpret_cast<const uint4*>(k_ + key * D) : make_uint4(0, 0, 0, 0);
   }
-  #pragma unroll 4
-  for (int key = warp; key < n; key += 8) {
-    InT raw[E];
-    *reinterpret_cast<uint4*>(raw) = *reinterpret_cast<const uint4*>(k_ + (long long)key * D + lane * E);
+  {
+    float kf[OWN][E];
     #pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const InT* raw = reinterpret_cast<const InT*>(&held[i]);
+      #pragma unroll
+      for (int e = 0; e < E; ++e) kf[i][e] = static_cast<float>(raw[e]);
+    }
+    #pragma unroll 1
     for (int h = 0; h < GQA; ++h) {
-      float sum = 0.0f;
+      const uint4 packed = *reinterpret_cast<const uint4*>(q + (first + h) * D + lane * E);
+      const InT* raw = reinterpret_cast<const InT*>(&packed);
+      float sums_[OWN] = {};
       #pragma unroll
-      for (int e = 0; e < E; ++e) sum = __fmaf_rn(qv[h][e], static_cast<float>(raw[e]), sum);
+      for (int e = 0; e < E; ++e) {
+        const float qe = static_cast<float>(raw[e]) * scale[0];
+        #pragma unroll
+        for (int i = 0; i < OWN; ++i) sums_[i] = __fmaf_rn(qe, kf[i][e], sums_[i]);
+      }
+      // Each exchange adds two lanes and halves the keys of a lane, until it has one.
       #pragma unroll
-      for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
-      if (lane == 0) scores[h][key] = sum;
+      for (int half = OWN / 2, m = 16; half > 0; half >>= 1, m >>= 1) {
+        const bool upper = lane & m;
+        #pragma unroll
+        for (int i = 0; i < half; ++i) {
+          const float given = upper ? sums_[i] : sums_[i + half];
+          const float kept = upper ? sums_[i + half] : sums_[i];
+          sums_[i] = kept + __shfl_xor_sync(0xffffffff, given, m);
+        }
+      }
+      float sum = sums_[0];
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      const int key = warp + WARPS * (lane >> 2);
+      const bool visible = begin + key < hole || begin + key >= hole_end;
+      if ((lane & 3) == 0) scores[h][key] = visible ? sum : -INFINITY;
     }
   }
+  #pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const int key = warp + WARPS * i;
+    if (key < n) held[i] = *reinterpret_cast<const uint4*>(v_ + key * D);
+  }
   __syncthreads();
-  const int splits = gridDim.x, heads = gridDim.y * GQA;
-  for (int h = warp; h < GQA; h += 8) {
+  for (int h = warp; h < GQA; h += WARPS) {
     const float a = lane < n ? scores[h][lane] : -INFINITY;
     const float b = lane + 32 < n ? scores[h][lane + 32] : -INFINITY;
     float top = fmaxf(a, b);
@@ -70,39 +115,72 @@ _ATTEND_SOURCE = r"""
     #pragma unroll
     for (int m = 16; m > 0; m >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, m);
     if (lane == 0) {
-      float* to = sums + (((long long)row * heads + kv_head * GQA + h) * splits + split) * 2;
+      float* to = sums + ((first + h) * splits + split) * 2;
       to[0] = top;
       to[1] = sum;
     }
   }
   __syncthreads();
-  float acc[GQA] = {};
-  #pragma unroll 8
-  for (int key = 0; key < n; ++key) {
-    const float v = static_cast<float>(v_[(long long)key * D + tid]);
-    #pragma unroll
-    for (int h = 0; h < GQA; ++h) acc[h] = __fmaf_rn(scores[h][key], v, acc[h]);
+  float acc[GQA][E] = {};
+  #pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const int key = warp + WARPS * i;
+    if (key < n) {
+      const InT* raw = reinterpret_cast<const InT*>(&held[i]);
+      float v[E];
+      #pragma unroll
+      for (int e = 0; e < E; ++e) v[e] = static_cast<float>(raw[e]);
+      #pragma unroll
+      for (int h = 0; h < GQA; ++h) {
+        const float p = scores[h][key];
+        #pragma unroll
+        for (int e = 0; e < E; ++e) acc[h][e] = __fmaf_rn(p, v[e], acc[h][e]);
+      }
+    }
   }
   #pragma unroll
   for (int h = 0; h < GQA; ++h) {
-    partial[(((long long)row * heads + kv_head * GQA + h) * splits + split) * D + tid] = acc[h];
+    float (*shared)[D] = shares[h & 1];
+    #pragma unroll
+    for (int e = 0; e < E; ++e) shared[warp][lane + 32 * e] = acc[h][e];
+    __syncthreads();
+    float sum = 0.0f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += shared[w][tid];
+    partial[((first + h) * splits + split) * D + lane * E + warp] = sum;
   }
 """
 
 _COMBINE_SOURCE = r"""
-  const int head = blockIdx.x, row = blockIdx.y, d = threadIdx.x;
-  const int heads = gridDim.x;
-  const int total = partial_shape[2];
-  const int splits = (places[2 * row + 1] + 64) / 64;
-  const long long base = ((long long)row * heads + head) * total;
+  // One block: 32 elements of one head of one row. A warp takes splits warp, warp + 8, ...
+  constexpr int WARPS = 8, PARTS = D / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int head = blockIdx.x / PARTS, row = blockIdx.y, d = blockIdx.x % PARTS * 32 + lane;
+  const int heads = gridDim.x / PARTS;
+  const int splits = spans[3 * row] / 64 + 1;
+  const long long base = ((long long)row * heads + head) * partial_shape[2];
   float top = -INFINITY;
-  for (int i = 0; i < splits; ++i) top = fmaxf(top, sums[(base + i) * 2]);
-  float sum = 0.0f, acc = 0.0f;
   #pragma unroll 4
-  for (int i = 0; i < splits; ++i) {
+  for (int i = lane; i < splits; i += 32) top = fmaxf(top, sums[(base + i) * 2]);
+  #pragma unroll
+  for (int m = 16; m > 0; m >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, m));
+  float sum = 0.0f, acc = 0.0f;
+  #pragma unroll 8
+  for (int i = warp; i < splits; i += WARPS) {
     const float weight = expf(sums[(base + i) * 2] - top);
     sum = __fmaf_rn(weight, sums[(base + i) * 2 + 1], sum);
     acc = __fmaf_rn(weight, partial[(base + i) * D + d], acc);
+  }
+  __shared__ float shares[2][WARPS][32];
+  shares[0][warp][lane] = sum;
+  shares[1][warp][lane] = acc;
+  __syncthreads();
+  if (warp) return;
+  sum = acc = 0.0f;
+  #pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    sum += shares[0][w][lane];
+    acc += shares[1][w][lane];
   }
   const float gate = static_cast<float>(x[(long long)row * x_shape[1] + head * 2 * D + D + d]);
   out[((long long)row * heads + head) * D + d] = static_cast<InT>(acc / sum / (1.0f + expf(-gate)));
@@ -110,19 +188,19 @@ _COMBINE_SOURCE = r"""
 
 _prepare = prepare_kernel(
     CudaKernel,
-    ["q", "k", "v_out"],
+    ["q", "k"],
     head="(h < HQ ? h * 2 * D : 2 * HQ * D + (h - HQ) * D)",
-    values="v_out",
+    values="k + ($int64)HK * rows_ * D",
 )
 _combine = CudaKernel(
-    "attention_combine", ["partial", "sums", "places", "x"], ["out"], _COMBINE_SOURCE
+    "attention_combine", ["partial", "sums", "spans", "x"], ["out"], _COMBINE_SOURCE
 )
 
 
 def _attend_kernel(slots: int) -> CudaKernel:
-    keys, values = ([f"{name}{slot}" for slot in range(slots)] for name in ("keys", "values"))
-    source = _ATTEND_SOURCE.replace("KEYS", ", ".join(keys)).replace("VALUES", ", ".join(values))
-    inputs = ["q", "places", "caps", "scale", *keys, *values]
+    pairs = [f"pair{slot}" for slot in range(slots)]
+    source = _ATTEND_SOURCE.replace("PAIRS", ", ".join(pairs))
+    inputs = ["q", "places", "spans", "caps", "scale", *pairs]
     return CudaKernel(f"attention_split{slots}", inputs, ["partial", "sums"], source)
 
 
@@ -131,50 +209,44 @@ _attend = {slots: _attend_kernel(slots) for slots in (1, SLOTS)}
 
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: tuple[mx.array, ...]
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return q `[rows, query_heads, 256]`, k and v `[kv_heads, rows, 256]` of projected rows, normed and turned.
+) -> tuple[mx.array, mx.array]:
+    """Return q `[rows, query_heads, 256]`, and k and v `[2, kv_heads, rows, 256]`, normed and turned.
 
-    A row of `x` has query and gate of each head in turn, then keys, then values. `places` int32 `[rows, 2]`: slot and
-    position. `constants` are the norm weights of queries and keys, RoPE's inverse frequencies and eps.
+    A row of `x` has query and gate of each head in turn, then keys, then values. See `run_prepare` for the rest.
     """
     rows, kv = x.shape[0], shape.kv_heads
-    shapes = [(rows, shape.query_heads, HEAD_DIM), (kv, rows, HEAD_DIM), (kv, rows, HEAD_DIM)]
-    q, k, v = run_prepare(_prepare, shape, x, places, constants, shapes)
-    return q, k, v
+    shapes = [(rows, shape.query_heads, HEAD_DIM), (2, kv, rows, HEAD_DIM)]
+    q, new = run_prepare(_prepare, shape, x, places, constants, shapes)
+    return q, new
 
 
 def attend_rows(
     shape: AttentionShape,
     q: mx.array,
     x: mx.array,
-    places: mx.array,
-    caps: mx.array,
+    rows: RowArrays,
     scale: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
+    pairs: Sequence[mx.array],
 ) -> mx.array:
     """Return the attention of `q [rows, query_heads, 256]` times the sigmoid of the gates in `x`.
 
-    The result has the shape `[rows, query_heads * 256]`.
-
-    `keys` and `values`, up to `SLOTS` of each, are `[1, kv_heads, cap, 256]`; `caps` int32 `[SLOTS]` has their
-    lengths. A row attends to the keys of its slot up to its position.
+    The result has the shape `[rows, query_heads * 256]`. `pairs`, up to `SLOTS`, are `[2, kv_heads, room, 256]`.
     """
-    rows, heads, kv = q.shape[0], shape.query_heads, shape.kv_heads
-    slots = 1 if len(keys) == 1 else SLOTS
-    spare = slots - len(keys)
-    splits = -(-max(k.shape[2] for k in keys) // SPLIT)
+    places, spans, caps = rows
+    count, heads, kv = q.shape[0], shape.query_heads, shape.kv_heads
+    slots = 1 if len(pairs) == 1 else SLOTS
+    splits = -(-max(pair.shape[2] for pair in pairs) // SPLIT)
     partial, sums = _attend[slots](
-        [q, places, caps, scale, *keys, *[keys[0]] * spare, *values, *[values[0]] * spare],
-        blocks=(splits, kv, rows),
+        [q, places, spans, caps, scale, *pairs, *[pairs[0]] * (slots - len(pairs))],
+        blocks=(count, splits, kv),
         template=[("InT", q.dtype), ("GQA", heads // kv), ("D", HEAD_DIM)],
-        shapes=[(rows, heads, splits, HEAD_DIM), (rows, heads, splits, 2)],
+        shapes=[(count, heads, splits, HEAD_DIM), (count, heads, splits, 2)],
         dtypes=[mx.float32] * 2,
     )
     return _combine(
-        [partial, sums, places, x],
-        blocks=(heads, rows, 1),
+        [partial, sums, spans, x],
+        blocks=(heads * HEAD_DIM // 32, count, 1),
         template=[("InT", q.dtype), ("D", HEAD_DIM)],
-        shapes=[(rows, heads * HEAD_DIM)],
+        shapes=[(count, heads * HEAD_DIM)],
         dtypes=[q.dtype],
     )[0]

@@ -15,7 +15,6 @@ from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat, report_fallback
 from mtp.layers.metal.add_norm import add_norm, add_norm_works
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.metal.pair_kv import PairKV
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
     Format,
@@ -24,6 +23,7 @@ from mtp.layers.metal.products import (
     Weights,
     gated_products,
 )
+from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,

@@ -25,27 +25,49 @@ class PairKV(KVRows):
         """The keys `[1, kv_heads, room, dim]`, with the room for more."""
         return None if self.pair is None else self.pair[:1]
 
+    @property
+    def room(self) -> int:
+        """Tokens for which the array has room."""
+        return 0 if self.pair is None else self.pair.shape[2]
+
     def trim(self, count: int) -> int:
         """See `KVRows.trim`."""
         count = min(self.offset, count)
         self.offset -= count
         return count
 
-    def append(self, new: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `new [2, kv_heads, width, dim]`. Return all keys and all values.
-
-        MLX writes into the array's own memory if nothing else refers to it.
-        """
+    def reserve(self, width: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> None:
+        """Make room for `width` more tokens."""
         start, pair = self.offset, self.pair
-        end = start + new.shape[2]
-        if pair is None or end > pair.shape[2]:
-            room = -(-end // KV_STEP) * KV_STEP
-            pair = mx.zeros((2, new.shape[1], room - start, new.shape[3]), new.dtype)
-            if self.pair is not None:
-                pair = mx.concatenate([self.pair[:, :, :start], pair], axis=2)
-        pair[:, :, start:end] = new
-        self.pair, self.offset = pair, end
-        return pair[:1, :, :end], pair[1:, :, :end]
+        end = start + width
+        if pair is not None and end <= pair.shape[2]:
+            return
+        room = -(-end // KV_STEP) * KV_STEP
+        longer = mx.zeros((2, kv_heads, room - start, dim), dtype)
+        self.pair = longer if pair is None else mx.concatenate([pair[:, :, :start], longer], axis=2)
+
+    def write(self, new: mx.array) -> mx.array:
+        """Append `new [2, kv_heads, width, dim]`. Return the whole array, with the room for more.
+
+        MLX writes into the array's own memory if nothing else refers to it. On CUDA it does so only at a place that
+        the host knows: `mx.slice_update` at a place from the device copies the array.
+        """
+        start, end = self.offset, self.offset + new.shape[2]
+        self.reserve(new.shape[2], new.shape[1], new.shape[3], new.dtype)
+        assert self.pair is not None
+        self.pair[:, :, start:end] = new
+        self.offset = end
+        return self.pair
+
+    def append(self, new: mx.array) -> tuple[mx.array, mx.array]:
+        """Append `new` as `write` does. Return all keys and all values."""
+        self.write(new)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return the keys and the values `[1, kv_heads, offset, dim]`."""
+        keys, values = self._parts()
+        return keys, values
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See `KVRows.update_and_fetch`."""
