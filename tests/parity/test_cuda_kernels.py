@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
-from mtp.checkpoint.format.config import ModelConfig
-from mtp.checkpoint.format.parts import part_module
 from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
@@ -25,8 +22,7 @@ from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat, Layer
-from mtp.layers.reference import reference_layer
+from mtp.layers.layer import Hole, KVFormat
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -36,9 +32,8 @@ from mtp.layers.windows import (
     run_windows,
 )
 from proto.frame import Admit, Segment
-from proto.span import Span
 from tests.parity.test_gpu import GPU
-from tests.support.checkpoints.checkpoints import config_of
+from tests.support.stages.random_stage import random_stage, wide_config
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.loader import StageModules
 from worker.model.stage import Stage
@@ -61,40 +56,6 @@ def _cuda_required() -> Iterator[None]:
     mx.set_default_device(mx.Device(mx.gpu))
     yield
     mx.set_default_device(before)
-
-
-def wide_config(eighths: int, layers: int) -> ModelConfig:
-    """Return layers of `eighths` eighths of the width of Qwen3.5-27B."""
-    config = config_of(
-        moe=False, layers=layers, hidden=640 * eighths, vocab=4096, tie=False, dtype=mx.bfloat16
-    )
-    config["text_config"] |= {
-        "intermediate_size": 2176 * eighths,
-        "num_attention_heads": 3 * eighths,
-        "num_key_value_heads": max(eighths // 2, 1),
-        "head_dim": 256,
-        "linear_num_value_heads": 6 * eighths,
-        "linear_num_key_heads": 2 * eighths,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }
-    return ModelConfig.parse(Path("config.json"), config)
-
-
-def random_stage(config: ModelConfig) -> StageModules:
-    """Return all layers and the embedding."""
-
-    def part(name: str) -> Any:
-        holder = nn.Module()
-        holder.part = part_module(config, name)
-        holder.set_dtype(mx.bfloat16)
-        nn.quantize(holder, group_size=64, bits=4)
-        mx.eval(holder.parameters())
-        return holder.part.eval()
-
-    layers: list[Layer] = [reference_layer(part(f"layers.{i}")) for i in range(config.num_layers)]
-    span = Span(0, config.num_layers)
-    return StageModules(config, span, layers, mx.bfloat16, part("embed"))
 
 
 def error_of(found: mx.array, expected: mx.array) -> float:
@@ -252,7 +213,7 @@ class Text:
     """A sequence on a stage, fed with random rows."""
 
     def __init__(self, stage: Stage, seq_id: int) -> None:
-        self.sequence: SequenceCache = stage.new_sequence(Admit(seq_id, 1024, 1))
+        self.sequence: SequenceCache = stage.new_sequence(Admit(seq_id, 32_768, 1))
         self.seq_id = seq_id
         self.window = 0
 
@@ -392,6 +353,23 @@ def test_a_step_copies_no_cache(attention: PackedAttentionLayer, kind: str) -> N
         if kind == "open":
             cache.trim(2)
     assert statistics.median(peaks) < cache.nbytes / 4, (peaks, cache.nbytes)
+
+
+def test_a_step_after_a_long_text_takes_as_long(stage: Stage) -> None:
+    """A step reads the cache of a long text and does not copy it, which would take 20 times as long as reading it."""
+    medians = []
+    for length in (2_048, 30_208):
+        text, times = Text(stage, length), list[float]()
+        for _ in range(0, length, 1_024):
+            mx.eval(stage.forward(rows_of(1_024, 1), [(text.sequence, text.segment(1_024))]))
+        for _ in range(40):
+            x = rows_of(1, 2)
+            mx.eval(x)
+            started = time.perf_counter()
+            mx.eval(stage.forward(x, [(text.sequence, text.segment(1))]))
+            times.append(time.perf_counter() - started)
+        medians.append(statistics.median(times[10:]))
+    assert medians[1] < 1.3 * medians[0]
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_reference(

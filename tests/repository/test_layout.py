@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "mtp.layers": {"mtp", "proto"},
     "mtp.layers.cuda": {"mtp.layers", "mtp.layers.reference"},
     "mtp.layers.joined": {"mtp.layers", "mtp.layers.reference"},
-    "mtp.layers.metal": {"mtp.layers", "mtp.layers.reference", "proto"},
+    "mtp.layers.metal": {"mtp.layers", "mtp.layers.reference"},
     "mtp.layers.reference": {"mtp", "mtp.layers"},
     "mtp.sampling": {"proto"},
     "worker": {"mtp.checkpoint.hub", "proto", "proto.terminal", "worker.engine", "worker.node"},

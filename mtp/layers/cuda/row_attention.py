@@ -20,11 +20,10 @@ SLOTS = 8
 
 
 class RowArrays(NamedTuple):
-    """Where the rows of a launch stand: `places` int32 `[rows, 2]`, `spans` int32 `[rows, 3]`, `caps` int32 `[SLOTS]`.
+    """The places of the rows of a launch, in three int32 arrays.
 
-    A row of `places` is its slot and its position. A row of `spans` is its own entry in the K/V array of its slot, the
-    last one that it sees, and the begin and end of a range of entries that it does not see. `caps` has the lengths of
-    the K/V arrays.
+    `places [rows, 2]` has slot and position of each row. `caps [SLOTS]` has the lengths of the K/V arrays of the slots.
+    `spans [rows, 3]` has the last entry that a row sees, its own, and begin and end of a range that it does not see.
     """
 
     places: mx.array

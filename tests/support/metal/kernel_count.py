@@ -6,10 +6,7 @@ one kernel for each fused part. An operation that only names other elements of a
 
 from __future__ import annotations
 
-import re
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,20 +19,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from coordinator.doctor.step import kernels_of
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
+from proto.kernels import Kernels
 from proto.span import Span
 from tests.support.checkpoints import checkpoints
 from tests.support.metal.metal_path import metal_choices
+from worker.model import choice
+from worker.model.kernel_choice import KernelChoice
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
-
-VIEWS = set(
-    "AsStrided Broadcast BroadcastAxes ExpandDims Flatten NumberOfElements Reshape Slice Split Squeeze StopGradient "
-    "Transpose Unflatten View".split()
-)
-"""MLX's operations that launch nothing where their input lies row by row in memory."""
 
 SHORT, LONG = 4, 8
 """Layers of two models. Their difference is the layers alone: three GDN layers and one of attention."""
@@ -43,32 +38,12 @@ SHORT, LONG = 4, 8
 CAPACITY = 2**20
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a graph by the name of their operation, and all launches. Joining n arrays launches n."""
+class _EveryKernel(KernelChoice):
+    """The choice of all kernels, because markers have no results that a trial could compare."""
 
-    names: Counter[str]
-    launches: int
-
-    @property
-    def total(self) -> int:
-        """The number of kernels."""
-        return self.names.total()
-
-
-def kernels_of(arrays: Sequence[mx.array]) -> Kernels:
-    """Return the kernels that compute lazy `arrays`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.dot"
-        mx.export_to_dot(str(path), *arrays)
-        text = path.read_text()
-    names: Counter[str] = Counter()
-    launches = 0
-    for node, name in re.findall(r'\{ (\d+) \[label ="([^"]*)", shape=rectangle\]', text):
-        if name not in VIEWS:
-            names[name] += 1
-            launches += text.count(f"-> {node}\n") if name == "Concatenate" else 1
-    return Kernels(names, launches)
+    def choose(self, *_: object) -> bool:
+        """See `KernelChoice.choose`."""
+        return True
 
 
 @contextmanager
@@ -84,6 +59,7 @@ def counted_kernels() -> Iterator[None]:
     with metal_choices(_marker_kernel) as patched:
         for name, marker in fast.items():
             patched.setattr(mx.fast, name, marker)
+        patched.setattr(choice, "KernelChoice", lambda _: _EveryKernel(Kernels.own))
         yield
 
 
