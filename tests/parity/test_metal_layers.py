@@ -11,12 +11,11 @@ import mlx.core as mx
 import pytest
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.layer import KernelTrial, KVFormat
+from mtp.layers import gated_delta
+from mtp.layers.layer import KernelTrial, KVFormat, Layer
 from mtp.layers.metal import attention, gdn, join
-from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.kernel import MetalKernel
-from mtp.layers.prepare_rows import AttentionShape, prepare_kernel
-from mtp.layers.windows import GatedDeltaShape
+from mtp.layers.prepare_rows import AttentionShape
 from proto.frame import Admit, Segment
 from proto.kernels import Kernels
 from proto.span import Span
@@ -26,7 +25,7 @@ from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
 from worker.cache.sequence_cache import SequenceCache
-from worker.model import choice, kernel_choice
+from worker.model import choice
 from worker.model.kernel_choice import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -130,59 +129,89 @@ def test_an_open_window_keeps_its_own_rows_alone(
     assert all(map(mx.array_equal, found[0] + found[1], found[2] + found[3]))
 
 
-def wrong(_: GatedDeltaShape, rows: mx.array, *__: object) -> list[mx.array]:
+def _broken(*_: Any) -> Any:
     """Run a kernel that does not compile."""
     kernel = MetalKernel("broken", ["rows"], ["out"], "this is no Metal;")
-    return kernel([rows], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
+    row = mx.zeros((1,))
+    return kernel([row], blocks=(1, 1, 1), template=[], shapes=[(1,)], dtypes=[mx.float32])
 
 
-def scaled(*arguments: Any) -> tuple[mx.array, ...]:
-    """Return outputs a tenth too large."""
-    y, conv, state = gated_delta_window(*arguments)
-    return 1.1 * y, conv, state
+def _mutated(run: Any, mutation: str) -> Any:
+    """Return `run` with a mutation of the kernel that it launches, if it launches one."""
+    if mutation == "does not compile":
+        return lambda *arguments: run(*arguments) if arguments[-1] is False else _broken()
+
+    def changed(*arguments: Any) -> Any:
+        if mutation == "slow":
+            time.sleep(SLOW_SECONDS)
+        found = run(*arguments)
+        if mutation != "wrong" or arguments[-1] is False:
+            return found
+        # The outputs of windows, keys and values, or norms: a tenth too large.
+        place = 0 if len(found) == 3 else 1
+        return tuple(1.1 * array if i == place else array for i, array in enumerate(found))
+
+    return changed
 
 
-def slow(*arguments: Any) -> tuple[mx.array, ...]:
-    """Take longer than any operations."""
-    time.sleep(SLOW_SECONDS)
-    return gated_delta_window(*arguments)
+SLOW_SECONDS = 0.05
 
-
-SLOW_SECONDS = 0.2
+PATCHED = {
+    "gated_delta_window": [(gdn, "gated_delta_window")],
+    "attention_prepare": [(attention, "prepare_rows")],
+    "residual_norm": [(gdn, "add_norm"), (attention, "add_norm")],
+}
+"""The functions that launch each kernel. The last argument of `add_norm` says whether it does."""
 
 
 @pytest.mark.parametrize(
-    ("kernel", "mode", "kinds", "reason"),
+    ("mutation", "mode", "reason"),
     [
-        (wrong, Kernels.auto, "4 joined", "expected"),
-        (scaled, Kernels.auto, "4 joined", "differ by"),
-        (slow, Kernels.auto, "4 joined", "us a step"),
-        (slow, Kernels.own, "1 joined, 3 window", "it works"),
-        (scaled, Kernels.own, "4 joined", "differ by"),
-        (gated_delta_window, Kernels.mlx, "4 joined", ""),
+        ("does not compile", Kernels.own, "expected"),
+        ("wrong", Kernels.own, "differ by"),
+        ("slow", Kernels.auto, "us a step"),
+        ("slow", Kernels.own, "us a step"),
     ],
-    ids=["does not compile", "wrong", "slow", "slow, own", "wrong, own", "mlx"],
 )
+@pytest.mark.parametrize("kernel", PATCHED)
 def test_a_kernel_is_used_if_it_is_right_and_not_slower(
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    kernel: Any,
+    kernel: str,
+    mutation: str,
     mode: Kernels,
-    kinds: str,
     reason: str,
 ) -> None:
     """A kernel that fails, differs or is slower costs nothing but its trial, and --kernels overrules the times."""
     monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(written, "GDN_DIM", 128)
-    monkeypatch.setattr(gdn, "gated_delta_window", kernel)
-    monkeypatch.setattr(kernel_choice, "_UNTIMED", {})
+    monkeypatch.setattr(written, "HEAD_DIM", 256)
+    for module, name in PATCHED[kernel]:
+        monkeypatch.setattr(module, name, _mutated(getattr(module, name), mutation))
     path = checkpoints(layers=4, seed=9)
     with metal_path() as patch:
         patch.setattr(choice, "KernelChoice", KernelChoice)
-        summary = stage_of(path, mode).variants.summary
-    assert summary.startswith(kinds)
-    assert reason in summary
+        _kinds, *found = stage_of(path, mode).variants.summary.split("; ")
+    results = dict(one.split(": ", 1) for one in found)
+    assert reason in results.pop(kernel)
+    used = "MLX" if mode is Kernels.auto or mutation != "slow" else "own"
+    assert f"{used} used" in dict(one.split(": ", 1) for one in found)[kernel]
+    if mode is Kernels.own:
+        assert all(result.endswith("own used") for result in results.values())
+
+
+def test_kernels_mlx_tries_nothing(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --kernels mlx no kernel runs."""
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(written, "GDN_DIM", 128)
+    with metal_path() as patch:
+        patch.setattr(choice, "KernelChoice", KernelChoice)
+        summary = stage_of(checkpoints(layers=4, seed=9), Kernels.mlx).variants.summary
+    assert summary == "4 joined"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trial_is_kept_for_the_next_start(
@@ -191,28 +220,30 @@ def test_a_trial_is_kept_for_the_next_start(
     """The next start of the same program on the same machine tries nothing, and another kernel is tried."""
     monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(written, "GDN_DIM", 128)
+    monkeypatch.setattr(written, "HEAD_DIM", 256)
     path = checkpoints(layers=4, seed=9)
-    trials: list[bool] = []
+    trials: list[str] = []
 
-    def tried(*_: Any, timed: bool) -> KernelTrial:
-        trials.append(timed)
+    def tried(own: Layer, *_: Any) -> KernelTrial:
+        trials.append(own.kind)
         return KernelTrial(1e-6, 2e-6)
 
-    monkeypatch.setattr(join, "try_window_kernel", tried)
+    monkeypatch.setattr(join, "try_layer", tried)
     with metal_path() as patch:
         patch.setattr(choice, "KernelChoice", KernelChoice)
         summaries = [stage_of(path, Kernels.auto).variants.summary for _ in range(2)]
-        assert trials == [True]
-        assert set(summaries) == {
-            "1 joined, 3 window; gated_delta_window: 1 us a step, MLX's operations 2 us, own used"
-        }
-        monkeypatch.setattr(join, "SOURCE", "another text")
+        assert trials == ["window", "window", "prepared"]  # one of them for norms
+        times = "1 us a step, MLX's operations 2 us, own used"
+        tried_names = ("gated_delta_window", "residual_norm", "attention_prepare")
+        results = "; ".join(f"{name}: {times}" for name in tried_names)
+        assert set(summaries) == {f"1 prepared, 3 window; {results}"}
+        monkeypatch.setattr(gated_delta, "SOURCE", "another text")
         stage_of(path, Kernels.auto)
-        assert trials == [True, True]
+        assert len(trials) == 4
         (tmp_path / "kernels.json").write_text("{damaged")
         stage_of(path, Kernels.auto)
-    assert trials == [True] * 3
-    assert len(read_trials()) == 1
+    assert len(trials) == 7
+    assert len(read_trials()) == 3
 
 
 def operations(name: str, *_: Any, **__: Any) -> Any:
@@ -254,7 +285,7 @@ def test_compiled_bodies_compute_what_the_kernels_do(
         modules = load_stage(
             Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
         )
-        joiner: Any = join.MetalJoiner(mx.float32, lambda *_: True, untimed=True)
+        joiner: Any = join.MetalJoiner(mx.float32, lambda *_: True)
         layers = [joiner.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
         found = []
@@ -271,19 +302,3 @@ def test_compiled_bodies_compute_what_the_kernels_do(
     with metal_choices(operations):
         found = run()
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_preparation_that_does_not_compile_leaves_mlxs_operations(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A Mac whose compiler refuses the kernel of attention runs MLX's norms and RoPE, and says so once."""
-    monkeypatch.setattr(written, "GDN_DIM", 128)
-    monkeypatch.setattr(written, "HEAD_DIM", 256)
-    broken = prepare_kernel(MetalKernel, ["q", "k"], head="warp(h)", values="k")
-    monkeypatch.setattr(attention, "_kernel", broken)
-    attention.prepare_works.cache_clear()
-    path = checkpoints(layers=4, seed=12)
-    with metal_path():
-        assert stage_of(path).variants.summary.startswith("1 joined, 3 window")
-    assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
-    attention.prepare_works.cache_clear()

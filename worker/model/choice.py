@@ -57,9 +57,7 @@ def choose_variants(
     elif device.variant == "joined" and not exact:
         _join(modules, Joiner(dtype, modules.model_bytes))
     elif device.variant == "metal" and not exact:
-        modules.replace_layers(
-            MetalJoiner(dtype, choice.choose, untimed=choice.mode is Kernels.own).layer
-        )
+        modules.replace_layers(MetalJoiner(dtype, choice.choose).layer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     mx.clear_cache()

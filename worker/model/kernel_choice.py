@@ -24,24 +24,25 @@ MOST_TRIALS = 64
 """Trials that are kept, the newest ones: a few for each model and version."""
 
 
-_UNTIMED: dict[str, KernelTrial] = {}
-"""Trials without times, of this process."""
-
-
 class KernelChoice:
-    """The trials of one stage. `summary` is for people, empty without a trial."""
+    """The trials of one stage."""
 
     def __init__(self, mode: Kernels) -> None:
         self.mode = mode
-        self.summary = ""
         self._chosen: dict[str, bool] = {}
+        self._texts: list[str] = []
+
+    @property
+    def summary(self) -> str:
+        """The trials for people, empty without a trial."""
+        return "; ".join(self._texts)
 
     def choose(
-        self, kernel: str, shapes: str, source: str, run_trial: Callable[[bool], KernelTrial]
+        self, kernel: str, shapes: str, source: str, run_trial: Callable[[], KernelTrial]
     ) -> bool:
         """Return whether to use `kernel` of text `source` at `shapes`, by an earlier trial or by a new one.
 
-        `run_trial(timed)` tries it. With `--kernels own` it is not timed, and decides only whether the kernel works.
+        With `--kernels own` its times do not count, only whether it is right.
         """
         if self.mode is Kernels.mlx:
             return False
@@ -51,18 +52,16 @@ class KernelChoice:
             self._chosen[key] = self._decide(kernel, key, run_trial)
         return self._chosen[key]
 
-    def _decide(self, kernel: str, key: str, run_trial: Callable[[bool], KernelTrial]) -> bool:
-        if self.mode is Kernels.own:
-            trial = _UNTIMED.get(key) or _UNTIMED.setdefault(key, run_trial(False))
-        else:
-            trials = read_trials()
-            trial = trials.get(key) or run_trial(True)
-            if key not in trials:
-                _write_trials({**trials, key: trial})
-        own = trial.is_won
-        self.summary = f"{kernel}: {describe(trial)}, {'own' if own else 'MLX'} used"
+    def _decide(self, kernel: str, key: str, run_trial: Callable[[], KernelTrial]) -> bool:
+        trials = read_trials()
+        trial = trials.get(key) or run_trial()
+        if key not in trials:
+            _write_trials({**trials, key: trial})
+        own = trial.is_won or (self.mode is Kernels.own and not trial.problem)
+        text = f"{kernel}: {describe(trial)}, {'own' if own else 'MLX'} used"
+        self._texts.append(text)
         level = logging.WARNING if trial.problem else logging.INFO
-        log.log(level, "kernel chosen", extra={"kernel": kernel, "choice": self.summary})
+        log.log(level, "kernel chosen", extra={"kernel": kernel, "choice": text})
         return own
 
 
@@ -70,8 +69,6 @@ def describe(trial: KernelTrial) -> str:
     """Return the result of a trial for people."""
     if trial.problem:
         return trial.problem
-    if not trial.mlx:
-        return "it works"
     return f"{trial.own * 1e6:.0f} us a step, MLX's operations {trial.mlx * 1e6:.0f} us"
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import mlx.core as mx
 
-from mtp.layers.layer import report_fallback
 from mtp.layers.metal.kernel import MetalKernel
 
 THREADS = 512
 """Threads of a block, which computes a row."""
 
-_SOURCE = r"""
+SOURCE = r"""
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int width = x_shape[1];
   const $int64 start = ($int64)blockIdx.x * width;
@@ -35,7 +32,7 @@ _SOURCE = r"""
   }
 """
 
-_kernel = MetalKernel("residual_norm", ["x", "y", "weight", "eps"], ["total", "normed"], _SOURCE)
+_kernel = MetalKernel("residual_norm", ["x", "y", "weight", "eps"], ["total", "normed"], SOURCE)
 
 
 def add_norm(
@@ -45,10 +42,6 @@ def add_norm(
     if not own or not x.dtype == y.dtype == weight.dtype:
         x = x + y
         return x, mx.fast.rms_norm(x, weight, eps)
-    return _run(x, y, weight, eps)
-
-
-def _run(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     total, normed = _kernel(
         [x, y, weight, mx.array([eps])],
         blocks=(x.shape[0], 1, 1),
@@ -58,15 +51,3 @@ def _run(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.arr
         dtypes=[x.dtype, x.dtype],
     )
     return total, normed
-
-
-@cache
-def add_norm_works(dtype: mx.Dtype) -> bool:
-    """Return whether the kernel compiles and runs here. Log once why it does not."""
-    row = mx.zeros((1, 64), dtype)
-    try:
-        mx.eval(_run(row, row, row[0], 1e-6))
-    except Exception as error:  # whatever the compiler of a machine finds wrong
-        report_fallback("residual_norm", str(error))
-        return False
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.kv_cache import KVRows, new_kv
-from mtp.layers.layer import Hole, KVFormat, report_fallback
-from mtp.layers.metal.add_norm import add_norm, add_norm_works
+from mtp.layers.layer import Hole, KVFormat
+from mtp.layers.metal.add_norm import add_norm
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
@@ -27,12 +27,27 @@ from mtp.layers.pair_kv import PairKV
 from mtp.layers.prepare_rows import (
     HEAD_DIM,
     AttentionShape,
-    can_prepare,
     constants_of,
     prepare_kernel,
     run_prepare,
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
+
+
+def joined_projections(attention: Any) -> tuple[JoinedLinear, JoinedLinear] | None:
+    """Return the input projections of a layer as one, and its output projection, or None for different formats."""
+    if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
+        return None
+    heads, dim = attention.num_attention_heads, attention.head_dim
+    keys = 2 * attention.num_key_value_heads * dim
+    # Queries and gates alternate head by head. Here the gates of all heads are last.
+    alternating = mx.arange(2 * heads * dim).reshape(heads, 2, dim)
+    order = [alternating[:, 0].flatten(), 2 * heads * dim + mx.arange(keys)]
+    order.append(alternating[:, 1].flatten())
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    inputs = JoinedLinear.of(parts, mx.concatenate(order))
+    out = JoinedLinear.of([attention.o_proj])
+    return None if inputs is None or out is None else (inputs, out)
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class _Shape:
     eps: float
     head_eps: float
     rope: int
-    add_norm: bool
+    joins_norm: bool
 
 
 class JoinedAttentionLayer(AttentionLayer):
@@ -63,7 +78,7 @@ class JoinedAttentionLayer(AttentionLayer):
         out: JoinedLinear,
         mlp: JoinedMLP | None,
         *,
-        untimed: bool,
+        joins_norm: bool,
     ) -> None:
         super().__init__(layer)
         if mlp is not None:
@@ -79,40 +94,12 @@ class JoinedAttentionLayer(AttentionLayer):
             self.norm.eps,
             attention.q_norm.eps,
             attention.rope.dims,
-            untimed and add_norm_works(self.mlp_norm.weight.dtype),
+            joins_norm,
         )
         norms = self.norm.weight, attention.q_norm.weight, attention.k_norm.weight
         self._inputs = (inputs.weights, norms)
         self._outputs = (out.weights, self.mlp_norm.weight, mlp.weights if mlp else ())
         self._compiled = _compiled(self._shape)
-
-    @classmethod
-    def of(
-        cls, layer: DecoderLayer, mlp: JoinedMLP | None, *, untimed: bool
-    ) -> JoinedAttentionLayer | None:
-        """Return `layer` joined, or None if its projections have different formats.
-
-        Kernels that no trial has timed run only if `untimed`.
-        """
-        attention: Any = layer.self_attn
-        if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
-            return None
-        heads, dim = attention.num_attention_heads, attention.head_dim
-        keys = 2 * attention.num_key_value_heads * dim
-        # Queries and gates alternate head by head. Here the gates of all heads are last.
-        alternating = mx.arange(2 * heads * dim).reshape(heads, 2, dim)
-        order = [alternating[:, 0].flatten(), 2 * heads * dim + mx.arange(keys)]
-        order.append(alternating[:, 1].flatten())
-        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        inputs = JoinedLinear.of(parts, mx.concatenate(order))
-        out = JoinedLinear.of([attention.o_proj]) if inputs else None
-        if inputs is None or out is None:
-            return None
-        shape = AttentionShape(heads, attention.num_key_value_heads, attention.rope.dims)
-        dtype = layer.input_layernorm.weight.dtype
-        if untimed and can_prepare(attention) and prepare_works(shape, dtype):
-            return PreparedAttentionLayer(layer, inputs, out, mlp)
-        return cls(layer, inputs, out, mlp, untimed=untimed)
 
     def _project(
         self, x: mx.array, caches: Sequence[KVRows], widths: Sequence[int], holes: Sequence[Hole]
@@ -135,9 +122,15 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
     kind = "prepared"
 
     def __init__(
-        self, layer: DecoderLayer, inputs: JoinedLinear, out: JoinedLinear, mlp: JoinedMLP | None
+        self,
+        layer: DecoderLayer,
+        inputs: JoinedLinear,
+        out: JoinedLinear,
+        mlp: JoinedMLP | None,
+        *,
+        joins_norm: bool,
     ) -> None:
-        super().__init__(layer, inputs, out, mlp, untimed=True)
+        super().__init__(layer, inputs, out, mlp, joins_norm=joins_norm)
         constants = constants_of(self.attention)
         mx.eval(constants)
         self._arrays = inputs.weights, self.norm.weight, constants
@@ -254,22 +247,6 @@ def prepare_rows(
     return q, new
 
 
-@cache
-def prepare_works(shape: AttentionShape, dtype: mx.Dtype) -> bool:
-    """Return whether the kernel compiles and runs here. Log once why it does not."""
-    heads, norm = 2 * (shape.query_heads + shape.kv_heads), mx.ones((HEAD_DIM,), dtype)
-    constants = norm, norm, mx.ones((shape.rope // 2,)), mx.array([1e-6])
-    try:
-        # The places of few rows are in another address space than those of many, which makes another kernel.
-        for rows in (1, 4):
-            x = mx.zeros((rows, heads * HEAD_DIM), dtype)
-            mx.eval(prepare_rows(shape, x, mx.zeros((rows, 2), mx.int32), constants))
-    except Exception as error:  # whatever the compiler of a machine finds wrong
-        report_fallback("attention_prepare", str(error))
-        return False
-    return True
-
-
 def _finish(
     shape: _Shape,
     x: mx.array,
@@ -284,5 +261,5 @@ def _finish(
     y = shape.out.multiply(gated, out)
     if shape.mlp is None:
         return x + y
-    x, normed = add_norm(x, y, norm, shape.eps, shape.add_norm)
+    x, normed = add_norm(x, y, norm, shape.eps, shape.joins_norm)
     return x + gated_products(shape.mlp, mlp, normed)

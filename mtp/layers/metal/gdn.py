@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mtp.layers.layer import Exact, Hole, KVFormat, Layer, PlainMLP
-from mtp.layers.metal.add_norm import add_norm, add_norm_works
+from mtp.layers.metal.add_norm import add_norm
 from mtp.layers.metal.gated_delta import gated_delta_window
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
@@ -89,7 +89,7 @@ class _Shape:
     out: Format
     mlp: tuple[Format, Format] | None
     eps: float
-    add_norm: bool
+    joins_norm: bool
 
 
 class WindowGDNLayer(Layer):
@@ -104,9 +104,12 @@ class WindowGDNLayer(Layer):
         inputs: JoinedLinear,
         mlp: JoinedMLP | None,
         *,
-        untimed: bool,
+        joins_norm: bool,
     ) -> None:
-        """Take over `layer`, whose output projection is a linear layer, with caches of `dtype`."""
+        """Take over `layer`, whose output projection is a linear layer, with caches of `dtype`.
+
+        With `joins_norm` a kernel adds the residual before the MLP and computes its norm.
+        """
         net: Any = layer.linear_attn
         out = JoinedLinear.of([net.out_proj])
         assert out is not None
@@ -114,10 +117,9 @@ class WindowGDNLayer(Layer):
         self.mlp_norm = layer.post_attention_layernorm
         formats = mlp.formats if mlp else None
         norm = layer.input_layernorm
-        own = untimed and add_norm_works(self.mlp_norm.weight.dtype)
         self._recurrence = window_recurrence(net, dtype)
         heads, constants = self._recurrence.shape, self._recurrence.constants
-        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, own)
+        self._shape = _Shape(heads, inputs.format, out.format, formats, norm.eps, joins_norm)
         self._dtype = dtype
         norms = norm.weight, self.mlp_norm.weight
         self._weights = (norms, inputs.weights, out.weights, mlp.weights if mlp else (), constants)
@@ -189,5 +191,5 @@ def _run(shape: _Shape, x: mx.array, weights: Any, states: Any) -> Any:
     y = shape.out.multiply(y, out)
     if shape.mlp is None:
         return x + y, rows, conv, state
-    x, normed = add_norm(x, y, norms[1], shape.eps, shape.add_norm)
+    x, normed = add_norm(x, y, norms[1], shape.eps, shape.joins_norm)
     return x + gated_products(shape.mlp, mlp, normed), rows, conv, state

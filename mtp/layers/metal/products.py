@@ -65,7 +65,7 @@ class JoinedLinear:
 
     @classmethod
     def of(cls, modules: Sequence[Any], order: mx.array | None = None) -> JoinedLinear | None:
-        """Return `modules` as one, which lose their weights, or None if they have different formats.
+        """Return `modules` as one, or None if they have different formats. Several modules lose their weights.
 
         `order` are the outputs in another order.
         """
@@ -76,11 +76,12 @@ class JoinedLinear:
             return None
         names = [name for name in ("weight", "scales", "biases") if name in modules[0]]
         weights = tuple(_joined([module[name] for module in modules], order) for name in names)
-        mx.eval(weights)
-        for module in modules:
-            for name in names:
-                del module[name]
-        mx.clear_cache()
+        if len(modules) > 1:
+            mx.eval(weights)
+            for module in modules:
+                for name in names:
+                    del module[name]
+            mx.clear_cache()
         return cls(joined_format, weights)
 
     def __call__(self, x: mx.array) -> mx.array:

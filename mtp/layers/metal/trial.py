@@ -1,4 +1,4 @@
-"""The trial of the window kernel: its results and its time beside the operations that it replaces.
+"""The trial of a kernel: a layer with it beside the same layer without it, their results and their times.
 
 Both compute the same rows at the shapes of the model, on the machine that will serve. Which of them is faster there is
 unknown before.
@@ -8,116 +8,75 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
-from mtp.layers.layer import KernelTrial, KVFormat
-from mtp.layers.reference.gdn import GDNLayer
-from mtp.layers.windows import (
-    Recurrence,
-    SnapshotGDNCache,
-    Window,
-    record_windows,
-    run_windows,
-)
+from mtp.layers.layer import KernelTrial, KVFormat, Layer
 
 BATCHES = ((1, 1), (1, 4), (8, 1))
 """Sequences and tokens of each. They are those of plain decoding, of drafts and of several clients."""
 
 STEPS = 8
-"""Steps of one evaluation. Each needs the states of the one before, as in an answer."""
+"""Steps of one evaluation. Each needs the rows and the states of the one before, as in an answer."""
 
 ROUNDS = 7
 """Evaluations of each, in turn. Their medians count."""
 
-TRIAL_SECONDS = 2.0
-"""Seconds after which no further round begins."""
+TRIAL_SECONDS = 0.6
+"""Seconds of a trial after which no further round begins. A model has up to three trials."""
 
-TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-"""Largest difference over the largest result. Both round to `dtype` at different places."""
+INPUT = 0.03
+"""Root mean square of the rows. Against larger ones, what a layer adds would be lost in their rounding."""
 
-Steps = Callable[[int], list[mx.array]]
-"""A function that computes a number of steps. It returns the last outputs, the last inputs and the states."""
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
+"""Largest norm of the difference over the norm of the result. Both round to `dtype` at different places."""
 
 
-def try_window_kernel(
-    layer: GDNLayer, recurrence: Recurrence, dtype: mx.Dtype, *, timed: bool
-) -> KernelTrial:
-    """Return the trial of the kernel of `recurrence` in `layer`, without times unless `timed`."""
-    due = time.monotonic() + TRIAL_SECONDS
-    trial = KernelTrial()
+def try_layer(own: Layer, replaced: Layer, hidden: int, dtype: mx.Dtype) -> KernelTrial:
+    """Return the trial of the kernel that `own` has and `replaced` has not, for rows `[…, hidden]` of `dtype`."""
+    due, times = time.monotonic() + TRIAL_SECONDS, (0.0, 0.0)
     try:
         for sequences, tokens in BATCHES:
-            shape = (sequences * tokens, recurrence.shape.row)
-            rows = mx.random.normal(shape, key=mx.random.key(5)).astype(dtype)
-            own: Steps = partial(_own_steps, recurrence, dtype, rows, sequences, tokens)
-            replaced: Steps = partial(_replaced_steps, layer, rows, sequences, tokens)
-            if problem := _difference(own(2), replaced(2), TOLERANCE[dtype]):
+            x = mx.random.normal((sequences * tokens, hidden), scale=INPUT, key=mx.random.key(5))
+            x = x.astype(dtype)
+            found, expected = (_added(layer, x, sequences, 2) for layer in (own, replaced))
+            if problem := _difference(found, expected, TOLERANCE[dtype]):
                 return KernelTrial(problem=problem)
-            if timed:
-                mine, others = _median_seconds(own, replaced, due)
-                trial = KernelTrial(trial.own + mine, trial.mlx + others)
+            medians = _median_seconds(own, replaced, x, sequences, due)
+            times = (times[0] + medians[0], times[1] + medians[1])
     except Exception as error:  # whatever the compiler of a machine finds wrong
         return KernelTrial(problem=str(error)[:300])
-    return trial
+    return KernelTrial(*times)
 
 
-def _median_seconds(first: Steps, second: Steps, due: float) -> tuple[float, float]:
+def _median_seconds(
+    own: Layer, replaced: Layer, x: mx.array, sequences: int, due: float
+) -> tuple[float, float]:
     """Return the seconds of a step of each, from evaluations in turn that begin before `due`."""
     times: list[tuple[float, float]] = []
     while not times or (len(times) < ROUNDS and time.monotonic() < due):
         moments = [time.perf_counter()]
-        for run in (first, second):
-            mx.eval(run(STEPS))
+        for layer in (own, replaced):
+            mx.eval(_added(layer, x, sequences, STEPS))
             moments.append(time.perf_counter())
         times.append((moments[1] - moments[0], moments[2] - moments[1]))
-    own, other = zip(*times, strict=True)
-    return statistics.median(own) / STEPS, statistics.median(other) / STEPS
+    mine, others = zip(*times, strict=True)
+    return statistics.median(mine) / STEPS, statistics.median(others) / STEPS
 
 
-def _difference(own: list[mx.array], replaced: list[mx.array], tolerance: float) -> str:
-    """Return which results differ by more than the tolerance, or an empty string."""
-    for name, a, b in zip(("outputs", "inputs", "states"), own, replaced, strict=True):
-        a, b = a.astype(mx.float32), b.astype(mx.float32)
-        largest, apart = mx.abs(b).max(), mx.abs(a - b).max()
-        if not (apart <= tolerance * largest).item():  # also for NaN
-            return (
-                f"its {name} differ by {apart.item():.2g} where the largest is {largest.item():.2g}"
-            )
-    return ""
-
-
-def _own_steps(
-    recurrence: Recurrence, dtype: mx.Dtype, rows: mx.array, sequences: int, tokens: int, steps: int
-) -> list[mx.array]:
-    caches = [SnapshotGDNCache.empty(recurrence, dtype) for _ in range(sequences)]
-    for _ in range(steps):
-        windows = [
-            Window(cache.point, i * tokens, tokens, stays_open=False)
-            for i, cache in enumerate(caches)
-        ]
-        y, saved = run_windows(recurrence, rows, windows)
-        record_windows(caches, windows, rows, saved)
-    return [y, saved.conv, saved.state]
-
-
-def _replaced_steps(
-    layer: GDNLayer, rows: mx.array, sequences: int, tokens: int, steps: int
-) -> list[mx.array]:
-    net = layer.net
-    ends = [net.conv_dim, net.conv_dim + net.value_dim]
-    ends.append(ends[1] + net.num_v_heads)
-    qkv, z, b, a = mx.split(rows, ends, axis=-1)
-    inner: list[Any] = [t.reshape(sequences, tokens, -1) for t in (qkv, a, b)]
+def _added(layer: Layer, x: mx.array, sequences: int, steps: int) -> mx.array:
+    """Return what `steps` steps of the layer add to `x`."""
     caches = [layer.new_cache(KVFormat()) for _ in range(sequences)]
+    widths, start = [x.shape[0] // sequences] * sequences, x
     for _ in range(steps):
-        out = layer.advance(caches, [False] * sequences, *inner)
-        y = net.norm(out, z.reshape(out.shape)).reshape(rows.shape[0], -1)
-    return [
-        y,
-        mx.concatenate([cache.conv for cache in caches]),
-        mx.concatenate([cache.state for cache in caches]),
-    ]
+        x = layer.add(x, caches, widths, [False] * sequences)
+    return x - start
+
+
+def _difference(own: mx.array, replaced: mx.array, tolerance: float) -> str:
+    """Return how the results differ if they do so by more than the tolerance, or an empty string."""
+    own, replaced = own.astype(mx.float32), replaced.astype(mx.float32)
+    apart, norm = mx.linalg.norm((own - replaced).reshape(-1)), mx.linalg.norm(replaced.reshape(-1))
+    if (apart <= tolerance * norm).item():  # not for NaN
+        return ""
+    return f"its results differ by {apart.item():.2g} where their norm is {norm.item():.2g}"
