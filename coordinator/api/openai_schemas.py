@@ -172,7 +172,7 @@ class FunctionCall(Body):
 
     name: str
     arguments: str
-    parsed_arguments: None = None
+    parsed_arguments: Any | None = hint("parsed_arguments")
 
 
 class MessageToolCall(Body):
@@ -226,7 +226,7 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    parsed: None = None
+    parsed: Any | None = hint("parsed")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")

@@ -29,6 +29,11 @@ def prompt_text(api: ApiClient, index: int = -1) -> str:
     return b"".join(map(tiny_tokenizer().token_bytes, prompt)).decode()
 
 
+PARSED_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "w", "arguments": "{}", "parsed_arguments": {"strict": 1}},
+}
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 HINTS: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"run": "1"}}, "metadata"),
@@ -54,6 +59,26 @@ HINTS: list[tuple[dict[str, Any], str]] = [
     (
         {"messages": [USER, {"role": "assistant", "thinking_blocks": [{}]}, USER]},
         "thinking_blocks",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [PARSED_CALL]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+            ]
+        },
+        "parsed_arguments",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "{}", "parsed": {"strict": 1}},
+                USER,
+            ]
+        },
+        "parsed",
     ),
 ]
 
