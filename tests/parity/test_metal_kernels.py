@@ -130,7 +130,7 @@ def test_prepared_heads_equal_the_reference(dtype: mx.Dtype, rows: int) -> None:
     # On an NVIDIA GPU a row has query and gate of each head in turn.
     both = mx.concatenate([q, gate], axis=2).reshape(rows, -1)
     rows_there = mx.concatenate([both, kv.reshape(rows, -1)], axis=1)
-    expected_q, *expected = reference_kernels.prepare_rows(HEADS, rows_there, places, constants)
+    expected_q, expected = reference_kernels.prepare_rows(HEADS, rows_there, places, constants)
     assert error(found_q, expected_q) < TOLERANCE[dtype]
     assert error(found[0], expected[0]) < TOLERANCE[dtype]
     assert mx.array_equal(found[1], expected[1])

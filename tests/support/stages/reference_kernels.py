@@ -12,6 +12,7 @@ import pytest
 
 from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import GROUP, TILE
+from mtp.layers.cuda.row_attention import RowArrays
 from mtp.layers.prepare_rows import HEAD_DIM, AttentionShape
 from mtp.layers.windows import HEAD_DIM as GDN_DIM
 from mtp.layers.windows import TAPS, GatedDeltaShape
@@ -116,8 +117,8 @@ def _step(
 
 def prepare_rows(
     shape: AttentionShape, x: mx.array, places: mx.array, constants: tuple[mx.array, ...]
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return normed and turned q, k, and v."""
+) -> tuple[mx.array, mx.array]:
+    """Return q, and k and v, normed and turned."""
     q_norm, k_norm, frequencies, eps = constants
     rows, heads, kv = x.shape[0], shape.query_heads, shape.kv_heads
     both = x[:, : 2 * heads * HEAD_DIM].reshape(rows, heads, 2 * HEAD_DIM)
@@ -126,7 +127,7 @@ def prepare_rows(
     q = _turned(both[..., :HEAD_DIM], q_norm, angles, eps)
     k = _turned(rest[:, :kv], k_norm, angles, eps)
     k, v = (t.transpose(1, 0, 2) for t in (k, rest[:, kv:]))
-    return q.astype(x.dtype), k.astype(x.dtype), v
+    return q.astype(x.dtype), mx.stack([k.astype(x.dtype), v])
 
 
 def _turned(t: mx.array, weight: mx.array, angles: mx.array, eps: mx.array) -> mx.array:
@@ -142,21 +143,19 @@ def attend_rows(
     shape: AttentionShape,
     q: mx.array,
     x: mx.array,
-    places: mx.array,
-    caps: mx.array,
+    rows: RowArrays,
     scale: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
+    pairs: Sequence[mx.array],
 ) -> mx.array:
     """Attend row by row in fp32."""
     outputs = []
     group = shape.query_heads // shape.kv_heads
-    for row, (slot, position) in enumerate(cast(list[list[int]], places.tolist())):
-        assert caps[slot].item() == keys[slot].shape[2]
-        k, v = (
-            mx.repeat(held[slot][0, :, : position + 1].astype(mx.float32), group, axis=0)
-            for held in (keys, values)
-        )
+    spans = cast(list[list[int]], rows.spans.tolist())
+    for row, (last, hole, hole_end) in enumerate(spans):
+        slot = cast(int, rows.places[row, 0].item())
+        assert rows.caps[slot].item() == pairs[slot].shape[2]
+        seen = mx.array([i for i in range(last + 1) if not hole <= i < hole_end])
+        k, v = mx.repeat(pairs[slot][:, :, seen].astype(mx.float32), group, axis=1)
         scores = mx.softmax((k * (q[row].astype(mx.float32) * scale)[:, None]).sum(-1), axis=-1)
         y = (scores[..., None] * v).sum(axis=1)
         gates = x[row, : 2 * shape.query_heads * HEAD_DIM].reshape(-1, 2 * HEAD_DIM)
