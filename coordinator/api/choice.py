@@ -151,14 +151,14 @@ class Choice:
         """
         match event:
             case PrefillProgress():
-                self.cached = max(self.cached, event.cached)
+                if not self.tokens:  # later ones count restored tokens of the answer too
+                    self.cached = max(self.cached, event.cached)
                 return []
             case TokenChunk():
                 return self._apply_tokens(event)
             case Finished():
                 self.drafted = self._earlier_drafted + event.stats.drafted
                 self.accepted = self._earlier_accepted + event.stats.accepted
-                self.cached = max(self.cached, event.stats.cached_tokens)
                 if event.reason not in ("stop", "length"):
                     raise WorkerLostError(event.error or f"the request was {event.reason}")
                 return self._end("stop" if event.reason == "stop" else "length")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from coordinator.schedule.request import GenerationRequest
+from coordinator.schedule.request import (
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenChunk,
+)
 from tests.support.api.api_client import USER, ApiClient, tiny_tokenizer
 from tests.support.api.fake_generator import FakeGenerator
 
@@ -61,6 +67,25 @@ async def test_a_whole_answer_has_openais_shape() -> None:
             "rejected_prediction_tokens": 3,
         },
     }
+
+
+class RecoveringGenerator(FakeGenerator):
+    """A generator whose workers restore prompt and answer from a backup after each window."""
+
+    async def events_of(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield the events, and the progress of a recovery after each window."""
+        async for event in super().events_of(request):
+            yield event
+            if isinstance(event, TokenChunk):
+                restored = len(request.prompt) + len(event.tokens)
+                yield PrefillProgress(restored, restored, restored)
+
+
+async def test_a_recovery_adds_no_cached_tokens() -> None:
+    """The tokens that workers restore during an answer are no hit of the prefix cache, and exceed the prompt."""
+    api = ApiClient(RecoveringGenerator(tiny_tokenizer(), "hm\n</think>\n\nHello", cached=3))
+    usage = (await api.chat()).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 async def test_the_prompt_is_the_rendered_chat() -> None:
