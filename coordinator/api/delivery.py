@@ -241,7 +241,7 @@ class Delivery:
         self._writer = prepared.writer
         self._meter = meter
         self._keep_alive = api.options.keep_alive_seconds
-        meter.record_submission()
+        meter.record_submission(prepared.answer.prompt_tokens)
         self._queue = AnswerQueue(api.generator, self._next_requests())
         self.outcome = "cancelled"
         self._opened = opened

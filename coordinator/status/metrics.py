@@ -93,8 +93,9 @@ class RequestMeter:
         self._record = metrics.request_log.begin_request(endpoint, time.time())
         metrics.open_requests.inc()
 
-    def record_submission(self) -> None:
-        """Record that the request enters the queue."""
+    def record_submission(self, tokens: int) -> None:
+        """Record that the request, with `tokens` prompt tokens, enters the queue."""
+        self._record.prompt_tokens = tokens
         self._phases.append(("queue", self._metrics.clock()))
 
     def record_queue(self, seconds: float) -> None:
@@ -125,7 +126,7 @@ class RequestMeter:
         """Record the prompt tokens of a completed answer, and how many of them were cached."""
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.cached_tokens.inc(cached)
-        self._record.prompt_tokens, self._record.cached_tokens = tokens, cached
+        self._record.cached_tokens = cached
 
     def end(self, outcome: str) -> None:
         """Record the end of the request and its outcome."""

@@ -47,7 +47,8 @@ def _describe_start(status: ClusterStatus) -> str:
         return f"Loading layers on {machines}{progress}"
     lost = [node.name for node in status.nodes if node.health == "lost"]
     if status.recoveries and lost:
-        return f"Recovering from the loss of {', '.join(lost)}"
+        hint = ". Start mtp-worker on one of them" if len(lost) == len(status.nodes) else ""
+        return f"Recovering from the loss of {', '.join(lost)}{hint}"
     found = sum(node.health == "idle" for node in status.nodes)
     if status.workers_wanted and found < status.workers_wanted:
         return f"Waiting for workers: {found} of {status.workers_wanted} ready"

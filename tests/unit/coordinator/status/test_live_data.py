@@ -50,8 +50,12 @@ SERVING = ClusterStatus(ready=True, model="m", epoch=1, nodes=(A, B), phase="ser
             "Waiting for workers: 1 of 2 ready",
         ),
         (
-            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"),)),
+            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"), B)),
             "Recovering from the loss of mac-1",
+        ),
+        (
+            ClusterStatus(False, "m", recoveries=1, nodes=(replace(A, health="lost"),)),
+            "Recovering from the loss of mac-1. Start mtp-worker on one of them",
         ),
         (ClusterStatus(False, "m", detail="waiting for workers"), "Waiting for workers"),
     ],
