@@ -11,6 +11,7 @@ import { Parameters } from "./parameters.js";
 const FRAME_MS = 80; // a stream is drawn at most this often
 const TITLE = 48;
 const TINT = "mtp-tint";
+const LOST = "The connection to the coordinator was lost."; // instead of the browser's own words
 const EXAMPLES = ["What does the function os.path.join do?", "Write a Python function that reverses a list.", "Explain in three sentences what a cache is.", "Give me five names for a small bakery."];
 
 export class ChatView {
@@ -112,7 +113,7 @@ export class ChatView {
   }
 
   drawList() {
-    const kept = this.conversations.list.filter((one) => one.messages.length || one === this.current);
+    const kept = this.conversations.list.filter((one) => one.messages.length);
     this.list.replaceChildren(...kept.map((one) => h("li", { class: one === this.current ? "current" : "" },
       h("button", { class: "title", "aria-current": one === this.current ? "true" : null, onclick: () => this.open(one.id) }, one.title),
       one.messages.length > 0 && h("button", { class: "icon small", "aria-label": `Delete: ${one.title}`, onclick: () => this.remove(one.id) }, "×"))));
@@ -228,9 +229,10 @@ export class ChatView {
     const conversation = this.current;
     const abort = (this.running = new AbortController());
     const body = this.parameters.body(conversation.messages);
-    const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: null };
+    const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: LOST };
     conversation.messages.push(message);
-    this.conversations.save();
+    this.conversations.save(); // a page that is reloaded now shows this error
+    message.error = null;
     setText(this.send, "Stop");
     this.drawList();
     this.drawMessages();
@@ -250,14 +252,14 @@ export class ChatView {
       setText(this.announcement, `Answer complete: ${count(message.figures.tokens ?? 0)} tokens.`);
     } catch (error) {
       if (partial) message.figures = figuresOf(partial);
-      message.error = abort.signal.aborted ? "Stopped." : error.message || "The coordinator does not answer.";
+      message.error = abort.signal.aborted ? "Stopped." : error instanceof TypeError ? LOST : sentence(error.message);
       setText(this.announcement, message.error);
     }
     this.running = null;
     setText(this.send, "Send");
-    if (!message.content && !message.reasoning && !message.calls.length && abort.signal.aborted) conversation.messages.pop();
     this.conversations.save();
     if (conversation === this.current) this.finishDrawing(message);
+    else this.drawMessages(); // its last answer can be regenerated now
   }
 
   finishDrawing(message) {
@@ -301,7 +303,7 @@ class AnswerElement {
       this.reasoning, this.text, this.tokens, this.legend, this.calls, h("div", { class: "answer-foot" }, this.figures, this.actions));
     this.message = message;
     this.update(message, null);
-    if (!streaming) this.addCopy();
+    if (!streaming && message.content) this.addCopy();
   }
 
   update(message, partial) {
