@@ -192,7 +192,7 @@ export class TimelineView {
     if (!frames.length) {
       draw.fillStyle = colours.muted;
       draw.textAlign = "center";
-      draw.fillText("Nothing was computed in this time", width / 2, AXIS + LANE / 2 - 6);
+      draw.fillText("Nothing computed. Ask something in the chat.", width / 2, AXIS + LANE / 2 - 6);
       draw.textAlign = "left";
     }
   }
@@ -236,11 +236,12 @@ export class TimelineView {
     const names = this.lanes();
     const parts = names.map((_, lane) => {
       let busy = 0;
-      for (const frame of frames) {
-        const stage = frame.stages[lane];
-        if (stage) busy += Math.max(0, Math.min(end, stage.start + stage.length) - Math.max(start, stage.start));
+      let until = start; // a machine begins a step before it has finished the one before: time counts once
+      for (const stage of frames.map((frame) => frame.stages[lane]).filter(Boolean).sort((a, b) => a.start - b.start)) {
+        busy += Math.max(0, Math.min(end, stage.start + stage.length) - Math.max(until, stage.start));
+        until = Math.max(until, stage.start + stage.length);
       }
-      return Math.min(1, busy / (end - start));
+      return busy / (end - start);
     });
     this.summary.replaceChildren(...names.map((name, lane) => h("li", {}, h("span", {}, name), h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${parts[lane] * 100}%` } })), h("b", { class: "number" }, share(parts[lane])))));
     const rows = frames.reduce((sum, frame) => sum + frame.rows, 0);
