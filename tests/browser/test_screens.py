@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from coordinator.status.history import Sample
+from mtp.depth.search import SearchReport, ShapeReport
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator
@@ -177,3 +178,110 @@ def test_escape_stops_an_answer(opened: WatchedPage, client: ApiClient) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector(".message.streaming", state="detached")
     expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
+
+
+def test_a_question_without_an_answer_can_be_asked_again(
+    opened: WatchedPage, client: ApiClient
+) -> None:
+    """An answer that is stopped before its first token, or loses its connection, says so and can be regenerated."""
+    generator = client.generator
+    page = opened.page
+    opened.show("chat")
+    expect(page.get_by_text("New chat", exact=True)).to_have_count(1)
+    generator.hang_after = 0
+    page.fill("#chat-input", "Hi")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming")
+    expect(page.get_by_role("button", name="Edit this message")).to_be_hidden()
+    page.keyboard.press("Escape")
+    expect(page.locator(".message.assistant")).to_contain_text("Stopped.")
+    opened.expected += ("ERR_",)  # the browser reports the connection
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_role("button", name="Regenerate").click()
+    lost = "The connection to the coordinator was lost."
+    expect(page.locator(".message.assistant")).to_contain_text(lost)
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Regenerate").click()
+    page.wait_for_selector(".message.streaming")
+    page.reload()
+    expect(page.locator(".message.assistant")).to_contain_text(lost)
+
+
+def test_a_chat_that_is_opened_during_an_answer_can_be_continued(
+    opened: WatchedPage, client: ApiClient
+) -> None:
+    """The answer of the other chat ends, and the last answer of this one can be regenerated."""
+    generator = client.generator
+    page = opened.page
+    opened.ask("First")
+    page.click("button.wide:has-text('New chat')")
+    generator.hang_after = 1
+    page.fill("#chat-input", "Second")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming")
+    page.click(".conversations .title:has-text('First')")
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
+def test_steps_that_overlap_count_once(opened: WatchedPage) -> None:
+    """The share of time is the part of the lane that is drawn, as a machine begins a step before another ends."""
+    share = opened.page.evaluate(
+        """async () => {
+            const { TimelineView } = await import("/assets/timeline.js");
+            const frames = [[1, "d", 1, 0, 996, 9, 0, 1000], [2, "d", 1, 0, 996.5, 9, 0, 1000]];
+            const live = { frames, now: () => 1000, status: { nodes: [{ name: "w", span: "0-7" }] } };
+            const root = document.createElement("section");
+            document.body.append(root);
+            const view = new TimelineView(root, live);
+            view.setVisible(true);
+            view.redraw();
+            const share = root.querySelector(".shares b").textContent;
+            view.setVisible(false);
+            root.remove();
+            return share;
+        }"""
+    )
+    assert share == "50 %"
+
+
+def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient) -> None:
+    """The share of drafts is that of the table, an open request has its figures, and a lost machine its remedy."""
+    status = client.status.status()
+    lost = replace(status.nodes[2], health="lost", detail="connection refused")
+    alone = SearchReport(1, 2, (ShapeReport(1, 1, 1.0, 1.0, 1.0, measured=False, chosen=True),))
+    shown = replace(status, nodes=(*status.nodes[:2], lost), mtp_choices=(alone,))
+    client.status.status = lambda: shown  # type: ignore[method-assign]
+    generator = client.generator
+    generator.hang_after = 1
+    page = opened.page
+    opened.show("chat")
+    page.fill("#chat-input", "Hi")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming")
+    opened.show("cluster")
+    drafts = page.locator(".figure:has-text('Drafts accepted')")
+    expect(drafts).to_contain_text("67 %")
+    expect(drafts).to_contain_text("120 of 180")
+    cells = page.locator(".requests tbody tr td")
+    expect(cells.nth(2)).to_have_text(re.compile(r"^\d+$"))
+    expect(cells.nth(5)).to_contain_text("s")
+    expect(page.locator(".other .why")).to_have_text(
+        "Lost: connection refused. Start mtp-worker on it again."
+    )
+    opened.show("speed")
+    page.wait_for_selector("table th:has-text('Draft 1')")
+    assert page.locator(".choice").count() == 0, "one shape is compared with nothing"
+    empty = chart_of(opened, "Drafts accepted")
+    expect(empty.locator(".empty")).to_be_visible()
+    assert empty.locator(".grid").count() == 0, "a line crosses the text"
+
+
+def test_times_carry_into_the_next_unit(opened: WatchedPage) -> None:
+    """No time has 60 seconds."""
+    texts = opened.page.evaluate(
+        """async () => {
+            const { seconds } = await import("/assets/format.js");
+            return [59.94, 59.96, 119.7, 3599.6].map(seconds);
+        }"""
+    )
+    assert texts == ["59.9 s", "1 min 0 s", "2 min 0 s", "1 h 0 min"]

@@ -70,7 +70,7 @@ export class TimeChart {
     const top = this.max ?? niceTop(Math.max(...values, 0), this.whole);
     const x = (at) => ((at - from) / (to - from)) * WIDTH;
     const y = (value) => toHeight(value, top, HEIGHT);
-    const grid = [0, 0.5, 1].map((part) => s("line", { x1: 0, x2: WIDTH, y1: y(part * top), y2: y(part * top), class: "grid" }));
+    const grid = (values.length ? [0, 0.5, 1] : []).map((part) => s("line", { x1: 0, x2: WIDTH, y1: y(part * top), y2: y(part * top), class: "grid" }));
     this.drawing.replaceChildren(...grid, ...points.flatMap((one, i) => drawn(one, x, y, HEIGHT, i)));
     this.empty.hidden = values.length > 0;
     [1, 0.5, 0].forEach((part, i) => setText(this.ticks[i], values.length ? this.tick(part * top) : ""));

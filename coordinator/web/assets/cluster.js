@@ -4,11 +4,11 @@ import { callAdmin, whyNoAdmin } from "./admin.js";
 import { sparkline } from "./charts.js";
 import { h, setText } from "./dom.js";
 import { bytes, clockTime, count, plural, rate, seconds, share } from "./format.js";
-import { latest, points, recentMean } from "./samples.js";
+import { latest, points } from "./samples.js";
 
 const SPARK_SECONDS = 120;
 const REQUESTS = 12;
-const OUTCOMES = { stop: "done", length: "done, at its longest", tool_calls: "done, with a tool call" };
+const OUTCOMES = { stop: "done", length: "done, at the length limit", tool_calls: "done, with a tool call" };
 
 export class ClusterView {
   constructor(root, live) {
@@ -49,7 +49,7 @@ export class ClusterView {
     const traffic = status.traffic ?? {};
     this.draw("machines", [stages.map((node) => ({ ...node, bytes_in: 0, bytes_out: 0 })), traffic], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages, traffic[node.address]))));
     this.draw("others", others, () => this.drawOthers(others, status));
-    this.draw("requests", [this.live.openRequests, this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
+    this.draw("requests", [this.live.openRequests, this.live.openRequests.length && Math.floor(this.live.now()), this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
     setText(this.plan, planLine(status, stages));
   }
@@ -68,10 +68,11 @@ export class ClusterView {
     const age = to - (history[0]?.[0] ?? to);
     const range = { from: to - Math.min(SPARK_SECONDS, Math.max(SPARK_SECONDS / 4, age)), to };
     const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
+    const [accepted, drafted] = [status.accepted_by_position, status.drafted_by_position].map((counts) => counts.reduce((a, b) => a + b, 0));
     const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
       figure("Tokens per second", rate(status.tokens_per_second), "in the last 10 s", sparkline(recent("tokensPerSecond"), range)),
-      figure("Drafts accepted", share(recentMean(history, "acceptance", 30)), DRAFTING[status.mtp] ?? `drafting: ${status.mtp} a step`, sparkline(recent("acceptance"), { ...range, max: 1 })),
+      figure("Drafts accepted", drafted ? share(accepted / drafted) : "–", drafted ? `${count(accepted)} of ${count(drafted)}` : DRAFTING[status.mtp] ?? `drafting: ${status.mtp} a step`, sparkline(recent("acceptance"), { ...range, max: 1 })),
       figure("Wait for the first token", seconds(latest(history, "first50")), `95 % below ${seconds(latest(history, "first95"))}`, sparkline(recent("first50"), range)),
       figure("Requests", count(status.running), `${limit(status.running_limit)}${count(status.waiting)} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
       figure("Memory for conversations", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens (K/V)`, meter(kv))));
@@ -94,7 +95,7 @@ export class ClusterView {
     this.requests.replaceChildren(...rows.map((one) => h("tr", {},
       h("td", {}, clockTime(one.began_at)), h("td", {}, one.endpoint),
       h("td", { class: "number" }, one.prompt_tokens ? count(one.prompt_tokens) : "–"), h("td", { class: "number" }, count(one.tokens)),
-      h("td", { class: "number" }, seconds(one.first_token)), h("td", { class: "number" }, seconds(one.seconds)),
+      h("td", { class: "number" }, seconds(one.first_token)), h("td", { class: "number" }, seconds(one.seconds ?? Math.max(0, this.live.now() - one.began_at))),
       h("td", {}, (OUTCOMES[one.outcome] ?? one.outcome) || (one.tokens ? "answering" : "waiting")))));
   }
 
@@ -198,7 +199,7 @@ function machine(node, index, stages, traffic) {
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
       h("span", { class: "badge" }, layersText(node.span)), node.slowest && h("span", { class: "badge warn" }, "slowest: the others wait for it")),
-    h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
+    h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
     node.health === "loading" ? loading(node) : stageTime(node, longest),
     memory(node),
     machineFacts(node),
@@ -243,7 +244,7 @@ function memory(node) {
   const prefix = Math.min(node.prefix_bytes, node.memory_used - weights);
   const kv = node.memory_used - weights - prefix;
   const free = Math.max(0, limit - node.memory_used);
-  const parts = [["weights", weights], ["conversations", kv], ["prompts kept", prefix], ["free", free]];
+  const parts = [["weights", weights], ["conversations and work", kv], ["prompts kept", prefix], ["free", free]];
   const width = (value) => `${(value / Math.max(1, limit)) * 100}%`;
   return h("div", { class: "memory" },
     h("div", { class: "line" }, h("span", {}, "Memory"), h("b", {}, bytes(node.memory_used)), h("span", { class: "hint" }, node.memory_limit ? `of ${bytes(node.memory_limit)}` : "")),
@@ -254,7 +255,6 @@ function memory(node) {
 const WHY = {
   idle: "Ready. It can be used.",
   draining: "It asked to leave.",
-  lost: "It was lost.",
   refused: "It cannot serve this model.",
   loading: "It loads.",
   ready: "",
@@ -262,5 +262,5 @@ const WHY = {
 
 function whyUnused(node) {
   const detail = node.detail ? `${node.detail[0].toUpperCase()}${node.detail.slice(1)}` : "";
-  return detail || WHY[node.health];
+  return node.health === "lost" ? `Lost${node.detail && `: ${node.detail}`}. Start mtp-worker on it again.` : detail || WHY[node.health];
 }

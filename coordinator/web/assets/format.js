@@ -15,9 +15,9 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.00005) return value > 0 ? "under 0.1 ms" : "0 s";
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
-  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  const minutes = Math.floor(value / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (value < 59.95) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  const minutes = Math.floor(Math.round(value) / 60);
+  return minutes < 60 ? `${minutes} min ${Math.round(value) % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function share(value) {

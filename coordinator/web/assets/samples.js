@@ -14,9 +14,3 @@ export function latest(history, field) {
   const sample = history.at(-1);
   return sample ? valueOf(sample, field) : null;
 }
-
-// Mean over the last `count` samples that have a value.
-export function recentMean(history, field, count) {
-  const values = history.slice(-count).map((sample) => valueOf(sample, field)).filter((value) => value !== null);
-  return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
-}

@@ -73,7 +73,7 @@ export class SpeedView {
       h("td", { class: "number" }, d ? share(accepted[i] / d) : "–"),
       h("td", {}, h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${d ? (accepted[i] / d) * 100 : 0}%` } }))),
       h("td", { class: "number hint" }, `${count(accepted[i])} of ${count(d)}`)));
-    const chosen = (status.mtp_choices ?? []).map(choice);
+    const chosen = (status.mtp_choices ?? []).filter((one) => one.shapes.length > 1).map(choice);
     this.mtp.replaceChildren(
       h("p", { class: "hint lead" }, DRAFTS), h("p", { class: "lead" }, modeLine(status.mtp)),
       ...lines.map((line) => h("p", { class: "hint" }, line)),
