@@ -245,7 +245,7 @@ def test_steps_that_overlap_count_once(opened: WatchedPage) -> None:
 
 
 def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient) -> None:
-    """The share of drafts is that of the table, an open request has its figures, and a lost machine its remedy."""
+    """The share of drafts is that of the table, an open request has its figures, and a lost machine says what to do."""
     status = client.status.status()
     lost = replace(status.nodes[2], health="lost", detail="connection refused")
     alone = SearchReport(1, 2, (ShapeReport(1, 1, 1.0, 1.0, 1.0, measured=False, chosen=True),))
