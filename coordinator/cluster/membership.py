@@ -250,6 +250,7 @@ class Membership:
         name = shown_name(info, address)
         reason = self._refusal_reason(info, self.model)
         reason = reason or self.group.refusal(name, _arithmetic_of(info))
+        reason = reason or self._mixing_reason(client)
         if reason:
             await client.close()
             self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)
@@ -280,6 +281,16 @@ class Membership:
         if info.state == pb.WORKER_STATE_DRAINING:
             return "is leaving"
         return ""
+
+    def _mixing_reason(self, client: WorkerClient) -> str:
+        """Return why a worker cannot share a plan with the watched ones: all belong to the cluster, or none does."""
+        open_one = client.trust is None
+        others = sorted(a for a, c in self.clients.items() if (c.trust is None) != open_one)
+        if not others:
+            return ""
+        if open_one:
+            return "has not joined the cluster, for example because it started first. Restart it"
+        return f"cannot work with {others[0]}, which has not joined the cluster. Restart that one"
 
     def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self._view().members.get(member.address)

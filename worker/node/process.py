@@ -97,8 +97,8 @@ async def worker_trust(
             return None
     if trust is None:
         raise problem or UsageError(
-            f"--listen {host} is open to the network, and this machine has joined no cluster. Run mtp-coord token "
-            "create at the coordinator and start this worker with --join TOKEN, or add --insecure"
+            f"--listen {host} is open to the network, and this machine has joined no cluster. Start mtp-coord serve "
+            "first, if it runs on this machine. Else use --join TOKEN, from mtp-coord token create there, or --insecure"
         )
     log.info(
         "member of a cluster",

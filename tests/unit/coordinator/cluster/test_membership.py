@@ -14,7 +14,7 @@ from coordinator.cluster.apply import apply
 from coordinator.cluster.discovery import Candidate
 from coordinator.cluster.events import Event
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.view import MemberState, Settings, View
+from coordinator.cluster.view import Member, MemberState, Settings, View
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.status_codes import NO_MEMBERS
@@ -94,6 +94,20 @@ async def test_a_worker_that_reports_nonsense_is_refused_once(
     assert len(str(vars(warnings[0]))) < 5_000
 
 
+@pytest.mark.parametrize("joined_first", [False, True])
+async def test_workers_inside_and_outside_the_cluster_are_not_mixed(joined_first: bool) -> None:
+    """The later one is refused before any plan, and the reason names the worker to restart."""
+    members = Members()
+    watched: Any = SimpleNamespace(trust=object() if joined_first else None)
+    members.membership.clients["b:7000"] = watched
+    members.membership._joining["b:7000"] = Member("b:7000", "w2", "mac-1", 2**30)
+    await members.admit(report(), trust=None if joined_first else object())
+    refused = members.view.members["a:7000"]
+    assert refused.state is MemberState.REFUSED
+    advice = "Restart it" if joined_first else "b:7000, which has not joined the cluster. Restart"
+    assert advice in refused.reason
+
+
 async def test_a_name_is_shown_without_control_characters_and_cut(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -122,9 +136,10 @@ class Members:
     def _apply(self, event: Event) -> None:
         self.view = apply(self.view, event, 0.0)
 
-    async def admit(self, info: pb.WorkerInfo) -> None:
+    async def admit(self, info: pb.WorkerInfo, trust: object = None) -> None:
         """Let the worker at `a:7000` report `info`."""
         client: Any = Leaving()
+        client.trust = trust
         await self.membership._admit_worker("a:7000", client, info)
         assert client.closed
 
