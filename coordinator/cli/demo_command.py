@@ -80,7 +80,6 @@ def demo(
             ready("coordinator")
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
-        console.print(f"[dim]serving at {url}[/dim]\n")
         _complete(client, console, prompt, max_tokens)
         _figures(client, console)
         if sys.stdin.isatty() and sys.stdout.isatty():

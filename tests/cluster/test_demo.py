@@ -147,6 +147,7 @@ def test_the_demo_from_start_to_end() -> None:
             time.sleep(0.1)
         terminal.look()
         output = terminal.text
+        assert output.count("serving at") == 1
         assert process.returncode == 0, output
     assert waited, output
     assert re.search(r"Chat with it in a browser: http://127\.0\.0\.1:\d+/", output), output
