@@ -82,7 +82,8 @@ class LiveStatus:
         if self.manager is None or loop.ready:
             return ""
         view = self.manager.view
-        return f"{view.phase.value}: {view.problem}" if view.problem else view.phase.value
+        phase = self.manager.describe_gathering() or view.phase.value
+        return f"{phase}; {view.problem}" if view.problem else phase
 
     def _nodes(self, loop: ClusterStatus) -> tuple[NodeStatus, ...]:
         loads = self.loop.frames.stage_loads(loop.epoch, self.loop.clock())
