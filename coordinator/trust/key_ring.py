@@ -93,5 +93,6 @@ class KeyRing:
         """Raise AccessError when the key does not permit `scope`."""
         if scope not in key.scopes:
             raise AccessError(
-                f"The key {key.name} does not permit this call. It needs the scope {scope}."
+                f"The key {key.name} does not permit this call. It needs the scope {scope}. "
+                f"Create one with mtp-coord key create NAME --scope {scope}"
             )

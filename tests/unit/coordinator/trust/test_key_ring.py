@@ -43,7 +43,7 @@ def test_a_key_permits_its_scopes(tmp_path: Path) -> None:
     ring = KeyRing(tmp_path)
     key = found(ring, ring.create("grafana", frozenset({Scope.METRICS})))
     ring.check_scope(key, Scope.METRICS)
-    with pytest.raises(AccessError, match="inference"):
+    with pytest.raises(AccessError, match="key create NAME --scope inference"):
         ring.check_scope(key, Scope.INFERENCE)
 
 
