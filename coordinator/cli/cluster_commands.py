@@ -188,7 +188,7 @@ def load(
     the new model cannot be loaded, the present one is loaded again.
     """
     url = server_url(url)
-    if (Path(model) / "config.json").is_file():
+    if model.startswith(".") or (Path(model) / "config.json").is_file():
         model = str(Path(model).absolute())
     report = _report(call("POST", url, PATH, api_key, content={"model": model}))
     deadline = time.monotonic() + LOAD_SECONDS
