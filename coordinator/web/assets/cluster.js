@@ -216,7 +216,7 @@ function machine(node, index, stages, traffic) {
 function machineFacts(node) {
   const facts = [
     node.ready_at !== null && `here since ${clockTime(node.ready_at)}`,
-    node.layers && `kernels: ${node.layers}`,
+    node.layers && `layers: ${node.layers.split(";")[0]}`,
     node.version,
   ].filter(Boolean);
   return facts.length ? h("p", { class: "hint facts" }, facts.join(" · ")) : null;
