@@ -90,6 +90,9 @@ TICK_SECONDS = 0.1
 POLL_SECONDS = 1.0
 """Seconds before an address without a ready worker is asked again."""
 
+JOIN_SECONDS = 2.0
+"""Seconds after the start in which a worker of this machine may still join the cluster, so it is not used without."""
+
 PROBE_SECONDS = 1.0
 """Seconds. Deadline for a worker to answer after a plan failed for an unknown reason."""
 
@@ -122,6 +125,7 @@ class Membership:
         self._apply_event = apply_event
         self._on_status = on_status
         self._clock = clock
+        self._started = clock()
         self._joining: dict[str, Member] = {}
         """Watched workers that have not sent a first status yet."""
         self._described_at: dict[str, float] = {}
@@ -285,6 +289,9 @@ class Membership:
     def _mixing_reason(self, client: WorkerClient) -> str:
         """Return why a worker cannot share a plan with the watched ones: all belong to the cluster, or none does."""
         open_one = client.trust is None
+        secured = self.options.policy.trust is not None
+        if open_one and secured and self._clock() < self._started + JOIN_SECONDS:
+            return "has not joined the cluster yet"
         others = sorted(a for a, c in self.clients.items() if (c.trust is None) != open_one)
         if not others:
             return ""

@@ -171,6 +171,22 @@ def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
         assert advice in alone.text()
 
 
+def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: Path) -> None:
+    """A worker on loopback without a token waits without TLS, and has it when the coordinator starts."""
+    state = ("--state-dir", str(tmp_path / "a"))
+    first = launch_worker(tmp_path, "first", *state)
+    with ending(first):
+        address = str(first.wait_for("worker ready")["address"])
+        listen = ("--listen", "127.0.0.1:0", *state)
+        serve = launch_coordinator(tmp_path, "--worker", address, "--nodes", "1", *listen)
+        with ending(serve):
+            assert completion(str(serve.wait_for("serving")["url"]).removesuffix("/v1"))["choices"]
+            ready = first.records("worker ready")
+        assert [str(r["address"]) for r in ready] == [address] * 2
+        assert first.records("joined")
+        assert serve.records("machine joined")
+
+
 def _answers(url: str, key: str) -> str:
     """Return everything that the HTTP server says about itself, and its answers to wrong requests."""
     bearer, wrong = {"Authorization": f"Bearer {key}"}, {"Authorization": f"Bearer {WRONG_KEY}"}

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -154,6 +155,9 @@ async def served(
 LONELY_SECONDS = 5.0
 """Seconds without a coordinator after which the log says how to start one."""
 
+POLL_SECONDS = 0.5
+"""Seconds between two looks for a coordinator, until the first one uses this worker."""
+
 DRAIN_SECONDS = 20.0
 """Seconds. Maximum wait for the coordinator to plan without this worker before the process ends."""
 
@@ -177,19 +181,36 @@ async def run(options: WorkerOptions) -> None:
         kernels=options.kernels,
         trust=trust,
     )
-    node = WorkerNode(identity)
-    await node.host.thread.call(partial(set_limits, options.memory_limit))
-    identity.bytes_per_second = await node.host.thread.call(measured_bandwidth)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
+    port = options.port
+    with keep_awake(enabled=options.awake):
+        while not stopping.is_set():
+            port = await _serve(identity, options, port, stopping)
+            if not stopping.is_set():
+                identity.trust = await worker_trust(
+                    options.host, options.name, None, options.state_dir, insecure=False
+                )
+
+
+async def _serve(
+    identity: Identity, options: WorkerOptions, port: int, stopping: asyncio.Event
+) -> int:
+    """Serve until `stopping`, then drain. A worker without TLS ends earlier, when it can join a cluster.
+
+    That is when a coordinator of its user starts on this machine before any coordinator uses the worker. Return the
+    port.
+    """
+    token_file = state_dir(options.state_dir) / LOCAL_TOKEN
+    known = read_text(token_file)
+    node = WorkerNode(identity)
     async with AsyncExitStack() as stack:
-        stack.enter_context(keep_awake(enabled=options.awake))
         stack.push_async_callback(node.close)
-        port = await stack.enter_async_context(
-            served(node, options.host, options.port, options.data_port)
-        )
+        await node.host.thread.call(partial(set_limits, options.memory_limit))
+        identity.bytes_per_second = await node.host.thread.call(measured_bandwidth)
+        port = await stack.enter_async_context(served(node, options.host, port, options.data_port))
         if options.mdns:
             await stack.enter_async_context(announced(_announcement(identity, port), options.host))
         log.info(
@@ -201,14 +222,23 @@ async def run(options: WorkerOptions) -> None:
                 "layers": str(options.layers or "any"),
             },
         )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LONELY_SECONDS):
-                await stopping.wait()
-        if node.lease is None and not stopping.is_set():
-            found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
-            log.info("no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", found)
+        began, advised = time.monotonic(), False
+        while node.lease is None and not stopping.is_set():
+            token = read_text(token_file)
+            if identity.trust is None and not options.insecure and token and token != known:
+                return port
+            if not advised and time.monotonic() - began > LONELY_SECONDS:
+                found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+                log.info(
+                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", found
+                )
+                advised = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await stopping.wait()
         await stopping.wait()
         await _drain(node)
+    return port
 
 
 def _announcement(identity: Identity, port: int) -> Announcement:
