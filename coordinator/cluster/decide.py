@@ -262,7 +262,9 @@ def _failure_reason(view: View, problem: str) -> str:
 
 def _member_problem(member: Member, now: float) -> str:
     if member.state in (MemberState.LOST, MemberState.REFUSED):
-        return f"{member.name} at {member.address}: {member.reason}"
+        known = member.address in member.reason
+        where = member.name if known else f"{member.name} at {member.address}"
+        return f"{where}: {member.reason}"
     if member.backoff_until > now:
         return f"{member.name} is not used yet after {member.failure_count} failures"
     return ""

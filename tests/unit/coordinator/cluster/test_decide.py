@@ -287,6 +287,16 @@ def test_this_machine_serves_when_workers_do_not_come_back() -> None:
     assert again.waited == 0.0
 
 
+def test_the_end_names_each_lost_worker_once() -> None:
+    """The reason of the end has one sentence for a lost worker, also where that was the last problem."""
+    planner = planner_for(1)
+    view = serving("h:1", planner=planner, settings=REMOTE)
+    view = happen(view, WorkerLost("h:1", "h:1 is lost: it was silent"), planner).view
+    (end,) = happen(view, TimePassed(), planner, after=60.0).actions
+    assert isinstance(end, GiveUp)
+    assert end.reason.count("is lost") == 1, end.reason
+
+
 def test_pinned_layers_that_do_not_fit_are_an_error() -> None:
     """At the start they are an error. During a recovery this process serves instead."""
     planner = planner_for(2, SpanError)
