@@ -1,4 +1,4 @@
-// Copyable settings for clients, and how to add a machine.
+// Copyable settings for clients.
 
 import { copyText, h } from "./dom.js";
 import { storedKey } from "./key.js";
@@ -21,8 +21,7 @@ export class ConnectView {
       block("Any OpenAI client", "Set these two variables. A client that asks for a key takes any text where the coordinator has no key.", `export OPENAI_BASE_URL=${base}\nexport OPENAI_API_KEY=${key}`),
       block("Python", "With the openai package.", `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="${key}")\nanswer = client.chat.completions.create(\n    model="${model}",\n    messages=[{"role": "user", "content": "Hello"}],\n)\nprint(answer.choices[0].message.content)`),
       block("curl", "Streams the answer.", `curl -N ${base}/chat/completions \\\n  -H 'Content-Type: application/json' \\\n  -d '{"model": "${model}", "stream": true,\n       "messages": [{"role": "user", "content": "Hello"}]}'`),
-      block("Terminal", "The state of the cluster, without a browser.", `mtp-coord status --url ${location.origin}`),
-      block("Add a machine", "The first line runs beside the coordinator and prints a token. The second runs on the new machine, with its address and the token. The token is needed once. docs/security.md has the rules.", "mtp-coord token create\nmtp-worker --listen ADDRESS:50505 --join TOKEN"));
+      block("Terminal", "The state of the cluster, without a browser.", `mtp-coord status --url ${location.origin}`));
   }
 }
 
