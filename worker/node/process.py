@@ -169,9 +169,6 @@ async def run(options: WorkerOptions) -> None:
     """
     models = LocalModels(options.model)
     models.check_own(options.layers)
-    trust = await worker_trust(
-        options.host, options.name, options.join, options.state_dir, insecure=options.insecure
-    )
     identity = Identity(
         options.name,
         options.layers,
@@ -179,32 +176,38 @@ async def run(options: WorkerOptions) -> None:
         models,
         wired=options.wired,
         kernels=options.kernels,
-        trust=trust,
     )
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stopping.set)
-    port = options.port
+    port, token_file = options.port, state_dir(options.state_dir) / LOCAL_TOKEN
     with keep_awake(enabled=options.awake):
         while not stopping.is_set():
-            port = await _serve(identity, options, port, stopping)
-            if not stopping.is_set():
-                identity.trust = await worker_trust(
-                    options.host, options.name, None, options.state_dir, insecure=False
-                )
+            known = read_text(token_file)
+            identity.trust = await worker_trust(
+                options.host,
+                options.name,
+                options.join,
+                options.state_dir,
+                insecure=options.insecure,
+            )
+            port = await _serve(identity, options, port, stopping, known)
 
 
 async def _serve(
-    identity: Identity, options: WorkerOptions, port: int, stopping: asyncio.Event
+    identity: Identity,
+    options: WorkerOptions,
+    port: int,
+    stopping: asyncio.Event,
+    known: str | None,
 ) -> int:
-    """Serve until `stopping`, then drain. A worker without TLS ends earlier, when it can join a cluster.
+    """Serve until `stopping`, which SIGTERM and SIGINT set, then drain. Return the port.
 
-    That is when a coordinator of its user starts on this machine before any coordinator uses the worker. Return the
-    port.
+    A worker without TLS ends earlier if it can join a cluster before a coordinator uses it. That is when another token
+    than `known` lies in the state directory, because a coordinator of its user has started on this machine.
     """
-    token_file = state_dir(options.state_dir) / LOCAL_TOKEN
-    known = read_text(token_file)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    joins = identity.trust is None and not options.insecure
     node = WorkerNode(identity)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(node.close)
@@ -224,8 +227,8 @@ async def _serve(
         )
         began, advised = time.monotonic(), False
         while node.lease is None and not stopping.is_set():
-            token = read_text(token_file)
-            if identity.trust is None and not options.insecure and token and token != known:
+            token = read_text(state_dir(options.state_dir) / LOCAL_TOKEN) if joins else None
+            if token and token != known:
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
                 found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
