@@ -30,7 +30,6 @@ class KVRows(LayerCache):
     update_and_fetch: Callable[[mx.array, mx.array], tuple[Any, Any]]
     """Append keys and values, and return all of them. mlx-lm implements it."""
 
-    @abstractmethod
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
     ) -> mx.array:
@@ -38,6 +37,9 @@ class KVRows(LayerCache):
 
         `queries` bounds the rows of a call of MLX's attention, where given.
         """
+        offset = self.offset
+        keys, values = self.update_and_fetch(k, v)
+        return tiled_attention(q, keys, values, offset, scale, queries)
 
     def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
         """Attend as `attend` does, with keys and values in one array `new [2, kv_heads, width, dim]`."""
@@ -110,14 +112,6 @@ class KVRows(LayerCache):
 
 class PlainKV(KVRows, KVCache):
     """Keys and values in the type of the model, `[1, kv_heads, room, dim]`."""
-
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
-    ) -> mx.array:
-        """See `KVRows.attend`."""
-        offset = self.offset
-        k, v = self.update_and_fetch(k, v)
-        return tiled_attention(q, k, v, offset, scale, queries)
 
     def arrays(self) -> list[mx.array]:
         """See `LayerCache.arrays`."""

@@ -52,11 +52,11 @@ class PairKV(KVRows):
         MLX writes into the array's own memory if nothing else refers to it. On CUDA it does so only at a place that
         the host knows: `mx.slice_update` at a place from the device copies the array.
         """
-        start, end = self.offset, self.offset + new.shape[2]
-        self.reserve(new.shape[2], new.shape[1], new.shape[3], new.dtype)
+        _two, kv_heads, width, dim = new.shape
+        self.reserve(width, kv_heads, dim, new.dtype)
         assert self.pair is not None
-        self.pair[:, :, start:end] = new
-        self.offset = end
+        self.pair[:, :, self.offset : self.offset + width] = new
+        self.offset += width
         return self.pair
 
     def append(self, new: mx.array) -> tuple[mx.array, mx.array]:
@@ -72,14 +72,6 @@ class PairKV(KVRows):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See `KVRows.update_and_fetch`."""
         return self.append(mx.concatenate([keys, values]))
-
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, scale: float, queries: int | None
-    ) -> mx.array:
-        """See `KVRows.attend`."""
-        offset = self.offset
-        keys, values = self.update_and_fetch(k, v)
-        return tiled_attention(q, keys, values, offset, scale, queries)
 
     def attend_pair(self, q: mx.array, new: mx.array, scale: float) -> mx.array:
         """See `KVRows.attend_pair`."""
