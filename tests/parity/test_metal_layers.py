@@ -286,7 +286,7 @@ def test_compiled_bodies_compute_what_the_kernels_do(
         modules = load_stage(
             Checkpoint.open(path), Span(0, 8), first=True, last=True, dtype=None, with_head=False
         )
-        joiner: Any = join.MetalJoiner(mx.float32, lambda *_: True)
+        joiner: Any = join.MetalJoiner(64, mx.float32, lambda *_: True)
         layers = [joiner.layer(modules.layers[i]) for i in (3, 7)]
         caches = [[layer.new_cache(KVFormat()) for _ in range(2)] for layer in layers]
         found = []

@@ -57,7 +57,8 @@ def choose_variants(
     elif device.variant == "joined" and not exact:
         _join(modules, Joiner(dtype, modules.model_bytes))
     elif device.variant == "metal" and not exact:
-        modules.replace_layers(MetalJoiner(dtype, choice.choose).layer)
+        joiner = MetalJoiner(modules.config.hidden_size, dtype, choice.choose)
+        modules.replace_layers(joiner.layer)
     if exact:
         _pin(modules, ExactProducts(dtype, DenseRows if device.variant == "cuda" else None))
     mx.clear_cache()

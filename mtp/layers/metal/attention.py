@@ -33,9 +33,12 @@ from mtp.layers.prepare_rows import (
 )
 from mtp.layers.reference.attention import AttentionLayer, Projected
 
+Projections = tuple[JoinedLinear, JoinedLinear]
+"""The input projections of a layer as one, and its output projection."""
 
-def joined_projections(attention: Any) -> tuple[JoinedLinear, JoinedLinear] | None:
-    """Return the input projections of a layer as one, and its output projection, or None for different formats."""
+
+def joined_projections(attention: Any) -> Projections | None:
+    """Return the projections of a layer, or None if they have different formats."""
     if attention.q_norm.eps != attention.k_norm.eps or Format.of(attention.o_proj) is None:
         return None
     heads, dim = attention.num_attention_heads, attention.head_dim
@@ -72,15 +75,11 @@ class JoinedAttentionLayer(AttentionLayer):
     kind = "joined"
 
     def __init__(
-        self,
-        layer: DecoderLayer,
-        inputs: JoinedLinear,
-        out: JoinedLinear,
-        mlp: JoinedMLP | None,
-        *,
-        joins_norm: bool,
+        self, layer: DecoderLayer, parts: Projections, mlp: JoinedMLP | None, *, joins_norm: bool
     ) -> None:
+        """Take over `layer` with its projections. With `joins_norm` a kernel adds the residual before the norm."""
         super().__init__(layer)
+        inputs, out = parts
         if mlp is not None:
             self.mlp = mlp
         attention = self.attention
@@ -122,18 +121,12 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
     kind = "prepared"
 
     def __init__(
-        self,
-        layer: DecoderLayer,
-        inputs: JoinedLinear,
-        out: JoinedLinear,
-        mlp: JoinedMLP | None,
-        *,
-        joins_norm: bool,
+        self, layer: DecoderLayer, parts: Projections, mlp: JoinedMLP | None, *, joins_norm: bool
     ) -> None:
-        super().__init__(layer, inputs, out, mlp, joins_norm=joins_norm)
+        super().__init__(layer, parts, mlp, joins_norm=joins_norm)
         constants = constants_of(self.attention)
         mx.eval(constants)
-        self._arrays = inputs.weights, self.norm.weight, constants
+        self._arrays = parts[0].weights, self.norm.weight, constants
         self._prepare = _compiled_prepare(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -32,13 +33,13 @@ class Choose(Protocol):
 
 
 class MetalJoiner:
-    """The layers of a stage in joined products. `dtype` is the type of the activations.
+    """The layers of a stage in joined products. Its activations are `[rows, hidden]` of `dtype`.
 
     `choose` decides over each kernel, by a trial of one layer with it and without it.
     """
 
-    def __init__(self, dtype: mx.Dtype, choose: Choose) -> None:
-        self._dtype = dtype
+    def __init__(self, hidden: int, dtype: mx.Dtype, choose: Choose) -> None:
+        self._hidden, self._dtype = hidden, dtype
         self._choose = choose
 
     def layer(self, layer: ReferenceLayer) -> Layer:
@@ -66,57 +67,36 @@ class MetalJoiner:
             or Format.of(net.out_proj) is None
         ):
             return joined
-
-        def window(*, joins_norm: bool = False) -> Layer:
-            """Return the layer with the kernel of windows."""
-            return WindowGDNLayer(module, self._dtype, inputs, mlp, joins_norm=joins_norm)
-
+        window, joining = (
+            WindowGDNLayer(module, self._dtype, inputs, mlp, joins_norm=joins)
+            for joins in (False, True)
+        )
         shapes = f"{net.num_k_heads} and {net.num_v_heads} heads"
-        source = gated_delta.SOURCE
-        best = self._faster("gated_delta_window", shapes, source, module, joined, window)
-        if best is joined or mlp is None:
-            return best
-        return self._with_norm(module, best, lambda: window(joins_norm=True))
+        if not self._wins("gated_delta_window", shapes, gated_delta.SOURCE, window, joined):
+            return joined
+        return joining if mlp and self._wins_norm(joining, window) else window
 
     def _attention(self, module: Any, mlp: JoinedMLP | None) -> Layer | None:
         attention = module.self_attn
         parts = joined_projections(attention)
         if parts is None:
             return None
-        kind: type[JoinedAttentionLayer] = JoinedAttentionLayer
-
-        def variant(*, joins_norm: bool = False) -> Layer:
-            """Return the layer with the chosen kernels."""
-            return kind(module, *parts, mlp, joins_norm=joins_norm)
-
-        best = variant()
+        best = JoinedAttentionLayer(module, parts, mlp, joins_norm=False)
         if prepare_rows.can_prepare(attention):
+            prepared = PreparedAttentionLayer(module, parts, mlp, joins_norm=False)
             shapes = f"{attention.num_attention_heads} and {attention.num_key_value_heads} heads"
-            source, joined, kind = prepare_rows.SOURCE, best, PreparedAttentionLayer
-            best = self._faster("attention_prepare", shapes, source, module, joined, variant)
-            kind = JoinedAttentionLayer if best is joined else kind
-        if mlp is None:
-            return best
-        return self._with_norm(module, best, lambda: variant(joins_norm=True))
+            if self._wins("attention_prepare", shapes, prepare_rows.SOURCE, prepared, best):
+                best = prepared
+        joining = type(best)(module, parts, mlp, joins_norm=True)
+        return joining if mlp and self._wins_norm(joining, best) else best
 
-    def _with_norm(self, module: Any, best: Layer, joining: Callable[[], Layer]) -> Layer:
-        return self._faster("residual_norm", "", add_norm.SOURCE, module, best, joining)
+    def _wins_norm(self, joining: Layer, without: Layer) -> bool:
+        return self._wins("residual_norm", "any heads", add_norm.SOURCE, joining, without)
 
-    def _faster(
-        self,
-        kernel: str,
-        shapes: str,
-        source: str,
-        module: Any,
-        without: Layer,
-        with_kernel: Callable[[], Layer],
-    ) -> Layer:
-        """Return the layer with `kernel` if that is right and not slower than the one without it."""
-        hidden = module.input_layernorm.weight.shape[0]
-
-        def run_trial() -> KernelTrial:
-            """Try the kernel in this layer."""
-            return try_layer(with_kernel(), without, hidden, self._dtype)
-
-        known = ", ".join(filter(None, [shapes, f"rows of {hidden}", str(self._dtype)]))
-        return with_kernel() if self._choose(kernel, known, source, run_trial) else without
+    def _wins(
+        self, kernel: str, shapes: str, source: str, with_kernel: Layer, without: Layer
+    ) -> bool:
+        """Return whether a layer with `kernel` is right and not slower than the same layer without it."""
+        known = f"{shapes}, rows of {self._hidden} in {self._dtype}"
+        trial = partial(try_layer, with_kernel, without, self._hidden, self._dtype)
+        return self._choose(kernel, known, source, trial)
