@@ -5,8 +5,8 @@ MLX writes into the memory of an array if nothing else refers to it. Otherwise i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ from tests.conftest import Checkpoints
 from tests.support.checkpoints import checkpoints as written
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import reason_not_to_run
+from tests.support.stages.reference_kernels import reference_kernels
 from worker.cache.sequence_cache import SequenceCache, arrays_of, copies_of
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -31,22 +32,32 @@ CAPACITY = 128
 WIDTH = 3
 
 
-@pytest.fixture(params=["cpu", "metal"])
+PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "cpu": nullcontext,
+    "metal": metal_path,
+    "cuda": reference_kernels,
+}
+"""What chooses the layers of each backend. Operations of the CPU stand for the CUDA kernels."""
+
+
+@pytest.fixture(params=PATHS)
 def stage(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stage]:
-    """Four layers, the last with attention, as a CPU or a Mac runs them."""
-    on_metal = request.param == "metal"
-    if on_metal and (reason := reason_not_to_run()):
+    """Four layers, the last with attention, as a CPU, a Mac or an NVIDIA GPU runs them."""
+    if request.param == "metal" and (reason := reason_not_to_run()):
         pytest.skip(reason)
     monkeypatch.setattr(written, "GDN_DIM", 128)
     monkeypatch.setattr(written, "HEAD_DIM", 256)
-    path = checkpoints(layers=4, seed=4)
-    with metal_path() if on_metal else nullcontext():
+    form: dict[str, Any] = {"layout": "mlx", "quantize": 4, "hidden": 128, "dtype": mx.float16}
+    path = checkpoints(layers=4, seed=4, **(form if request.param == "cuda" else {}))
+    with PATHS[request.param]():
         modules = load_stage(
             Checkpoint.open(path), Span(0, 4), first=True, last=True, dtype=None, with_head=False
         )
-        yield Stage(modules, KVFormat())
+        stage = Stage(modules, KVFormat())
+        assert request.param != "cuda" or stage.variants.summary == "4 packed"
+        yield stage
 
 
 def kv_of(sequence: SequenceCache) -> list[mx.array]:
