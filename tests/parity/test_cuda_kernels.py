@@ -22,7 +22,7 @@ from mtp.layers.cuda.gdn import PackedGDNLayer
 from mtp.layers.cuda.kernel import CudaKernel
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import Hole, KVFormat
+from mtp.layers.layer import KVFormat
 from mtp.layers.reference.gdn import GDNLayer
 from mtp.layers.windows import (
     GatedDeltaShape,
@@ -34,6 +34,7 @@ from mtp.layers.windows import (
 from proto.frame import Admit, Segment
 from tests.parity.test_gpu import GPU
 from tests.support.stages.random_stage import random_stage, wide_config
+from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.loader import StageModules
 from worker.model.stage import Stage
@@ -316,23 +317,8 @@ def test_a_row_does_not_see_a_hole(
     attention: PackedAttentionLayer, count: int, sequences: int
 ) -> None:
     """A row behind rejected rows has the place and the result of one behind the accepted rows."""
-    length, width = 62, attention.norm.weight.shape[0]
-    found, expected, start = [], [], mx.random.normal((1, width)).astype(mx.bfloat16)
-    x = mx.random.normal((length, width)).astype(mx.bfloat16)
-    holed = [attention.new_cache(KVFormat()) for _ in range(sequences)]
-    holes = [Hole(length, mx.array([count])) for _ in holed]
-    for cache in holed:
-        attention.add(x, [cache], [length])
-    for _ in range(2):
-        rows = mx.concatenate([start] * sequences)
-        found.append(attention.add(rows, holed, [1] * sequences, holes=holes))
-    plain = attention.new_cache(KVFormat())
-    attention.add(x[: length - count], [plain], [length - count])
-    for _ in range(2):
-        expected.append(attention.add(start, [plain], [1]))
-    for a, b in zip(found, expected, strict=True):
-        for row in range(sequences):
-            assert error_of(a[row : row + 1] - start, b - start) < TOLERANCE / 4
+    for found, expected in rows_behind_a_hole(attention, count, sequences):
+        assert error_of(found, expected) < TOLERANCE / 4
 
 
 @pytest.mark.parametrize("kind", ["plain", "open", "prefix"])

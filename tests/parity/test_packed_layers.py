@@ -26,6 +26,7 @@ from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.dialled_model import BITS, ModelShape
 from tests.support.stages.reference_kernels import reference_kernels
+from tests.support.stages.rows_behind_a_hole import rows_behind_a_hole
 from worker.engine.stage_engine import StageEngine
 from worker.engine.warm_up import warm_up
 from worker.model.loader import StageModules
@@ -177,6 +178,15 @@ def test_the_layers_are_packed() -> None:
     assert engine.stage.variants.summary == "4 packed"
     assert isinstance(modules.lm_head, PackedLinear)
     assert modules.head is not None and modules.head.block.kind == "packed"
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("sequences", [1, 9])
+def test_a_row_does_not_see_rejected_rows(count: int, sequences: int) -> None:
+    """A row behind rejected rows has the place and the result of one behind the accepted rows."""
+    (engine,) = engines()
+    for found, expected in rows_behind_a_hole(engine.stage.modules.layers[3], count, sequences):
+        assert mx.linalg.norm(found - expected) < 0.005 * mx.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)], ids=["whole", "cut"])
