@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from coordinator.status.history import Sample
 from mtp.depth.search import SearchReport, ShapeReport
@@ -166,15 +166,20 @@ def test_settings_are_a_narrow_panel_with_plain_names(opened: WatchedPage) -> No
     assert page.evaluate("document.activeElement.textContent") == "Settings: longest answer 9"
 
 
+def begin(page: Page, question: str) -> None:
+    """Ask `question`, and wait until its answer is on its way."""
+    page.fill("#chat-input", question)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.streaming")
+
+
 def test_escape_stops_an_answer(opened: WatchedPage, client: ApiClient) -> None:
     """The field of the message stops the answer from the keyboard."""
     generator = client.generator
     generator.hang_after = 1
     page = opened.page
     opened.show("chat")
-    page.fill("#chat-input", "Hi")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming")
+    begin(page, "Hi")
     page.keyboard.press("Escape")
     page.wait_for_selector(".message.streaming", state="detached")
     expect(page.locator(".composer button[type=submit]")).to_have_text("Send")
@@ -189,9 +194,7 @@ def test_a_question_without_an_answer_can_be_asked_again(
     opened.show("chat")
     expect(page.get_by_text("New chat", exact=True)).to_have_count(1)
     generator.hang_after = 0
-    page.fill("#chat-input", "Hi")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming")
+    begin(page, "Hi")
     expect(page.get_by_role("button", name="Edit this message")).to_be_hidden()
     page.keyboard.press("Escape")
     expect(page.locator(".message.assistant")).to_contain_text("Stopped.")
@@ -216,9 +219,7 @@ def test_a_chat_that_is_opened_during_an_answer_can_be_continued(
     opened.ask("First")
     page.click("button.wide:has-text('New chat')")
     generator.hang_after = 1
-    page.fill("#chat-input", "Second")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming")
+    begin(page, "Second")
     page.click(".conversations .title:has-text('First')")
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
@@ -255,9 +256,7 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     generator.hang_after = 1
     page = opened.page
     opened.show("chat")
-    page.fill("#chat-input", "Hi")
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".message.streaming")
+    begin(page, "Hi")
     opened.show("cluster")
     drafts = page.locator(".figure:has-text('Drafts accepted')")
     expect(drafts).to_contain_text("67 %")
