@@ -37,7 +37,7 @@ PATHS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "metal": metal_path,
     "cuda": reference_kernels,
 }
-"""What chooses the layers of each backend. Operations of the CPU stand for the CUDA kernels."""
+"""The choice of the layers of each backend. Operations of the CPU stand for the CUDA kernels."""
 
 
 @pytest.fixture(params=PATHS)
