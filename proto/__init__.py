@@ -1,4 +1,4 @@
-"""The wire format: frames, operations, control messages and errors. The modules of this folder do no I/O."""
+"""The wire format: frames, operations, control messages and errors. Only `state_dir` does I/O."""
 
 import os
 

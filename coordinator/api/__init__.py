@@ -1,1 +1,1 @@
-"""The HTTP API and its server: one file per dialect, one internal request, one event stream; models and the journal."""
+"""The HTTP API: one file per dialect, one internal request, one event stream; models and the journal."""

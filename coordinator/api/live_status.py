@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 from coordinator.cluster.manager import ClusterManager
-from coordinator.cluster.model_costs import REFERENCE_BANDWIDTH
-from coordinator.cluster.plan import StagePlan
 from coordinator.cluster.view import Member, MemberState, Phase
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.worker_client import WorkerClient
+from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
+from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.status.cluster_status import (
     ClusterStatus,

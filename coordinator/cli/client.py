@@ -19,7 +19,7 @@ from proto.errors import (
     UsageError,
     WorkerLostError,
 )
-from proto.trust.node_trust import state_dir
+from proto.state_dir import state_dir
 
 API_KEY = "MTP_API_KEY"
 """Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""

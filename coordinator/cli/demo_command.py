@@ -25,7 +25,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 
 from coordinator.cli.client import stream_events
 from coordinator.cli.cluster_commands import parse, render
-from mtp.depth.controller import MtpMode
+from coordinator.depth.controller import MtpMode
 from proto.errors import WorkerLostError
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'

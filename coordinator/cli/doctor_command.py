@@ -16,13 +16,13 @@ from rich.markup import escape
 
 from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.trust_commands import StateOption
-from coordinator.cluster.worker_client import ConnectionPolicy
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
 from coordinator.doctor.finding import Finding, Verdict
+from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import resolve_model
-from proto.trust.node_trust import state_dir
+from proto.state_dir import state_dir
 
 SIGNS = {
     Verdict.OK: "[green]✓[/]",

@@ -16,6 +16,7 @@ import mlx.core as mx
 import typer
 
 from coordinator.cli.options import DraftVocabOption, ExactOption, checked_exact
+from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -30,7 +31,6 @@ from coordinator.text.chat_parser import ChatParser, Content, Part, Reasoning
 from coordinator.text.tokenizer import Piece, TextStream, Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
-from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import RequestError, UsageError, WorkerLostError
 from proto.frame import TokenLogprob

@@ -9,11 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.api.model_catalog import Catalog, ModelFacts
-from coordinator.api.server import CONVERTED
 from coordinator.cli.trust_commands import StateOption
+from coordinator.serve.server import CONVERTED
 from mtp.checkpoint.hub.resolve import ollama_models
+from proto.state_dir import state_dir as directory_of
 from proto.terminal.progress import format_size
-from proto.trust.node_trust import state_dir as directory_of
 
 
 def models(state_dir: StateOption = None) -> None:

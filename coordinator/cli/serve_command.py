@@ -11,8 +11,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from coordinator.api.served_parts import DEFAULT_WAIT, ServeOptions
-from coordinator.api.server import serve as run_server
 from coordinator.cli.client import API_KEY
 from coordinator.cli.options import (
     DraftVocabOption,
@@ -23,16 +21,18 @@ from coordinator.cli.options import (
     model_or_builtin,
 )
 from coordinator.cli.trust_commands import StateOption
-from coordinator.cluster.capacity import DEFAULT_SEQUENCES
+from coordinator.depth.controller import MtpMode
+from coordinator.planning.capacity import DEFAULT_SEQUENCES
+from coordinator.serve.served_parts import DEFAULT_WAIT, ServeOptions
+from coordinator.serve.server import serve as run_server
 from coordinator.trust.key_ring import KeyRing
-from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.announcement import is_loopback, parse_address
 from proto.errors import UsageError
 from proto.kernels import Kernels
 from proto.params import Acceptance
+from proto.state_dir import state_dir as directory_of
 from proto.terminal.logs import LogFormat, LogLevel, configure
-from proto.trust.node_trust import state_dir as directory_of
 
 log = logging.getLogger(__name__)
 

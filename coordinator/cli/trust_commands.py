@@ -15,9 +15,9 @@ from coordinator.trust.key_ring import KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address
 from proto.errors import UsageError
-from proto.trust import node_trust as state_directory
+from proto.state_dir import STATE_DIR
+from proto.state_dir import state_dir as directory_of
 from proto.trust.joining import new_token
-from proto.trust.node_trust import STATE_DIR, state_dir
 
 StateOption = Annotated[
     Path | None,
@@ -32,7 +32,7 @@ StateOption = Annotated[
 
 def open_authority(given: Path | None) -> tuple[Path, Authority]:
     """Return the state directory and its authority. Raises UsageError when there is no cluster yet."""
-    state = state_dir(given)
+    state = directory_of(given)
     authority = Authority.open(state)
     if authority is None:
         raise UsageError(
@@ -163,7 +163,7 @@ def key(
 
     `create` prints the key once. Only its hash is stored.
     """
-    ring = KeyRing(state_directory.state_dir(state_dir))
+    ring = KeyRing(directory_of(state_dir))
     match action, name:
         case "create", str(new):
             scopes = frozenset(scope or [Scope.INFERENCE])

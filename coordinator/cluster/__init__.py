@@ -1,1 +1,1 @@
-"""Workers, membership, the choice of a plan as pure decisions, and the pipelines that run plans."""
+"""Workers, membership, and the choice of the next action as pure decisions over a view of the cluster."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.plan import LayerGapError, Plan
 from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, View
+from coordinator.planning.plan import LayerGapError, Plan
 from proto.errors import ClusterError, MemoryLimitError
 
 Planner = Callable[[Sequence[Member], int], Plan]

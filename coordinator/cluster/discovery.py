@@ -18,6 +18,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from coordinator.pipeline.worker_client import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement, is_loopback, join_address, parse_address
 from proto.errors import ProtocolError
 
@@ -123,29 +124,6 @@ MAX_CANDIDATES = 256
 """Bounds the candidates, against a network that announces arbitrarily many workers. No cluster is as large."""
 
 MAX_ADDRESSES = 16
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The possible addresses of one worker. `id` is the mDNS instance, or the address that the user named.
-
-    `addresses` are host:port, the most likely first. The address whose Describe returns `announcement.worker_id`
-    is the worker's. `announcement` is None for an address that the user named.
-    """
-
-    id: str
-    addresses: tuple[str, ...]
-    announcement: Announcement | None = None
-
-    @property
-    def name(self) -> str:
-        """The announced name, or the address."""
-        return self.announcement.name if self.announcement else self.addresses[0]
-
-    @property
-    def node(self) -> str:
-        """The announced node id, which only a handshake verifies; empty if unknown."""
-        return self.announcement.node if self.announcement else ""
 
 
 class Discovery:

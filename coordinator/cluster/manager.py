@@ -42,8 +42,6 @@ from coordinator.cluster.events import (
     TimePassed,
 )
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.pipeline import Pipeline
-from coordinator.cluster.plan import Plan
 from coordinator.cluster.plan_start import (
     LoadState,
     PlanStart,
@@ -51,7 +49,9 @@ from coordinator.cluster.plan_start import (
 )
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.worker_client import WorkerClient
+from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
@@ -89,7 +89,7 @@ CLOSE_SECONDS = 5.0
 
 
 class ClusterManager:
-    """`coordinator.cluster.pipeline.PipelineSource` over workers, or over this process when no worker can serve.
+    """`coordinator.pipeline.pipeline.PipelineSource` over workers, or over this process when no worker can serve.
 
     `alone(epoch)` makes the pipeline of this process. `count_open_requests` returns how many answers are running or
     queued; an automatic change of plan waits until there are none.

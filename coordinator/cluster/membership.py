@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.cluster.discovery import Candidate, Discovery
+from coordinator.cluster.discovery import Discovery
 from coordinator.cluster.events import (
     Event,
     TimePassed,
@@ -19,20 +19,21 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.model_costs import REFERENCE_BANDWIDTH
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, MemberState, Settings, View
-from coordinator.cluster.worker_client import (
+from coordinator.pipeline.worker_client import (
     DESCRIBE_SECONDS,
     MAX_ID,
     MAX_NAME,
     NOTICE_SHARE,
+    Candidate,
     ConnectionPolicy,
     WorkerClient,
     connect_worker,
     report_problem,
     shown_name,
 )
+from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks

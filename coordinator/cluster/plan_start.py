@@ -7,15 +7,15 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from coordinator.cluster.capacity import Capacity
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.plan import Plan, StagePlan
-from coordinator.cluster.remote_pipeline import RemotePipeline
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import View
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.remote_pipeline import RemotePipeline
+from coordinator.pipeline.worker_client import WorkerClient
+from coordinator.planning.capacity import Capacity
+from coordinator.planning.plan import Plan, StagePlan
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError
 from proto.rpc.status_codes import printable

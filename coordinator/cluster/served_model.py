@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from coordinator.cluster.capacity import DEFAULT_SEQUENCES, Capacity, plan_capacity, reserve_bytes
-from coordinator.cluster.model_costs import model_costs
-from coordinator.cluster.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from coordinator.cluster.view import Member
 from coordinator.cluster.weight_provider import WeightProvider
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, plan_capacity, reserve_bytes
+from coordinator.planning.model_costs import model_costs
+from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.worker_client import WorkerClient
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import read_config
 from mtp.checkpoint.format.shard import TensorInfo, read_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from coordinator.depth.controller import MtpMode
 from coordinator.doctor.finding import Finding, Verdict, judged
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
@@ -17,7 +18,6 @@ from coordinator.schedule.request import (
 )
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import MtpMode
 
 PROMPT = 'def median(values):\n    """Return the middle value of a sequence of numbers."""\n' * 8
 

@@ -11,10 +11,10 @@ from logging import LogRecord, getLogger
 
 import mlx.core as mx
 
-from coordinator.cluster.discovery import Candidate, Discovery, collect
-from coordinator.cluster.worker_client import ConnectionPolicy
+from coordinator.cluster.discovery import Discovery, collect
 from coordinator.doctor import answer, kernels, machine, network, step
 from coordinator.doctor.finding import Finding, Verdict, judged
+from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.device import this_device
 from proto import cluster_pb2 as pb

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.discovery import Candidate
-from coordinator.cluster.worker_client import ConnectionPolicy, connect_worker
 from coordinator.doctor.finding import CommandOutput, Finding, Verdict, command_output, judged
+from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, VersionError
 from proto.rpc.status_codes import printable

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from coordinator.cluster.pipeline import Pipeline
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.backups import Backup, BackupInFlight, total_bytes
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.schedule.sequence import Sequence

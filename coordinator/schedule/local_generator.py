@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from coordinator.cluster.local_pipeline import LocalModel, LocalPipelines, LocalSource
-from coordinator.cluster.model_costs import even_spans
+from coordinator.depth.controller import MtpMode
+from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
+from coordinator.planning.model_costs import even_spans
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import join_names
 from mtp.checkpoint.hub.resolve import snapshot_of
-from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.terminal.progress import OnProgress

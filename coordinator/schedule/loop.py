@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from coordinator.cluster.pipeline import Pipeline, PipelineSource
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.schedule.backup_transfer import BackupTransfer
 from coordinator.schedule.request import (
     Finished,

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 
 SMALLEST_ENTRY = 128
 """Tokens. Shorter prefixes are not kept: to prefill them costs less than the memory of every layer's GDN state."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Self
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
 from proto.errors import CapacityError, RequestError

@@ -22,7 +22,10 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from typing import Self
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.depth.controller import MAX_DEPTH, Controller, MtpMode
+from coordinator.depth.search import DraftResult
+from coordinator.depth.step_costs import Shape
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import MIN_NEW_TOKENS, BackupInFlight, Backups
 from coordinator.schedule.prefix_cache import PrefixCache
 from coordinator.schedule.prompts import Limits, Prompts, check_queue, check_request
@@ -36,9 +39,6 @@ from coordinator.schedule.request import (
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.depth.controller import MAX_DEPTH, Controller, MtpMode
-from mtp.depth.search import DraftResult
-from mtp.depth.step_costs import Shape
 from mtp.device import chunk_lengths, widest_fused_window
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError

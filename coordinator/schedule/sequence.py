@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from coordinator.depth.search import DraftCounts, DraftResult
+from coordinator.depth.step_costs import Shape
 from coordinator.schedule.request import FinishReason, GenerationRequest, GenerationStats
-from mtp.depth.search import DraftCounts, DraftResult
-from mtp.depth.step_costs import Shape
 from proto.control import Rollback
 from proto.frame import Admit, Commit, Outcome
 

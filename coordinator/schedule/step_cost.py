@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from coordinator.depth.step_costs import StepCost
 from coordinator.schedule.sequence import FrameInFlight, Sequence
-from mtp.depth.step_costs import StepCost
 from proto.frame import Frame
 
 OVERHEAD_STEPS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from mtp.depth.search import SearchReport
+from coordinator.depth.search import SearchReport
 
 LoadPhase = Literal["opening", "finishing answers", "loading", "ready", "failed"]
 

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coordinator.depth.search import DraftCounts, DraftResult
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace
-from mtp.depth.search import DraftCounts, DraftResult
 from proto.errors import ClusterError
 from proto.frame import DropPrefix, Frame, Op, Outcome, Segment
 from proto.frame_stamps import StageStep

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from proto.errors import AccessError, UsageError
+from proto.state_dir import locked, read_json, read_text, write_private
 from proto.trust.certificates import (
     NodeIdentity,
     fingerprint,
@@ -27,7 +28,6 @@ from proto.trust.certificates import (
     to_pem,
     utc_now,
 )
-from proto.trust.node_trust import locked, read_json, read_text, write_private
 
 CERTIFICATE_LIFE = timedelta(days=30)
 """Life of a node's certificate. A node renews it after 20 days, so a node may be off for ten days or more."""

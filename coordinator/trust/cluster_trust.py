@@ -25,6 +25,7 @@ from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
 from proto.errors import ClusterError, NotReadyError, ProtocolError, UsageError
+from proto.state_dir import write_private
 from proto.trust.certificates import (
     NodeIdentity,
     Role,
@@ -43,7 +44,7 @@ from proto.trust.joining import (
     text_of,
     write_message,
 )
-from proto.trust.node_trust import NodeTrust, write_private
+from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
 

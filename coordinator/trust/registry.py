@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from proto.errors import AccessError, UsageError
+from proto.state_dir import locked, read_json, write_private
 from proto.trust.joining import JoinToken, is_proof
-from proto.trust.node_trust import locked, read_json, write_private
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from platformdirs import user_state_path
 
 from proto.errors import AccessError, UsageError
+from proto.state_dir import read_json, read_text, write_private
 from proto.trust.certificates import (
     NodeIdentity,
     check_issued_by,
@@ -29,76 +25,6 @@ from proto.trust.certificates import (
     signing_request,
     utc_now,
 )
-
-STATE_DIR = "MTP_STATE_DIR"
-"""The environment variable that names the state directory."""
-
-
-def state_dir(given: Path | None) -> Path:
-    """Return the state directory: `given`, else MTP_STATE_DIR, else the user's directory on this platform."""
-    if given is not None:
-        return given
-    named = os.environ.get(STATE_DIR)
-    return Path(named) if named else user_state_path("mtp-cluster", appauthor=False)
-
-
-def write_private(file: Path, text: str) -> None:
-    """Replace `file` atomically, readable by its owner only. Raises UsageError when that fails."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(file)
-    except OSError as error:
-        raise UsageError(
-            f"--state-dir {file.parent}: cannot be written: {error.strerror}. Name another directory"
-        ) from error
-
-
-def read_text(file: Path) -> str | None:
-    """Return the text of `file`, or None when it does not exist. Raises UsageError when it is unreadable."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}. Restore it from a backup") from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in `file`, empty when it does not exist. Raises UsageError when it is damaged."""
-    text = read_text(file)
-    try:
-        found = json.loads(text) if text is not None else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UsageError(f"{file}: is damaged. Restore it from a backup")
-    return found
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory` against other processes for one read and write of its files."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise UsageError(
-            f"--state-dir {directory}: cannot be used: {error.strerror}. Name another directory"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
 
 MAX_REMOVED = 10_000
 """Bounds the removed nodes that a node keeps: many times the machines that a cluster loses."""

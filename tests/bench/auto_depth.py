@@ -24,13 +24,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
+from coordinator.depth.controller import Controller, MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import Controller, MtpMode
 from proto.params import SamplingParams
 from tests.bench.machine import about
 from tests.bench.report import bars, publish

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import MtpMode
 from proto.errors import WorkerLostError
 from proto.params import SamplingParams
 from tests.bench.dialled_model import FULL_BITS, NOISE, SHAPES, write_dialled_model

@@ -17,8 +17,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mtp.depth.controller import AUTO_DEPTH, Controller, MtpMode, shapes_to_compare
-from mtp.depth.step_costs import Shape
+from coordinator.depth.controller import AUTO_DEPTH, Controller, MtpMode, shapes_to_compare
+from coordinator.depth.step_costs import Shape
 from tests.bench.machine import about
 from tests.bench.report import lines, publish
 from tests.support.protocol.simulation import Simulation, Timing, run_virtually, stream_seconds

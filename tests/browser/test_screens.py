@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from coordinator.depth.search import SearchReport, ShapeReport
 from coordinator.status.history import Sample
-from mtp.depth.search import SearchReport, ShapeReport
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving
 from tests.support.api.fake_generator import FakeGenerator

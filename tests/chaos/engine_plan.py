@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import ProcessTrace
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
@@ -36,7 +36,7 @@ FAILURE_TIMEOUT = 2.0
 
 
 class EnginePlan:
-    """The implementation of `coordinator.cluster.pipeline.Pipeline` over engines of this process."""
+    """The implementation of `coordinator.pipeline.pipeline.Pipeline` over engines of this process."""
 
     def __init__(
         self,

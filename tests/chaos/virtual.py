@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.cluster.pipeline import Pipeline
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import (
@@ -32,7 +33,6 @@ from coordinator.schedule.request import (
     generate,
 )
 from coordinator.schedule.scheduler import Scheduler
-from mtp.depth.controller import Controller, MtpMode
 from proto.errors import StaleEpochError, WorkerLostError
 from proto.frame import Evict
 from proto.params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat

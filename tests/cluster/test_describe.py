@@ -11,9 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.cluster.discovery import Candidate
 from coordinator.cluster.membership import member_of
-from coordinator.cluster.worker_client import ConnectionPolicy, connect_worker
+from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy, connect_worker
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement
 from proto.errors import DeadlineError, VersionError, WorkerLostError

@@ -21,7 +21,8 @@ import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator.cluster import discovery as discovery_module
-from coordinator.cluster.discovery import Candidate, Discovery, collect
+from coordinator.cluster.discovery import Discovery, collect
+from coordinator.pipeline.worker_client import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement
 from proto.span import Span
 from tests.support.processes.mdns_peer import PORT

@@ -23,7 +23,7 @@ from coordinator.cluster.apply import apply
 from coordinator.cluster.events import Event
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.view import MemberState, Phase, Settings, View
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.schedule.request import GenerationRequest
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError

@@ -15,7 +15,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.worker_client import WorkerClient
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc

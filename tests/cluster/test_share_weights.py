@@ -15,18 +15,18 @@ from tokenizers import Tokenizer
 
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.pipeline import Pipeline
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
 from coordinator.cluster.weight_provider import WeightProvider
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.errors import NotReadyError, WorkerLostError
 from proto.params import SamplingParams

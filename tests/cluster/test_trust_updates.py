@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.worker_client import WorkerClient
+from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust
 from proto import cluster_pb2 as pb

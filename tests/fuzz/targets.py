@@ -12,7 +12,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from coordinator.api.http_server import HostCheck
+from coordinator.serve.http_server import HostCheck
 from mtp.checkpoint.format.shard import read_header
 from proto import cluster_pb2 as pb
 from proto.announcement import Announcement

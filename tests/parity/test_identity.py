@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.step_costs import Shape
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
-from mtp.depth.controller import Controller, MtpMode
-from mtp.depth.step_costs import Shape
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
 from tests.support.stages.local_run import Answered, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cluster.local_pipeline import LocalModel
+from coordinator.pipeline.local_pipeline import LocalModel
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Frame, SavePrefix, Segment

@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import MtpMode
 from mtp.device import this_device
 from proto.errors import ProtocolError
 from proto.frame import Admit, Commit, Evict, Frame, Op, RestorePrefix, SavePrefix, Segment

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from coordinator.cli.plan_command import Question, answer
-from coordinator.cluster.plan import NodeSpec
+from coordinator.planning.plan import NodeSpec
 from tests.support.checkpoints.published import MODELS, Published, converted_headers
 from tests.support.checkpoints.published_formats import FORMATS
 

@@ -13,8 +13,8 @@ from typer.main import get_command
 
 import worker.cli
 from coordinator.cli import import_command
+from coordinator.depth.controller import MtpMode
 from mtp.checkpoint.hub.resolve import find_model
-from mtp.depth.controller import MtpMode
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto.errors import UsageError
 from proto.kernels import Kernels

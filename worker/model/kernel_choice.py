@@ -13,7 +13,7 @@ from mtp.device import Arithmetic
 from mtp.layers.layer import KernelTrial
 from proto.errors import UsageError
 from proto.kernels import Kernels
-from proto.trust.node_trust import read_text, state_dir, write_private
+from proto.state_dir import read_text, state_dir, write_private
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ from proto.rpc.channels import add_port
 from proto.rpc.data_port import DataPort
 from proto.rpc.listener import bind_listener
 from proto.span import Span
+from proto.state_dir import read_text, state_dir
 from proto.terminal.console import keep_awake
 from proto.trust.joining import JoinToken, join
-from proto.trust.node_trust import NodeTrust, read_text, state_dir
+from proto.trust.node_trust import NodeTrust
 from worker.engine.hardware import measured_bandwidth, set_limits
 from worker.node.announce import announced
 from worker.node.local_models import LocalModels

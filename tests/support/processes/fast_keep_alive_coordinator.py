@@ -12,5 +12,5 @@ from coordinator.api.context import ApiOptions
 def main() -> None:
     """Run `mtp-coord` with a keep-alive interval of 0.1 seconds."""
     talkative = partial(ApiOptions, keep_alive_seconds=0.1)
-    with patch("coordinator.api.server.ApiOptions", talkative):
+    with patch("coordinator.serve.server.ApiOptions", talkative):
         cli.main()

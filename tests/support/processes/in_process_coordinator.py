@@ -15,16 +15,16 @@ from pathlib import Path
 from coordinator.api.live_status import LiveStatus
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.pipeline import Pipeline
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import MemberState, Phase, Settings, View
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.cluster_status import NodeStatus
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from proto.params import SamplingParams

@@ -43,8 +43,8 @@ from coordinator.cluster.events import (
     WorkerLost,
     WorkerRefused,
 )
-from coordinator.cluster.plan import Plan
 from coordinator.cluster.view import Member, Phase, View
+from coordinator.planning.plan import Plan
 from proto.errors import ClusterError, MemoryLimitError
 
 

@@ -16,12 +16,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.depth.search import DraftCounts
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import Finished, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.schedule.sequence import Sequence as ScheduledSequence
 from coordinator.schedule.sequence import Window
-from mtp.depth.search import DraftCounts
 from proto.errors import StaleEpochError
 from proto.frame import Admit, Frame, Op
 from proto.frame_stamps import FrameStamps, StageStep

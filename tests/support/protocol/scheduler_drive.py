@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import BackupInFlight
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import Finished, GenerationEvent, GenerationRequest, TokenChunk
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
-from mtp.depth.controller import Controller, MtpMode
 from proto.control import Rollback
 from proto.frame import Frame, Segment
 from proto.params import SamplingParams

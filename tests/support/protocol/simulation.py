@@ -14,14 +14,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from coordinator.cluster.capacity import Capacity
-from coordinator.cluster.pipeline import Pipeline
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.frame_trace import ProcessTrace
-from mtp.depth.controller import Controller, MtpMode
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -105,7 +105,7 @@ class Timing:
 
 @dataclass
 class SimulatedPipeline:
-    """The implementation of `coordinator.cluster.pipeline.Pipeline` in virtual or real time."""
+    """The implementation of `coordinator.pipeline.pipeline.Pipeline` in virtual or real time."""
 
     timing: Timing
     last: FakeLastStage = field(default_factory=FakeLastStage)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import local_generator
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.request import (
@@ -19,7 +20,6 @@ from coordinator.schedule.request import (
     generate,
 )
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.depth.controller import MtpMode
 from proto.frame import TokenLogprob
 
 

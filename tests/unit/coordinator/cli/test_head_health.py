@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 
 from coordinator.cli.checkpoint_commands import HeadHealth, assess_head
+from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import effective_mtp_mode
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import head_norms
-from mtp.depth.controller import MtpMode
 from proto.errors import UsageError
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.checkpoints import read_tensors

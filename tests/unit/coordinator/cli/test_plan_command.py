@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.cli.plan_command import parse_node
-from coordinator.cluster.plan import NodeSpec
+from coordinator.planning.plan import NodeSpec
 from proto.errors import MemoryLimitError, SpanError, UsageError
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint

@@ -36,8 +36,8 @@ from coordinator.cluster.events import (
     WorkerLeft,
     WorkerLost,
 )
-from coordinator.cluster.plan import LayerGapError, Plan
 from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, Settings, View
+from coordinator.planning.plan import LayerGapError, Plan
 from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 

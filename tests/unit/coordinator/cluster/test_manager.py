@@ -10,8 +10,8 @@ import pytest
 from coordinator.cluster.events import PlanServing, WorkerJoined, WorkerLost
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.plan import Plan
 from coordinator.cluster.view import Phase, Settings
+from coordinator.planning.plan import Plan
 from proto import cluster_pb2 as pb
 from proto.errors import MemoryLimitError
 from tests.support.protocol.cluster_walk import planner_for, worker

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.apply import apply
-from coordinator.cluster.discovery import Candidate
 from coordinator.cluster.events import Event
 from coordinator.cluster.membership import ManagerOptions, Membership
 from coordinator.cluster.view import Member, MemberState, Settings, View
+from coordinator.pipeline.worker_client import Candidate
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.status_codes import NO_MEMBERS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.worker_client import MAX_NAME, report_problem, reported_hop, shown_name
+from coordinator.pipeline.worker_client import MAX_NAME, report_problem, reported_hop, shown_name
 from proto import cluster_pb2 as pb
 from proto.rpc.data_connection import HopFigures
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.discovery import Candidate
-from coordinator.cluster.worker_client import ConnectionPolicy
 from coordinator.doctor.finding import Verdict
 from coordinator.doctor.network import (
     ReachedWorker,
@@ -16,6 +14,7 @@ from coordinator.doctor.network import (
     check_equal_versions,
     check_worker,
 )
+from coordinator.pipeline.worker_client import Candidate, ConnectionPolicy
 from proto import cluster_pb2 as pb
 from proto.frame import VERSION
 from tests.support.processes.stub_worker import stub_worker

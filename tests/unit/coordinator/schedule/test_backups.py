@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from coordinator.cluster.capacity import Capacity
-from coordinator.cluster.pipeline import Pipeline
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.backups import CALM_PAUSE, MAX_IN_FLIGHT, STORM_PAUSE
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
-from mtp.depth.controller import Controller, MtpMode
 from proto.backup import LayerState, ReceivedStates
 from proto.errors import NotReadyError, WorkerLostError
 from proto.frame import BackUp, Frame, Op, RestoreBackup, RestorePrefix

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from coordinator.cluster.pipeline import Pipeline
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline
 from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop, is_gpu_timeout
 from coordinator.schedule.prompts import SHORTEST_CHUNK, Limits
 from coordinator.schedule.request import Finished, GenerationRequest, generate
 from coordinator.schedule.scheduler import Scheduler
-from mtp.depth.controller import Controller, MtpMode
 from proto.errors import WorkerLostError
 from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually
 

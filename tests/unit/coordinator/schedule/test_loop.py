@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator.cluster.pipeline import Pipeline, PipelineSource
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.schedule.loop import MAX_FAILURES, GenerationLoop
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import (
@@ -22,7 +23,6 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.scheduler import FrameOutcome, Scheduler
 from coordinator.status.cluster_status import ClusterStatus
-from mtp.depth.controller import Controller, MtpMode
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.frame import Frame
 from tests.support.protocol.simulation import SimulatedPipeline, Timing, run_virtually

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import KV_STEP, may_run_ahead
 from coordinator.schedule.sequence import Sequence

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prefix_cache import BLOCK, SMALLEST_ENTRY, PrefixCache, Tokens
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import Tokenizer

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule import prefix_cache
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.scheduler import Scheduler
-from mtp.depth.controller import Controller, MtpMode
 from tests.support.protocol.model import PROMPT, ROOM, Scheduled, Walk, World, explore
 from tests.support.stages import token_stages
 from tests.support.stages.token_stages import copies, truth

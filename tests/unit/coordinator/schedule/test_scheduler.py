@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.cluster.capacity import Capacity
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.step_costs import StepCost
+from coordinator.planning.capacity import Capacity
 from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk
-from mtp.depth.controller import Controller, MtpMode
-from mtp.depth.step_costs import StepCost
 from proto.control import Rollback
 from proto.frame import Admit, Commit
 from tests.support.protocol.scheduler_drive import LIMITS, ROOM, Drive, chunks_of

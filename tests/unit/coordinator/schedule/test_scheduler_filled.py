@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.depth.controller import Controller, MtpMode
+from coordinator.depth.step_costs import Shape
 from coordinator.schedule.request import GenerationRequest
-from mtp.depth.controller import Controller, MtpMode
-from mtp.depth.step_costs import Shape
 from proto.frame import Evict
 from proto.params import SamplingParams
 from tests.support.protocol.scheduler_drive import ROOM, Drive, is_decode

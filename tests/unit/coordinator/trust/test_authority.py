@@ -13,7 +13,7 @@ import pytest
 from coordinator.trust import authority as authorities
 from coordinator.trust.authority import MAX_AUTHORITIES, Authority
 from proto.errors import AccessError, UsageError
-from proto.trust import node_trust
+from proto.state_dir import write_private
 from proto.trust.certificates import (
     Role,
     check_issued_by,
@@ -213,7 +213,7 @@ def test_an_interrupted_rotation_has_no_effect(
         files.append(file)
         if len(files) > written:
             raise UsageError("no space left")
-        node_trust.write_private(file, text)
+        write_private(file, text)
 
     monkeypatch.setattr(authorities, "write_private", write)
     again = make_authority(tmp_path)

@@ -1,0 +1,134 @@
+"""The controller of draft depth, window width and fill. It chooses from measured costs and acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.depth.search import AcceptanceEstimate, DraftResult, Search, SearchReport
+from coordinator.depth.step_costs import Shape, StepCost
+from proto.errors import UsageError
+
+MAX_DEPTH = 8
+"""Drafts. Maximum depth of `--mtp`. At an acceptance of .7 a draft, a ninth draft is accepted in 4 of 100 windows."""
+
+AUTO_DEPTH = 7
+"""Drafts. Maximum depth that `auto` considers. GPU kernels for 4-bit weights compute eight rows at once."""
+
+FILLED_DEPTH = 15
+"""Drafts. Maximum depth of a filled pipeline, and so at most 16 tokens of a sequence are in flight.
+
+Their tapes take 30 MB on a stage with all of Qwen3.5-27B, which is less than a snapshot and fits into the reserve.
+"""
+
+
+@dataclass(frozen=True)
+class MtpMode:
+    """The value of `--mtp`: a fixed `depth` (0 for `off`), `filled`, or neither for `auto`."""
+
+    depth: int | None = None
+    filled: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> MtpMode:
+        """Parse the value of `--mtp`.
+
+        Raises UsageError for anything but `auto`, `off`, `filled` or a depth up to MAX_DEPTH.
+        """
+        word = text.strip().lower()
+        if word == "filled":
+            return cls(filled=True)
+        if word in ("auto", "off"):
+            return cls(None if word == "auto" else 0)
+        if word.isascii() and word.isdigit() and int(word) <= MAX_DEPTH:
+            return cls(int(word))
+        raise UsageError(
+            f"--mtp {text!r}: write auto, off, filled, or a number of drafts, 1 to {MAX_DEPTH}"
+        )
+
+    def __str__(self) -> str:
+        if self.depth is None:
+            return "filled" if self.filled else "auto"
+        return str(self.depth) if self.depth else "off"
+
+
+FILLED_WIDTHS = (1, 2, 3, 4, 6, 8)
+"""Tokens. Widths of windows in a filled pipeline. Widths between them differ too little to measure them."""
+
+
+class Controller:
+    """The choice of each step's shape, for any number of sequences that step together.
+
+    One controller serves a whole process. All sequences share one acceptance estimate, because acceptance depends on
+    the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step.
+    """
+
+    def __init__(
+        self, mode: MtpMode, max_depth: int = AUTO_DEPTH, fused_width: int | None = None
+    ) -> None:
+        self.mode = mode
+        self.fused_width = fused_width
+        """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
+        self.max_depth = max_depth
+        self.acceptance = AcceptanceEstimate()
+        self._searches: dict[tuple[int, int], Search] = {}
+
+    def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
+        """Return the shape of the next window of `sequences` sequences that step together. Call it once a step.
+
+        Each of the sequences may have up to `fill` windows in flight.
+        """
+        if self.mode.depth is not None:
+            return Shape(self.mode.depth + 1)
+        if self.mode.filled and fill == 1:
+            return Shape(1)
+        return self._search(sequences, fill).choose_shape()
+
+    def record_drafts(self, results: Iterable[DraftResult]) -> None:
+        """Record the results of a window's drafts. Do not call it for invalidated windows."""
+        self.acceptance.record_drafts(results)
+
+    def record_step_cost(
+        self, sequences: int, width: int, drafted: int, cost: StepCost, fill: int = 1
+    ) -> None:
+        """Record the cost of a step that verified windows of `width` tokens and drafted `drafted` tokens for each.
+
+        Do not call it for steps with prompt tokens or with windows of different widths. A step between two shapes,
+        which verified for one and drafted for the other, is ignored.
+        """
+        if self.mode.depth is None and (fill > 1 or not self.mode.filled):
+            self._search(sequences, fill).record_step_cost(width, drafted, cost)
+
+    def forget_costs(self) -> None:
+        """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
+        self._searches.clear()
+
+    def report(self) -> tuple[SearchReport, ...]:
+        """Return the shapes that the controller compares, for status pages. It is empty unless in `auto`."""
+        if self.mode.filled:
+            return ()
+        found = []
+        for (bits, fill), search in sorted(self._searches.items()):
+            seconds = search.costs.step_seconds(Shape(1))
+            speed = 1 / seconds if seconds else None
+            found.append(SearchReport(2**bits, fill, search.report(), speed))
+        return tuple(found)
+
+    def _search(self, sequences: int, fill: int) -> Search:
+        key = ((sequences - 1).bit_length(), fill)
+        if key not in self._searches:
+            deepest = None if self.mode.filled else self.max_depth
+            self._searches[key] = Search(
+                self.acceptance, shapes_to_compare(fill, deepest), self.fused_width
+            )
+        return self._searches[key]
+
+
+def shapes_to_compare(fill: int, max_depth: int | None) -> list[Shape]:
+    """Return plain decoding and the blocks up to `max_depth`, then the filled pipelines of up to `fill` windows.
+
+    With `max_depth` None there are only filled pipelines, first the one of single tokens.
+    """
+    blocks = [] if max_depth is None else [Shape(depth + 1) for depth in range(max_depth + 1)]
+    filled = [Shape(w, f) for f in range(fill, 1, -1) for w in FILLED_WIDTHS]
+    return blocks + [shape for shape in filled if shape.depth <= FILLED_DEPTH] or [Shape(1)]

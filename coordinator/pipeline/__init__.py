@@ -1,0 +1,1 @@
+"""The pipelines that carry frames: stages in this process, or workers that the coordinator reaches."""

@@ -1,0 +1,358 @@
+"""A pipeline without sockets: a chain of stages in this process, on one thread that touches MLX.
+
+This module is one of the two composition roots where coordinator and worker meet. `mtp-coord generate`, the single-node
+fallback and the tests use it. Its frames, engines and answers are those of the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+
+from coordinator.pipeline.pipeline import Pipeline
+from coordinator.planning.capacity import DEFAULT_SEQUENCES, Capacity, whole_model_capacity
+from coordinator.planning.model_costs import model_costs
+from coordinator.status.cluster_status import NodeStatus
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from proto import cluster_pb2 as pb
+from proto.backup import LayerState, ReceivedStates
+from proto.control import Rollback
+from proto.errors import ClusterError, NotReadyError, WorkerLostError
+from proto.frame import Frame
+from proto.frame_stamps import CoordinatorStep, FrameStamps, StageStep, StampRing
+from proto.kernels import Kernels
+from proto.span import Span
+from proto.terminal.progress import OnProgress, byte_bar
+from worker.engine.backup import ReceivedBackup
+from worker.engine.engine_thread import EngineThread
+from worker.engine.hardware import (
+    default_memory_limit,
+    own_version,
+    release_weights,
+    set_limits,
+)
+from worker.engine.stage_engine import StageEngine, relayed_tokens
+from worker.engine.stage_host import StageHost, StageSpec
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 60.0
+"""Seconds. The engine may exceed its deadline by this long before the open requests end with an error.
+
+The limit is longer than a worker's: no other machine could continue the requests, and a machine that swaps may recover.
+"""
+
+WATCH_SECONDS = 0.5
+"""Seconds. Interval at which the watchdog looks at the engine."""
+
+STUCK = "the engine of this process has been stuck for"
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model to load: a checkpoint cut into `spans`, with or without its head."""
+
+    checkpoint: Checkpoint
+    spans: Sequence[Span]
+    dtype: str | None = None
+    kv_bits: int | None = None
+    with_head: bool = True
+    max_sequences: int = DEFAULT_SEQUENCES
+    prefix_cache: bool = True
+    wired: bool = True
+    kernels: Kernels = Kernels.auto
+    exact: bool = False
+    draft_vocab: DraftVocabularySize = field(default_factory=DraftVocabularySize)
+
+    def capacity(self, reserved: int = 0) -> Capacity:
+        """Return what fits into this machine's memory less `reserved` bytes.
+
+        Raises MemoryLimitError if not even one sequence fits.
+        """
+        costs = model_costs(
+            self.checkpoint,
+            dtype=self.dtype,
+            kv_bits=self.kv_bits,
+            with_head=self.with_head,
+        )
+        return whole_model_capacity(
+            costs,
+            "this machine",
+            default_memory_limit() - reserved,
+            self.checkpoint.config.max_positions,
+            self.max_sequences,
+            self.prefix_cache,
+        )
+
+    def specs(self) -> list[StageSpec]:
+        """Return the stages, in order."""
+        last = len(self.spans) - 1
+        return [
+            StageSpec(
+                span, i == 0, i == last, self.dtype, self.kv_bits, self.with_head,
+                self.exact, self.draft_vocab,
+            )
+            for i, span in enumerate(self.spans)
+        ]  # fmt: skip
+
+
+class LocalPipeline:
+    """The implementation of `coordinator.pipeline.pipeline.Pipeline` over stages on a thread of its own.
+
+    Construct it on the event loop. The constructor raises MemoryLimitError, before it reads any weights, for a model
+    that does not fit.
+    """
+
+    def __init__(self, model: LocalModel, epoch: int = 1, *, reserved: int = 0) -> None:
+        self.epoch = epoch
+        self.stages = len(model.spans)
+        self.capacity = model.capacity(reserved)
+        self._memory_limit = default_memory_limit() - reserved
+        self.suspect: str | None = None
+        """Always None: no worker takes part."""
+        self.makes_backups = False
+        self.stamps = StampRing()
+        self.host = StageHost()
+        self.thread = self.host.thread
+        self._model = model
+        self._engines: list[StageEngine] = []
+        self.layers = ""
+        """The variants of the layers, for people."""
+        self._outbox: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+        self._watchdog: asyncio.Task[ClusterError] | None = None
+
+    async def start(self, on_progress: OnProgress | None = None) -> None:
+        """Load the stages. Raises a ClusterError for any failure, and WorkerLostError if the engine is stuck."""
+        load = asyncio.create_task(self.thread.call(partial(self._load, on_progress)))
+        self._watchdog = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({load, self._watchdog}, return_when=asyncio.FIRST_COMPLETED)
+            if not load.done():
+                raise self._watchdog.result()
+            await load
+        except BaseException as error:
+            load.cancel()
+            await self.close()
+            if isinstance(error, ClusterError) or not isinstance(error, Exception):
+                raise
+            raise _worker_lost("loading the model failed", error) from error
+
+    def _load(self, on_progress: OnProgress | None) -> None:
+        """Load the stages on the engine thread."""
+        set_limits(self._memory_limit)
+        model = self._model
+        loaded = [
+            self.host.load(
+                lambda: model.checkpoint,
+                spec,
+                on_progress,
+                wired=model.wired,
+                kernels=model.kernels,
+            )
+            for spec in model.specs()
+        ]
+        self._engines = [self.host.make_engine(stage, self.epoch) for stage in loaded]
+        self.layers = "; ".join(one.stage.variants.summary for one in loaded)
+
+    async def _watch(self) -> ClusterError:
+        """Fail the pipeline when the engine is stuck for STUCK_SECONDS."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if (stall := self.thread.stall) >= STUCK_SECONDS:
+                log.error("the engine of this process is stuck", extra={"seconds": stall})
+                error = WorkerLostError(f"{STUCK} {stall:.0f} s")
+                self.fail(error)
+                return error
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for the engine thread."""
+        own = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
+        stamps = [self.host.stamps.add_frame(i, StageStep) for i in range(self.stages)]
+        for one in (own, *stamps):
+            one.name_frame(frame.epoch, frame.number, frame.rows)
+        self.thread.submit_frame(partial(self._process, frame, own, stamps))
+
+    def _process(self, frame: Frame, own: FrameStamps, stamps: list[FrameStamps]) -> None:
+        """Run a frame on the engine thread."""
+        if not self._engines:
+            return  # an earlier frame has failed
+        done, failed = partial(self._post_result, own), partial(self._engine_failed, own)
+        stamps[0].mark(StageStep.STARTED)
+        if self.stages == 1:
+            self.host.run_frame(self._engines[0], frame, stamps[0], done, failed)
+            return
+        try:
+            with self.host.timed(frame):
+                result = self._chain(frame, stamps)
+        except Exception as error:
+            failed(error)
+        else:
+            done(result)
+
+    def _chain(self, frame: Frame, stamps: list[FrameStamps]) -> Frame:
+        """Run a frame through every stage. A failure leaves no reference to an engine in its caller."""
+        for engine, one in zip(self._engines, stamps, strict=True):
+            one.mark(StageStep.STARTED)
+            frame = engine.process(frame, one)
+        if (message := relayed_tokens(frame)) is not None:
+            self._engines[0].receive_tokens(message)
+        return frame
+
+    def _post_result(self, own: FrameStamps, result: Frame | ClusterError) -> None:
+        self.thread.post(self._queue_result, result, own)
+
+    def _engine_failed(self, own: FrameStamps, error: Exception) -> None:
+        """Drop the engines after an invalid frame, a bug or a lack of memory. Runs on the engine thread."""
+        self._engines = []
+        if not isinstance(error, ClusterError):
+            log.error("engine failed", exc_info=error)
+            error = _worker_lost("the engine failed", error)
+        self._post_result(own, _without_traceback(error))
+
+    def _queue_result(self, result: Frame | ClusterError, own: FrameStamps) -> None:
+        own.mark(CoordinatorStep.RECEIVED)
+        self._outbox.put_nowait(result)
+
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it. See Pipeline."""
+        result = await self._outbox.get()
+        if isinstance(result, ClusterError):
+            self._outbox.put_nowait(result)  # every later call raises it too
+            raise result
+        return result
+
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Do nothing: on one thread, the next frame's header comes as soon as a signal would."""
+
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Do nothing, for the same reason."""
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the event loop and of the stages in this process. See Pipeline."""
+        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        stamps = self.host.stamps.since(since_ns)
+        return [
+            own,
+            *(
+                process_trace(f"stage {i}", i, [one for one in stamps if one.stage == i])
+                for i in range(self.stages)
+            ),
+        ]
+
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Raise NotReadyError: when this process ends, so do its backups."""
+        raise NotReadyError("a pipeline of this process makes no backups")
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup. See Pipeline."""
+        layers: dict[int, list[bytes]] = {}
+        for state in states:
+            layers.setdefault(state.layer, []).append(state.data)
+        backup = ReceivedBackup(tuple(tokens), layers)
+        for engine in self._engines:
+            await self.thread.call(partial(engine.receive_backup, seq_id, backup))
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Do nothing: no worker takes part."""
+
+    def fail(self, error: ClusterError) -> None:
+        """Make `receive_frame` raise `error`."""
+        self._outbox.put_nowait(error)
+
+    async def close(self) -> None:
+        """Stop the watchdog and the engine thread, and free the weights."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self.thread.submit(self._drop_engines)
+        await self.thread.close()
+
+    def _drop_engines(self) -> None:
+        """Free the engines on the engine thread."""
+        self._engines = []
+        release_weights()
+
+
+class LocalPipelines:
+    """A factory of the pipelines of this process. It makes one at a time, because two would need the memory twice."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self.model = model
+        self.reserved_bytes: Callable[[], int] = lambda: 0
+        """Returns the bytes that workers on this machine use. A pipeline leaves them free."""
+        self._last: LocalPipeline | None = None
+
+    def status(self) -> NodeStatus:
+        """Return the status of this process while it serves alone."""
+        return NodeStatus(
+            "this process",
+            span=str(Span(self.model.spans[0].start, self.model.spans[-1].end)),
+            layers="" if self._last is None else self._last.layers,
+            health="ready",
+            memory_used=mx.get_active_memory(),
+            memory_cached=mx.get_cache_memory(),
+            memory_limit=default_memory_limit(),
+            version=own_version(),
+        )
+
+    async def make(self, epoch: int, on_progress: OnProgress | None = None) -> LocalPipeline:
+        """Return a pipeline that is ready. Without `on_progress`, show the progress on the terminal or in the log.
+
+        Raises NotReadyError while an earlier pipeline is stuck, and the errors of `LocalPipeline.start`.
+        """
+        if self._last is not None:
+            await self._wait_for_end(self._last.thread)
+            self._last = None
+            gc.collect()  # frees the weights of reference cycles
+        pipeline = self._last = LocalPipeline(self.model, epoch, reserved=self.reserved_bytes())
+        if on_progress is not None:
+            await pipeline.start(on_progress)
+            return pipeline
+        with byte_bar("loading the model", log) as show:
+            await pipeline.start(show)
+        return pipeline
+
+    async def _wait_for_end(self, thread: EngineThread) -> None:
+        """Wait until a thread has finished its work. Raises NotReadyError if it is stuck."""
+        while thread.alive:
+            await thread.close()
+            if (stall := thread.stall) > 0:
+                raise NotReadyError(f"{STUCK} {stall:.0f} s. Wait, or restart mtp-coord")
+
+
+class LocalSource:
+    """A source of pipelines in this process. `make(epoch)` loads the first one, and a new one after each failure."""
+
+    def __init__(self, make: Callable[[int], Awaitable[LocalPipeline]]) -> None:
+        self._make = make
+        self._epoch = 0
+
+    async def acquire(self) -> Pipeline:
+        """Load a pipeline and return it."""
+        self._epoch += 1
+        return await self._make(self._epoch)
+
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Do nothing: there is no other machine to exclude."""
+
+
+def _without_traceback(error: ClusterError) -> ClusterError:
+    """Return the error without its traceback and cause.
+
+    Their frames would keep the engine and its weights in memory while the next pipeline loads.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _worker_lost(what: str, error: Exception) -> WorkerLostError:
+    return WorkerLostError(f"{what}: {type(error).__name__}: {error}")

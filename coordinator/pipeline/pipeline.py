@@ -1,0 +1,97 @@
+"""The seam between the generation loop and the carrier of its frames: stages in this process, or workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.planning.capacity import Capacity
+from coordinator.status.frame_trace import ProcessTrace
+from proto import cluster_pb2 as pb
+from proto.backup import LayerState, ReceivedStates
+from proto.control import Rollback
+from proto.errors import ClusterError
+from proto.frame import Frame
+from proto.frame_stamps import StampRing
+
+
+class Pipeline(Protocol):
+    """A plan that serves. It takes frames in order and returns them in the same order with outcomes.
+
+    `send_frame`, `broadcast_rollback` and `broadcast_cancel` return at once. The scheduler bounds the frames in
+    flight.
+    """
+
+    epoch: int
+    stages: int
+    capacity: Capacity
+    suspect: str | None
+    """After a failure, the address of the worker to exclude if all workers turn out to be alive."""
+    makes_backups: bool
+    """True if the coordinator may outlive the stages, so that backups of sequences are useful."""
+    stamps: StampRing
+    """The coordinator's stamps of the newest frames."""
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for stage 0. `receive_frame` raises the error if sending fails."""
+        ...
+
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it.
+
+        Raises WorkerLostError, or the stage's error, once the plan has failed. Every later call raises it too.
+        """
+        ...
+
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Send a rollback to every stage at once."""
+        ...
+
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Tell every stage at once that a sequence has no client any more."""
+        ...
+
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Return the newest backup of a sequence, of at most `limit` bytes.
+
+        A frame with the operation BackUp has returned. Raises ClusterError if a stage fails, or if the stages have
+        different backups.
+        """
+        ...
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup, for the operation RestoreBackup. Raises ClusterError if one fails."""
+        ...
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Use the status of a worker of this plan to detect frames that do not move."""
+        ...
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the coordinator and of all stages since `since_ns` in the coordinator's clock."""
+        ...
+
+    def fail(self, error: ClusterError) -> None:
+        """Make `receive_frame` raise `error`, because the plan ends."""
+        ...
+
+    async def close(self) -> None:
+        """Stop using the stages, within seconds."""
+        ...
+
+
+class PipelineSource(Protocol):
+    """A source of pipelines: the pipeline of the plan in force, and a new one after each failure."""
+
+    async def acquire(self) -> Pipeline:
+        """Wait for a plan that serves and return its pipeline.
+
+        Raises ClusterError if there is none within the source's deadline.
+        """
+        ...
+
+    def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
+        """Tell the source that `pipeline` failed with `error`."""
+        ...

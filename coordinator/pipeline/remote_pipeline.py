@@ -1,0 +1,369 @@
+"""The pipeline over workers: frames go to stage 0, results come from the last stage, signals go to all workers.
+
+A detector finds frames that do not move, and the place where they are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import grpc
+import grpc.aio
+
+from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
+from coordinator.planning.capacity import Capacity
+from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from proto import cluster_pb2 as pb
+from proto.backup import LayerState, ReceivedStates
+from proto.control import Rollback
+from proto.errors import (
+    ClusterError,
+    DeadlineError,
+    ProtocolError,
+    StaleEpochError,
+)
+from proto.frame import Frame, decode, encode
+from proto.frame_stamps import CoordinatorStep, StampRing
+from proto.rpc.channels import open_channel
+from proto.rpc.data_connection import RESULTS, TOKEN_BYTES, StreamBinding
+from proto.rpc.link import Link, LoopFrameReader, end_of_connection, open_connection
+from proto.span import Span
+from proto.trust.certificates import Role
+
+
+@dataclass
+class StageProgress:
+    """The last report of a stage: its frames in this plan, and its counter of busy microseconds."""
+
+    frames: int = 0
+    busy_us: int = 0
+    reported_at: float = 0.0
+    """Seconds, in the caller's clock."""
+    awaits_tokens: bool = False
+    """A frame waits there for tokens that the last stage relays, so no hop lost it."""
+
+
+@dataclass
+class StallDetector:
+    """The progress of the frames of one plan over `stages` stages.
+
+    Other code watches a stage that computes and a hop that is being written. Both count as movement here. The detector
+    finds the remaining case: a hop loses a frame although no stream breaks and every worker is alive.
+    """
+
+    stages: int
+    sent: int = 0
+    returned: int = 0
+    moved_at: float = 0.0
+    _stages: list[StageProgress] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stages = [StageProgress() for _ in range(self.stages)]
+
+    def record_sent(self, now: float) -> None:
+        """Record a frame sent to stage 0."""
+        if self.sent == self.returned:
+            self.moved_at = now
+        self.sent += 1
+
+    def record_returned(self, now: float) -> None:
+        """Record a frame returned by the last stage."""
+        self.returned += 1
+        self.moved_at = now
+
+    def record_stage(
+        self,
+        stage: int,
+        frames: int,
+        busy_us: int,
+        *,
+        writing: bool,
+        now: float,
+        awaits_tokens: bool = False,
+    ) -> None:
+        """Record a stage's report. `writing` says that the stage is writing a frame to the next one."""
+        before = self._stages[stage]
+        if writing or (frames, busy_us) != (before.frames, before.busy_us):
+            self.moved_at = now
+        self._stages[stage] = StageProgress(frames, busy_us, now, awaits_tokens)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds without movement while frames are in flight, confirmed by a report of every stage."""
+        if self.sent == self.returned:
+            return 0.0
+        return max(0.0, min(stage.reported_at for stage in self._stages) - self.moved_at)
+
+    @property
+    def losing_hop(self) -> int:
+        """The hop that lost a frame: the first stage with fewer frames than the stage before it.
+
+        It is `stages` for the hops from the last stage: to the coordinator, and to a first stage that awaits tokens.
+        """
+        before = self.sent
+        for number, stage in enumerate(self._stages):
+            if stage.frames < before and not stage.awaits_tokens:
+                return number
+            before = stage.frames
+        return self.stages
+
+
+CLOSE_SECONDS = 5.0
+"""Seconds. Maximum wait for open calls to end. The next plan starts after it."""
+
+
+class RemotePipeline:
+    """The implementation of `coordinator.pipeline.pipeline.Pipeline` over workers that have loaded their stages."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerClient],
+        epoch: int,
+        capacity: Capacity,
+        hop_timeout: float,
+        spans: Sequence[Span],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = epoch
+        self.stages = len(workers)
+        self.capacity = capacity
+        self.workers = tuple(workers)
+        self.hop_timeout = hop_timeout
+        self.spans = tuple(spans)
+        self.clock = clock
+        self.suspect: str | None = None
+        self.makes_backups = True
+        self.stall_detector = StallDetector(self.stages)
+        self.stamps = StampRing()
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._results: asyncio.Queue[Frame | ClusterError] = asyncio.Queue()
+        self._failure: ClusterError | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._link: Link | None = None
+
+    async def open(self, worker_ids: Sequence[str]) -> None:
+        """Bind every stage into the plan, the last one first, then open both ends of the data plane.
+
+        Raises the ClusterError of the first refusal. `suspect` is then the worker at the far end of the failed hop.
+        """
+        me = self.workers[0].me
+        for stage in reversed(range(self.stages)):
+            last = stage == self.stages - 1
+            # A failure from here on is one of the hop to the next stage, or of the last stage itself.
+            self.suspect = self.workers[min(stage + 1, self.stages - 1)].address
+            await self.workers[stage].connect(
+                pb.ConnectRequest(
+                    coordinator=me,
+                    epoch=self.epoch,
+                    stage=stage,
+                    num_stages=self.stages,
+                    next_address="" if last else self.workers[stage + 1].address,
+                    next_worker_id="" if last else worker_ids[stage + 1],
+                    plan_token=self._token,
+                    hop_timeout_ms=int(self.hop_timeout * 1000),
+                    previous_node="" if self.stages == 1 else self.workers[stage - 1].node,
+                    next_node="" if last else self.workers[stage + 1].node,
+                )
+            )
+        self.suspect = self.workers[0].address
+        if self.stages > 1:
+            await self.workers[-1].connect_ring(
+                pb.RingRequest(
+                    coordinator=me,
+                    epoch=self.epoch,
+                    first_address=self.workers[0].address,
+                    first_worker_id=worker_ids[0],
+                    first_node=self.workers[0].node,
+                    hop_timeout_ms=int(self.hop_timeout * 1000),
+                )
+            )
+        await self._open_results(self._binding(self.stages - 1))
+        self._link = Link(
+            self.workers[0].address,
+            self._binding(0),
+            timeout=self.hop_timeout,
+            on_failure=lambda error: self._fail(error, self.workers[0].address),
+            trust=self.workers[0].trust,
+            node=self.workers[0].node,
+        )
+        await self._link.open()
+        self.suspect = None
+
+    def _binding(self, stage: int) -> StreamBinding:
+        return StreamBinding(self.epoch, stage, self.workers[0].me.id, self._token)
+
+    # ---- frames
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame for stage 0. See Pipeline."""
+        stamps = self.stamps.add_frame(COORDINATOR, CoordinatorStep)
+        stamps.name_frame(frame.epoch, frame.number, frame.rows)
+        data = encode(frame)
+        stamps.mark(CoordinatorStep.ENCODED)
+        assert self._link is not None, "the pipeline is open"
+        self._link.send(data, partial(stamps.mark, CoordinatorStep.WRITTEN))
+        self.stall_detector.record_sent(self.clock())
+
+    async def receive_frame(self) -> Frame:
+        """Wait for the next frame from the last stage and return it. See Pipeline."""
+        result = await self._results.get()
+        if isinstance(result, ClusterError):
+            self._results.put_nowait(result)  # every later call raises it too
+            raise result
+        return result
+
+    def fail(self, error: ClusterError) -> None:
+        """Make `receive_frame` raise `error`, unless the pipeline has failed before."""
+        self._fail(error, None)
+
+    def _fail(self, error: ClusterError, suspect: str | None) -> None:
+        if self._failure is None:
+            self._failure = error
+            self.suspect = suspect
+            self._results.put_nowait(error)
+
+    def record_worker_status(self, address: str, worker_status: pb.WorkerStatus) -> None:
+        """Record the progress of a worker of this plan, and fail if the frames in flight do not move."""
+        now = self.clock()
+        for stage, worker in enumerate(self.workers):
+            if worker.address == address:
+                self.stall_detector.record_stage(
+                    stage,
+                    worker_status.frames_done,
+                    worker_status.busy_us,
+                    writing=worker_status.link_stall_ms > 0,
+                    now=now,
+                    awaits_tokens=stage == 0 and worker_status.awaits_tokens,
+                )
+        stalled = self.stall_detector.stalled_seconds
+        if stalled > NOTICE_SHARE * self.hop_timeout:
+            suspect = self.workers[min(self.stall_detector.losing_hop, self.stages - 1)].address
+            message = f"no frame has moved for {stalled:.1f} s, and {suspect} waits for one"
+            self._fail(DeadlineError(message), suspect)
+
+    async def _open_results(self, binding: StreamBinding) -> None:
+        """Open the connection of the results. Raises the last stage's refusal, or DeadlineError."""
+        worker = self.workers[-1]
+        self._channel = open_channel(worker.address, worker.trust, Role.WORKER, worker.node)
+        method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            RESULTS
+        )
+        call = method(b"", metadata=binding.to_metadata())
+        connection, worker.hop = await open_connection(
+            call, worker.address, worker.trust, worker.node, self.hop_timeout
+        )
+        reader = LoopFrameReader(connection, self._queue_result)
+        self._reader = asyncio.create_task(self._watch_results(call, reader))
+
+    async def _watch_results(
+        self, call: grpc.aio.UnaryStreamCall[bytes, bytes], reader: LoopFrameReader
+    ) -> None:
+        """Fail when the results end: by the status of the call, or by an invalid frame."""
+        address = self.workers[-1].address
+        try:
+            self._fail(await end_of_connection(call, address, reader.ended), address)
+        finally:
+            reader.close()
+            call.cancel()
+
+    def _queue_result(self, data: bytes | bytearray) -> None:
+        received_ns = time.monotonic_ns()
+        frame = decode(data)
+        if stamps := self.stamps.find_frame(frame.epoch, frame.number):
+            stamps.times[CoordinatorStep.RECEIVED] = received_ns
+            stamps.mark(CoordinatorStep.DECODED)
+        if frame.epoch != self.epoch:
+            raise StaleEpochError(f"a result of epoch {frame.epoch}, this plan is {self.epoch}")
+        _check_outcomes(frame)
+        self.stall_detector.record_returned(self.clock())
+        self._results.put_nowait(frame)
+
+    async def collect_trace(self, since_ns: int) -> list[ProcessTrace]:
+        """Return the traces of the coordinator and of all workers. See Pipeline."""
+        own = process_trace("coordinator", COORDINATOR, self.stamps.since(since_ns))
+        found = await asyncio.gather(
+            *(
+                worker.collect_trace(stage, self.epoch, since_ns)
+                for stage, worker in enumerate(self.workers)
+            )
+        )
+        return [own, *found]
+
+    # ---- backups
+
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Return the newest backup of a sequence. See Pipeline."""
+        found = await asyncio.gather(
+            *(worker.read_backup(self.epoch, seq_id, limit) for worker in self.workers)
+        )
+        lengths = {one.tokens for one in found}
+        if len(lengths) != 1:
+            raise ProtocolError(f"the backups of sequence {seq_id} have {sorted(lengths)} tokens")
+        states = [state for one in found for state in one.states]
+        return ReceivedStates(lengths.pop(), states, max(one.seconds for one in found))
+
+    async def write_backup(
+        self, seq_id: int, tokens: Sequence[int], states: Sequence[LayerState]
+    ) -> None:
+        """Give every stage its part of a backup. See Pipeline."""
+        await asyncio.gather(
+            *(
+                worker.write_backup(self.epoch, seq_id, tokens, part)
+                for worker, part in zip(self.workers, self._parts(states), strict=True)
+            )
+        )
+
+    def _parts(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
+        """Return the states of each stage. The last stage also gets that of the MTP head."""
+        ends = [*(span.end for span in self.spans[:-1]), self.spans[-1].end + 1]
+        return [
+            [state for state in states if span.start <= state.layer < end]
+            for span, end in zip(self.spans, ends, strict=True)
+        ]
+
+    # ---- signals
+
+    def broadcast_rollback(self, rollback: Rollback) -> None:
+        """Send a rollback to every worker at once."""
+        self._broadcast(rollback.to_signal(self.epoch))
+
+    def broadcast_cancel(self, seq_id: int) -> None:
+        """Tell every worker at once that a sequence has no client any more."""
+        self._broadcast(pb.Signal(epoch=self.epoch, cancel=pb.Cancel(seq_id=seq_id)))
+
+    def _broadcast(self, signal: pb.Signal) -> None:
+        for worker in self.workers:
+            worker.send_signal(signal)
+
+    async def close(self) -> None:
+        """Close the streams. Both the source and the loop may call it, in any order."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if self._reader is not None:
+                    self._reader.cancel()
+                    await asyncio.wait({self._reader})
+                if self._link is not None:
+                    await self._link.close()
+                if self._channel is not None:
+                    await self._channel.close()
+
+
+def _check_outcomes(frame: Frame) -> None:
+    """Raise ProtocolError unless the last stage gave a token for every segment that asked for one."""
+    asked = {(s.seq_id, s.window) for s in frame.segments if s.sample and not s.cancelled}
+    for outcome in frame.outcomes:
+        key = (outcome.seq_id, outcome.window)
+        if (
+            key in asked
+            and outcome.token is None
+            and not outcome.cancelled
+            and outcome.accepted_length
+        ):
+            raise ProtocolError(f"the last stage gave no token for sequence {outcome.seq_id}")

@@ -1,0 +1,597 @@
+"""A worker as the coordinator reaches it: its channel, its description, its control calls and its statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from coordinator.status.frame_trace import (
+    ClockOffset,
+    FrameTimes,
+    ProcessTrace,
+    RoundTrip,
+    align_clocks,
+)
+from proto import cluster_pb2 as pb
+from proto import cluster_pb2_grpc as pb_grpc
+from proto.announcement import Announcement, host_of, is_loopback
+from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
+from proto.control import check_version
+from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
+from proto.frame import VERSION
+from proto.rpc.channels import open_channel
+from proto.rpc.data_connection import HopFigures
+from proto.rpc.status_codes import CLOSED, from_status, printable
+from proto.terminal.progress import OnProgress
+from proto.trust.certificates import Role
+from proto.trust.node_trust import NodeTrust
+
+log = logging.getLogger(__name__)
+
+MAX_SPEED = 1e15
+"""Bytes per second. Far above any memory, and small enough for exact planning."""
+
+MAX_MEMORY = 2**50
+"""Bytes. One pebibyte: far above any machine, and small enough for sums."""
+
+MAX_NAME = 64
+"""Characters of a name in logs and status."""
+
+MAX_HOP_US = 60e6
+"""Microseconds of one hop. A hop that takes a minute has failed by the timeout before."""
+
+MAX_ID = 128
+"""Characters of a worker id. Our workers send 16."""
+
+
+def shown_name(info: pb.WorkerInfo, address: str) -> str:
+    """Return the worker's name without control characters, cut to MAX_NAME characters, or its address."""
+    return printable(info.name, MAX_NAME) or address
+
+
+def report_problem(info: pb.WorkerInfo, num_layers: int) -> str:
+    """Return what is wrong with a report for a model of `num_layers` layers, or an empty string."""
+    hardware = info.hardware
+    if not info.worker_id or len(info.worker_id) > MAX_ID or not info.worker_id.isprintable():
+        return "reports an invalid worker id"
+    if not 0 <= hardware.bytes_per_second <= MAX_SPEED:  # not for NaN either
+        return f"reports an invalid speed of {hardware.bytes_per_second:g} bytes/s"
+    if not 0 < hardware.memory_limit <= MAX_MEMORY:
+        return f"reports an invalid memory limit of {hardware.memory_limit} bytes"
+    if info.HasField("pinned"):
+        start, end = info.pinned.start, info.pinned.end
+        if start >= end:
+            return f"pins the layers {start} to {end}, which are none"
+        if end > num_layers:
+            return (
+                f"is pinned to layers {start}-{end - 1}, and the model has {num_layers} (0-{num_layers - 1}). "
+                "Restart it with other --layers"
+            )
+    return ""
+
+
+def reported_hop(reply: pb.ConnectReply) -> HopFigures | None:
+    """Return the figures of a worker's hop to the next stage, or None for a stage without one or invalid figures."""
+    if not 0 < reply.link_us <= MAX_HOP_US or not 0 <= reply.link_bytes_per_second <= MAX_SPEED:
+        return None
+    return HopFigures(reply.link_us / 1e6, reply.link_bytes_per_second)
+
+
+DESCRIBE_SECONDS = 30.0
+"""Seconds. Bounds a Describe: the first one computes the fingerprint of a large checkpoint on a cold disk."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The possible addresses of one worker. `id` is the mDNS instance, or the address that the user named.
+
+    `addresses` are host:port, the most likely first. The address whose Describe returns `announcement.worker_id`
+    is the worker's. `announcement` is None for an address that the user named.
+    """
+
+    id: str
+    addresses: tuple[str, ...]
+    announcement: Announcement | None = None
+
+    @property
+    def name(self) -> str:
+        """The announced name, or the address."""
+        return self.announcement.name if self.announcement else self.addresses[0]
+
+    @property
+    def node(self) -> str:
+        """The announced node id, which only a handshake verifies; empty if unknown."""
+        return self.announcement.node if self.announcement else ""
+
+
+@dataclass(frozen=True)
+class ConnectionPolicy:
+    """The coordinator's rule for connections to workers.
+
+    A worker at a loopback address runs on this machine; its connection is secured if it has joined. Every other one
+    must prove that it belongs to the cluster of `trust`. `insecure` accepts any worker instead, without encryption.
+    """
+
+    trust: NodeTrust | None = None
+    insecure: bool = False
+
+    def trust_for(self, candidate: Candidate, address: str) -> NodeTrust | None:
+        """Return the trust for a connection to `candidate` at `address`, None for a connection without TLS.
+
+        Raises AccessError for a candidate that the rule excludes.
+        """
+        announced = candidate.announcement.cluster if candidate.announcement else ""
+        if is_loopback(host_of(address)) and not announced:
+            return None
+        if self.insecure:
+            if announced:
+                raise AccessError(
+                    f"{address} accepts only its cluster. Start this coordinator without --insecure"
+                )
+            return None
+        if self.trust is None:
+            raise AccessError(
+                f"{address} is on another machine and this coordinator has no cluster. Start mtp-coord serve "
+                "with --listen and let the worker join, or use --insecure on both"
+            )
+        if candidate.announcement is not None and announced != self.trust.identity.cluster:
+            state = "belongs to another cluster" if announced else "has not joined the cluster"
+            raise AccessError(
+                f"{address} {state}. Start it with --join and a token of this cluster"
+            )
+        if candidate.node in self.trust.removed:
+            raise AccessError(f"{address} was removed from the cluster")
+        return self.trust
+
+
+async def connect_worker(
+    policy: ConnectionPolicy,
+    candidate: Candidate,
+    address: str,
+    me: pb.Coordinator,
+    model: pb.ModelRef,
+    timeout: float = DESCRIBE_SECONDS,
+) -> tuple[WorkerClient, pb.WorkerInfo]:
+    """Return a client for the worker at `address` and its description.
+
+    A secured client accepts only the worker's node id from then on. Raises AccessError for a worker that `policy`
+    excludes, WorkerLostError for an address of another worker, and the errors of Describe.
+    """
+    trust = policy.trust_for(candidate, address)
+    node = candidate.node if trust is not None else ""
+    try:
+        client, info = await _describe(address, me, trust, node, model, timeout)
+    except WorkerLostError as error:
+        if trust is not None or CLOSED not in str(error):
+            raise
+        if policy.trust is None:
+            raise WorkerLostError(
+                f"{error}. A worker that belongs to a cluster requires TLS: start this coordinator without --insecure"
+            ) from error
+        trust = policy.trust  # a worker of this machine that has joined
+        client, info = await _describe(address, me, trust, node, model, timeout)
+    try:
+        if trust is not None and info.node_id in trust.removed:
+            raise AccessError(f"{address} was removed from the cluster")
+        if trust is not None and not node:  # the user named the address, so the node id was unknown
+            await client.close()
+            client, info = await _describe(address, me, trust, info.node_id, model, timeout)
+        announced = candidate.announcement
+        if announced is not None and announced.worker_id != info.worker_id:
+            raise WorkerLostError(f"{address} belongs to another worker than the announced one")
+    except BaseException:
+        await client.close()
+        raise
+    return client, info
+
+
+async def _describe(
+    address: str,
+    me: pb.Coordinator,
+    trust: NodeTrust | None,
+    node: str,
+    model: pb.ModelRef,
+    timeout: float,
+) -> tuple[WorkerClient, pb.WorkerInfo]:
+    client = WorkerClient(address, me, trust, node)
+    try:
+        return client, await client.describe(model, timeout=timeout)
+    except BaseException:
+        await client.close()
+        raise
+
+
+T = TypeVar("T")
+
+CONTROL_SECONDS = 15.0
+"""Seconds. Bounds the other unary calls."""
+
+LOAD_SILENCE_SECONDS = 120.0
+"""Seconds without progress after which a load has failed. One part of a large model takes seconds on a slow disk."""
+
+BACKUP_SECONDS = 60.0
+"""Seconds. Bounds the transfer of a sequence's state on a stage. 400 MB take 4 s at 1 Gbit/s."""
+
+STATUSES_PER_TIMEOUT = 6
+"""Status messages per failure timeout. A few may be late without a false alarm."""
+
+NOTICE_SHARE = 2 / 3
+"""Share of the failure timeout for which frames may stand still. A status message arrives one interval later."""
+
+CLOSE_SECONDS = 1.0
+"""Seconds. Maximum wait for a cancelled stream to end."""
+
+CLOCK_SECONDS = 10.0
+"""Seconds for which an aligned clock is used again. Two clocks drift apart by less than 0.1 ms in this time."""
+
+CLOCK_ROUND_TRIPS = 16
+"""Round trips that align a worker's clock. The error is half of the shortest, 0.2 ms on an idle local network."""
+
+LATE_SECONDS = 0.2
+"""Seconds. A timer that fires later than this shows a busy coordinator, not a silent worker."""
+
+
+class WorkerClient:
+    """The calls to the worker at `address`. Errors are those of proto/errors.py and name the worker.
+
+    With `trust` the client connects only to a worker of the coordinator's cluster and, if `node` is given, only to
+    the worker with that node id.
+    """
+
+    def __init__(
+        self, address: str, me: pb.Coordinator, trust: NodeTrust | None = None, node: str = ""
+    ) -> None:
+        self.address = address
+        self.me = me
+        self.trust = trust
+        self.node = node
+        self._channel = open_channel(address, trust, Role.WORKER, node)
+        self._stub = pb_grpc.WorkerStub(self._channel)
+        self._signals: asyncio.Queue[pb.Signal] = asyncio.Queue()
+        self._watching: asyncio.Task[None] | None = None
+        self.worker_status: pb.WorkerStatus | None = None
+        self._clock = ClockOffset()
+        self._clock_until = 0.0
+        """Monotonic seconds until which `_clock` is used."""
+        self.hop: HopFigures | None = None
+        """Figures of the hop to the next stage, or from the last stage to the coordinator. None before a plan."""
+
+    async def check_reachable(self, timeout: float) -> None:
+        """Open and close another connection to the worker. Raises DeadlineError if there is none within `timeout`."""
+        options = (
+            ("grpc.use_local_subchannel_pool", 1),
+        )  # otherwise gRPC uses the open connection
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                open_channel(self.address, self.trust, Role.WORKER, self.node, options) as channel,
+            ):
+                await channel.channel_ready()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.address} admits no new connection within {timeout:g} s"
+            ) from None
+
+    # ---- control
+
+    async def describe(
+        self, model: pb.ModelRef | None = None, timeout: float = DESCRIBE_SECONDS
+    ) -> pb.WorkerInfo:
+        """Return the worker's description.
+
+        Raises VersionError for a worker of another release, and WorkerLostError when the worker is unreachable.
+        """
+        request = pb.DescribeRequest(protocol_version=VERSION, coordinator=self.me, model=model)
+        info: pb.WorkerInfo = await self._call(self._stub.Describe, request, timeout)
+        check_version(info.protocol_version)
+        return info
+
+    async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
+        """Load a stage on the worker. Raises DeadlineError without progress, and the worker's error."""
+        stream = self._stub.Load(request)
+        try:
+            with self._errors_of("made no progress loading"):
+                while True:
+                    async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+                        message = await stream.read()
+                    if not isinstance(message, pb.LoadProgress):  # grpc.aio.EOF
+                        raise WorkerLostError(f"{self.address} ended the load without a result")
+                    if message.WhichOneof("body") == "result":
+                        return message.result
+                    on_progress(message.progress.done, message.progress.total)
+        finally:
+            stream.cancel()
+
+    async def provide(
+        self,
+        offer: pb.WeightsOffer,
+        answer: Callable[[pb.WantedTensors], AsyncIterator[pb.Weights]],
+        on_progress: OnProgress,
+    ) -> None:
+        """Give the worker the tensors of `offer` that it lacks. `answer` yields the messages for a request."""
+        call = self._stub.Provide()
+        outgoing: asyncio.Queue[AsyncIterator[pb.Weights]] = asyncio.Queue()
+        outgoing.put_nowait(_only(pb.Weights(offer=offer)))
+
+        def send_wanted(wanted: pb.WantedTensors) -> None:
+            outgoing.put_nowait(answer(wanted))
+
+        tasks = [
+            asyncio.create_task(self._read_replies(call, send_wanted, on_progress)),
+            asyncio.create_task(_write_all(call, outgoing)),
+        ]
+        try:
+            with self._errors_of("accepted no weights"):
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            call.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_replies(
+        self,
+        call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
+        on_wanted: Callable[[pb.WantedTensors], None],
+        on_progress: OnProgress,
+    ) -> None:
+        """Read replies until the worker has all tensors. Raises its refusal."""
+        while True:
+            async with asyncio.timeout(LOAD_SILENCE_SECONDS):
+                reply = await call.read()
+            if not isinstance(reply, pb.WeightsReply):  # grpc.aio.EOF
+                raise WorkerLostError(f"{self.address} ended the transfer of weights")
+            match reply.WhichOneof("body"):
+                case "wanted":
+                    on_wanted(reply.wanted)
+                case "progress":
+                    on_progress(reply.progress.done, reply.progress.total)
+                case "refused":
+                    found = reply.refused
+                    raise from_status(
+                        found.code, found.details, list(found.metadata.items()), self.address
+                    )
+                case _:
+                    return
+
+    @contextlib.contextmanager
+    def _errors_of(self, silence: str) -> Iterator[None]:
+        """Translate the errors of a call inside the block. `silence` is what a worker did that timed out."""
+        try:
+            yield
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.address} {silence} for {LOAD_SILENCE_SECONDS:g} s"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's code for a failed write
+                raise self._connection_lost() from error
+            raise self._translate(error) from error
+        except asyncio.InvalidStateError:  # a write to an ended call
+            raise self._connection_lost() from None
+        except asyncio.CancelledError:
+            # gRPC also raises it in calls of a channel that is closed.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._connection_lost() from None
+
+    def _connection_lost(self) -> WorkerLostError:
+        return WorkerLostError(f"{self.address} is lost: the connection ended during a call")
+
+    async def connect(self, request: pb.ConnectRequest) -> pb.ConnectReply:
+        """Bind the worker's stage into a plan, and keep the figures of its hop in `hop`."""
+        reply: pb.ConnectReply = await self._call(self._stub.Connect, request)
+        self.hop = reported_hop(reply)
+        return reply
+
+    async def connect_ring(self, request: pb.RingRequest) -> None:
+        """Open the link from the worker's stage, the last one, to the first stage of its plan."""
+        await self._call(self._stub.ConnectRing, request)
+
+    async def update_trust(self, request: pb.TrustUpdate) -> pb.TrustReply:
+        """Install the cluster's authorities, removed nodes and, if given, a new certificate on the worker."""
+        reply: pb.TrustReply = await self._call(self._stub.UpdateTrust, request)
+        return reply
+
+    async def unload(self, epoch: int) -> None:
+        """Make the worker drop its stage and its lease."""
+        await self._call(self._stub.Unload, pb.UnloadRequest(coordinator=self.me, epoch=epoch))
+
+    async def collect_trace(self, stage: int, epoch: int, since_ns: int) -> ProcessTrace:
+        """Return the worker's stamps of the frames of `epoch` since `since_ns`, in the coordinator's clock."""
+        clock = await self._align_clock()
+        since = max(0, since_ns + clock.offset_ns)
+        request = pb.TraceRequest(coordinator=self.me, with_frames=True, since_ns=since)
+        reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
+        frames = tuple(
+            FrameTimes(
+                one.epoch,
+                one.number,
+                one.rows,
+                tuple(moment - clock.offset_ns if moment else 0 for moment in one.times_ns),
+            )
+            for one in reply.frames
+            if one.epoch == epoch
+        )
+        return ProcessTrace(f"stage {stage} {self.address}", stage, clock, frames)
+
+    async def _align_clock(self) -> ClockOffset:
+        """Return the offset of the worker's clock, measured within the last CLOCK_SECONDS."""
+        if time.monotonic() >= self._clock_until:
+            request, trips = pb.TraceRequest(coordinator=self.me), []
+            for _ in range(CLOCK_ROUND_TRIPS):
+                sent = time.monotonic_ns()
+                reply: pb.TraceReport = await self._call(self._stub.ReportTrace, request)
+                trips.append(RoundTrip(sent, reply.now_ns, time.monotonic_ns()))
+            self._clock = align_clocks(trips)
+            self._clock_until = time.monotonic() + CLOCK_SECONDS
+        return self._clock
+
+    async def report_state(self) -> pb.StateReport:
+        """Return what the worker holds of requests."""
+        request = pb.StateReportRequest(coordinator=self.me)
+        reply: pb.StateReport = await self._call(self._stub.ReportState, request)
+        return reply
+
+    async def read_backup(self, epoch: int, seq_id: int, limit: int) -> ReceivedStates:
+        """Return the newest backup of a sequence.
+
+        Raises ProtocolError for a backup of more than `limit` bytes.
+        """
+        request = pb.BackupRequest(coordinator=self.me, epoch=epoch, seq_id=seq_id)
+        stream = self._stub.ReadBackup(request, timeout=BACKUP_SECONDS)
+        joiner, length, began = PieceJoiner(limit), 0, time.monotonic()
+        try:
+            async for piece in stream:
+                if piece.HasField("head"):
+                    length, began = piece.head.length, time.monotonic()
+                else:
+                    joiner.add_piece(piece)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            stream.cancel()
+        return ReceivedStates(length, joiner.states, time.monotonic() - began)
+
+    async def write_backup(
+        self, epoch: int, seq_id: int, tokens: Sequence[int], states: Iterable[LayerState]
+    ) -> None:
+        """Give the worker the state of its layers after `tokens`."""
+        head = pb.BackupHead(
+            coordinator=self.me, epoch=epoch, seq_id=seq_id, length=len(tokens), tokens=tokens
+        )
+        pieces = chain([pb.BackupPiece(head=head)], split(states))
+        await self._call(self._stub.WriteBackup, iter(pieces), BACKUP_SECONDS)
+
+    # ---- signals
+
+    def watch(
+        self,
+        failure_timeout: float,
+        on_status: Callable[[pb.WorkerStatus], None],
+        on_lost: Callable[[ClusterError], None],
+    ) -> None:
+        """Open the Signals stream, send heartbeats and read statuses. Call `on_lost` once, when the stream fails."""
+        interval = failure_timeout / STATUSES_PER_TIMEOUT
+        reading = self._read_statuses(failure_timeout, interval, on_status, on_lost)
+        self._watching = asyncio.create_task(reading)
+
+    def send_signal(self, signal: pb.Signal) -> None:
+        """Queue a signal for the worker."""
+        self._signals.put_nowait(signal)
+
+    async def _write_signals(
+        self, call: grpc.aio.StreamStreamCall[pb.Signal, pb.WorkerStatus], interval: float
+    ) -> None:
+        """Write signals, and heartbeats in between, until the call ends. The reader of the call reports the end."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            hello = pb.Hello(
+                coordinator=self.me,
+                protocol_version=VERSION,
+                status_interval_ms=int(interval * 1000),
+            )
+            await call.write(pb.Signal(hello=hello))
+            while True:
+                signal = pb.Signal(heartbeat=pb.Heartbeat())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        signal = await self._signals.get()
+                await call.write(signal)
+
+    async def _read_statuses(
+        self,
+        failure_timeout: float,
+        interval: float,
+        on_status: Callable[[pb.WorkerStatus], None],
+        on_lost: Callable[[ClusterError], None],
+    ) -> None:
+        call = self._stub.Signals()
+        writing = asyncio.create_task(self._write_signals(call, interval))
+        try:
+            while True:
+                worker_status = await _in_time(call.read(), failure_timeout)
+                if not isinstance(worker_status, pb.WorkerStatus):  # grpc.aio.EOF
+                    raise WorkerLostError(f"{self.address} closed its signal stream")
+                self.worker_status = worker_status
+                on_status(worker_status)
+        except TimeoutError:
+            on_lost(WorkerLostError(f"{self.address} was silent for {failure_timeout:g} s"))
+        except grpc.aio.AioRpcError as error:
+            on_lost(self._translate(error))
+        except ClusterError as error:
+            on_lost(error)
+        finally:
+            writing.cancel()
+            call.cancel()
+
+    async def close(self) -> None:
+        """End the Signals stream and close the connection."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching}, timeout=CLOSE_SECONDS)
+        await self._channel.close()
+
+    async def _call(
+        self, method: Callable[..., Awaitable[T]], request: object, timeout: float = CONTROL_SECONDS
+    ) -> T:
+        try:
+            return await method(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: grpc.aio.AioRpcError) -> ClusterError:
+        return from_status(
+            error.code().name, error.details(), error.trailing_metadata(), self.address
+        )
+
+
+async def _in_time(reading: Coroutine[Any, Any, T], seconds: float) -> T:
+    """Return the result of `reading`. Raises TimeoutError after `seconds` in which the event loop was responsive.
+
+    A busy machine may delay the loop itself. The function then waits once more for as long as the loop was late.
+    """
+    task = asyncio.create_task(reading)
+    try:
+        due = time.monotonic() + seconds
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done and (late := time.monotonic() - due) > LATE_SECONDS:
+            done, _ = await asyncio.wait({task}, timeout=min(seconds, late))
+        if not done:
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def _only(message: pb.Weights) -> AsyncIterator[pb.Weights]:
+    yield message
+
+
+async def _write_all(
+    call: grpc.aio.StreamStreamCall[pb.Weights, pb.WeightsReply],
+    outgoing: asyncio.Queue[AsyncIterator[pb.Weights]],
+) -> None:
+    """Write the messages of one iterator after another. Only an error ends it."""
+    while True:
+        async for message in await outgoing.get():
+            await call.write(message)

@@ -1,0 +1,1 @@
+"""The choice of a plan: cuts, costs and capacities. Plain data."""

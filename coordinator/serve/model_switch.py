@@ -1,0 +1,262 @@
+"""The change of the served model without a restart: stop, load, serve.
+
+The files of the next model are downloaded and opened while the present one serves. Then the present model ends, because
+two large models do not fit one machine at once, and the next one loads. If that fails, the earlier model loads again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from coordinator.api.model_catalog import Catalog, ModelFacts
+from coordinator.cluster.manager import ClusterManager
+from coordinator.pipeline.local_pipeline import LocalSource
+from coordinator.pipeline.pipeline import PipelineSource
+from coordinator.serve.served_parts import OpenedModel, ServedParts, ServeOptions, served_model
+from coordinator.status.cluster_status import LoadPhase, LoadReport
+from mtp.checkpoint.hub.resolve import BUILTIN, resolve_model
+from proto.errors import (
+    BusyError,
+    CheckpointError,
+    ClusterError,
+    DeadlineError,
+    MemoryLimitError,
+    NotReadyError,
+    StaleEpochError,
+)
+
+log = logging.getLogger(__name__)
+
+LIST_SECONDS = 10.0
+"""Seconds for which the list of models is kept, because reading it takes many small reads of the disk."""
+
+DISK_SECONDS = 30.0
+"""Seconds. Bounds reading the headers of all models on a cold disk."""
+
+FINISH_SECONDS = 60.0
+"""Seconds. Time for open answers to finish before the model changes. Later they end with an error."""
+
+POLL_SECONDS = 0.1
+"""Seconds between two looks at the open answers."""
+
+
+class Host(Protocol):
+    """The server whose model changes."""
+
+    options: ServeOptions
+    manager: ClusterManager | None
+    parts: ServedParts | None
+
+    def make_parts(self, model: OpenedModel, source: PipelineSource) -> ServedParts:
+        """Return the parts of a model, which do not serve yet."""
+        ...
+
+    def publish(self, parts: ServedParts) -> None:
+        """Send all requests from now on to `parts`."""
+        ...
+
+    def pause_requests(self, reason: str) -> None:
+        """Answer all requests from now on with 503 and `reason`."""
+        ...
+
+
+class ModelSwitch:
+    """The changes of the model of one server, one at a time."""
+
+    def __init__(self, host: Host, catalog: Catalog, first: OpenedModel) -> None:
+        self._host = host
+        self._catalog = catalog
+        self._reading = asyncio.Lock()
+        """Only one thread reads the disk at a time, because a thread cannot be cancelled."""
+        self._arguments = {first.name: first.options.model}
+        """The models that were served, by name: their directory or repo."""
+        self._listed: list[ModelFacts] = []
+        self._listed_at = -math.inf
+        self._report: LoadReport | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = threading.Event()
+        self._serves = True
+        """False between two models, and after neither of them could be loaded."""
+
+    @property
+    def report(self) -> LoadReport:
+        """The change in progress, or the last one."""
+        return self._report or LoadReport(_name_of(self._host), "ready")
+
+    def argument_of(self, name: str) -> str | None:
+        """Return the directory or repo of a model on this machine, or None for an unknown or incomplete one."""
+        if name in self._arguments:
+            return self._arguments[name]
+        try:
+            path = self._catalog.find_path(name)
+        except ClusterError:
+            return None
+        if path is None or name == BUILTIN or path.parent != self._catalog.directory:
+            return None if path is None else name
+        return str(path)
+
+    def can_load(self, name: str) -> bool:
+        """See ModelLoader."""
+        return self.argument_of(name) is not None
+
+    async def list_models(self) -> list[ModelFacts]:
+        """See ModelLoader."""
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(DISK_SECONDS), self._reading:
+                if clock() - self._listed_at > LIST_SECONDS:
+                    self._listed = await asyncio.to_thread(self._catalog.list_models)
+                    self._listed_at = clock()
+        except TimeoutError:
+            raise DeadlineError(
+                f"reading the models: no answer within {DISK_SECONDS:g} s. Try again"
+            ) from None
+        listed = {model.name for model in self._listed}
+        served = [ModelFacts(name) for name in self._arguments if name not in listed]
+        return [*served, *self._listed]
+
+    def start(self, name: str) -> LoadReport:
+        """Begin to change to the model `name`, downloaded if needed, and return the report.
+
+        `name` may also be the absolute path of a directory with a model, which then has the directory's name. Raises
+        CheckpointError for an invalid name, and BusyError while another change runs.
+        """
+        directory = name if Path(name).is_absolute() else None
+        if directory is not None:
+            if not (Path(directory) / "config.json").is_file():
+                raise CheckpointError(
+                    f"model {directory!r:.200}: not found, or without config.json. Name a model on the server"
+                )
+            name = Path(directory).name
+        if self._task is not None and not self._task.done():
+            if self.report.model != name:
+                raise BusyError(f"the server changes to {self.report.model!r:.80}. Try again later")
+            return self.report
+        if self._host.parts is None:
+            raise NotReadyError("the server is starting. Try again later")
+        same = name == self._host.parts.model.name and self._serves
+        if same and directory in (None, self._arguments.get(name)):
+            self._report = LoadReport(name, "ready")
+            return self._report
+        argument = directory or self.argument_of(name)
+        if argument is None:
+            self._catalog.find_path(name)  # raises for a name that is not a repo
+            argument = name
+        self._report = LoadReport(name, "opening")
+        self._task = asyncio.create_task(self._change(name, argument), name="change of the model")
+        return self._report
+
+    async def close(self) -> None:
+        """Cancel a change in progress."""
+        self._stop.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ---- one change
+
+    async def _change(self, name: str, argument: str) -> None:
+        before = self._host.parts
+        assert before is not None
+        try:
+            path = await asyncio.to_thread(resolve_model, argument, self._show, self._stop)
+            model = await asyncio.to_thread(self._open, argument, path)
+            await self._check_fit(model)
+            self._host.pause_requests(f"The server changes to the model {name}.")
+            self._serves = False
+            # After a change that failed both ways, the parts of `before` are closed already. That does no harm.
+            await self._end_answers(before, name)
+            await self._start_or_return(before.model, model)
+        except Exception as error:
+            known = isinstance(error, ClusterError)
+            log.log(
+                logging.WARNING if known else logging.ERROR,
+                "model not changed",
+                extra={"model": name, "error": str(error)},
+                exc_info=not known,
+            )
+            text = error.public if isinstance(error, ClusterError) else "internal error"
+            self._report = LoadReport(name, "failed", error=text)
+        else:
+            self._arguments[name] = argument
+            self._listed_at = -math.inf
+            self._set_phase("ready")
+            log.info("model changed", extra={"model": name})
+
+    def _open(self, argument: str, path: Path) -> OpenedModel:
+        return OpenedModel(replace(self._host.options, model=argument), path)
+
+    async def _check_fit(self, model: OpenedModel) -> None:
+        """Raise MemoryLimitError if neither the workers nor this process can serve `model`."""
+        problem = model.why_not_alone
+        if (manager := self._host.manager) is not None:
+            served = served_model(model.checkpoint, model.options, model.mode)
+            problem = await manager.problem_with(served, model.why_not_alone)
+        if problem:
+            raise MemoryLimitError(f"the cluster cannot serve {model.name}: {problem}")
+
+    async def _start_or_return(self, before: OpenedModel, model: OpenedModel) -> None:
+        """Serve `model`. If that fails, load the model from before again, and raise."""
+        try:
+            await self._serve(model)
+        except Exception:
+            log.warning("loading the earlier model again", extra={"model": before.name})
+            await self._serve(before)
+            raise
+
+    async def _serve(self, model: OpenedModel) -> None:
+        """Load `model` on the workers, or in this process if there are none, and publish it."""
+        self._set_phase("loading")
+        manager = self._host.manager
+        if manager is None:
+            source: PipelineSource = LocalSource(partial(model.local.make, on_progress=self._show))
+        else:
+            model.local.reserved_bytes = manager.local_worker_bytes
+            served = served_model(model.checkpoint, model.options, model.mode)
+            await manager.change_model(served, model.local.make, model.why_not_alone)
+            source = manager
+        parts = self._host.make_parts(model, source)
+        try:
+            starting = asyncio.create_task(parts.start())
+            while not starting.done():
+                if manager is not None:
+                    self._show(*manager.loads.totals)
+                await asyncio.wait({starting}, timeout=POLL_SECONDS)
+            starting.result()
+        except BaseException:
+            starting.cancel()
+            await parts.close()
+            raise
+        self._host.publish(parts)
+        self._serves = True
+
+    async def _end_answers(self, before: ServedParts, name: str) -> None:
+        """Wait for the answers of `before`, at most FINISH_SECONDS, and close it."""
+        self._set_phase("finishing answers")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_SECONDS):
+                while True:
+                    if not before.count_answers():
+                        break
+                    await asyncio.sleep(POLL_SECONDS)
+        await before.close(StaleEpochError(f"the server changed to the model {name}"))
+
+    def _set_phase(self, phase: LoadPhase) -> None:
+        assert self._report is not None
+        self._report = LoadReport(self._report.model, phase)
+
+    def _show(self, done: int, total: int) -> None:
+        assert self._report is not None
+        self._report = replace(self._report, done=done, total=total)
+
+
+def _name_of(host: Host) -> str:
+    return host.parts.model.name if host.parts else ""

@@ -1,0 +1,307 @@
+"""The parts of a server that belong to one model: options, checkpoint, tokenizer, cluster manager, loop and app."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from coordinator.api.app import create_app
+from coordinator.api.context import Api, ApiOptions
+from coordinator.api.journal import Journal
+from coordinator.api.live_status import LiveStatus, trace_report
+from coordinator.api.model_catalog import ModelLoader, count_parameters, quantization_text
+from coordinator.api.stored_answers import StoredAnswers
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.membership import ManagerOptions
+from coordinator.cluster.served_model import ServedModel
+from coordinator.cluster.view import Settings
+from coordinator.depth.controller import MtpMode
+from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
+from coordinator.pipeline.pipeline import PipelineSource
+from coordinator.pipeline.worker_client import ConnectionPolicy
+from coordinator.schedule.local_generator import effective_mtp_mode
+from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.scheduler import Scheduler
+from coordinator.status.cluster_status import ModelStatus
+from coordinator.text.grammars import pack_vocabulary
+from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults
+from coordinator.trust.cluster_trust import Invitation
+from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.checkpoint.hub.resolve import snapshot_of
+from mtp.head.draft_vocabulary import DraftVocabularySize
+from proto import cluster_pb2 as pb
+from proto.errors import ClusterError, MemoryLimitError
+from proto.kernels import Kernels
+from proto.params import Acceptance
+from proto.span import Span
+from proto.state_dir import state_dir
+from proto.terminal.progress import format_size
+from proto.trust.node_trust import NodeTrust
+
+DEFAULT_WAIT = 5.0
+"""Seconds to look for workers when neither --wait nor --nodes is given. A local mDNS answer takes about one."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the server. Times are in seconds.
+
+    `nodes` is the number of workers the first plan needs; None accepts any number. `wait` None stands for DEFAULT_WAIT,
+    or for no limit where workers are required. With `alone_ok` fewer workers than `nodes`, or none, serve after `wait`.
+    `prefill_chunk` None stands for the length that suits the GPU of this machine.
+    """
+
+    model: str
+    host: str
+    port: int
+    workers: tuple[str, ...]
+    nodes: int | None
+    wait: float | None
+    alone_ok: bool
+    auto_replan: bool
+    single_node: bool
+    mdns: bool
+    dtype: str | None
+    mtp: MtpMode
+    acceptance: Acceptance
+    kv_bits: int | None
+    exact: bool
+    draft_vocab: DraftVocabularySize
+    failure_timeout: float
+    max_sequences: int
+    prefill_chunk: int | None
+    prefix_cache: bool
+    share_weights: bool
+    api_keys: tuple[str, ...] = field(repr=False)  # secrets
+    allowed_origins: tuple[str, ...]
+    served_names: tuple[str, ...]
+    clamp_max_tokens: bool
+    wired: bool
+    kernels: Kernels
+    awake: bool
+    name: str
+    insecure: bool = False
+    join_address: tuple[str, int] | None = None
+    """Address at which machines join the cluster; with None no machine can join."""
+    state: Path = field(default_factory=lambda: state_dir(None))
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """The certificate and key of the HTTP server; None uses a certificate of the cluster off loopback."""
+    allowed_hosts: tuple[str, ...] = ()
+    journal: bool = True
+    """Keep stored answers in the state directory."""
+
+
+LETTERS = {"gdn": "g", "attention": "a"}
+"""Letters of `ModelStatus.layers` by kind of layer."""
+
+
+def model_status(checkpoint: Checkpoint) -> ModelStatus:
+    """Return the status of a checkpoint, read from its headers."""
+    config = checkpoint.config
+    return ModelStatus(
+        layers="".join(LETTERS[kind] for kind in config.layer_kinds),
+        has_head=checkpoint.mtp.complete,
+        context=config.max_positions,
+        quantization=quantization_text(checkpoint),
+        weight_bytes=sum(checkpoint.part_bytes().values()),
+    )
+
+
+AUTO_DEPTH = 1
+"""Drafts per step for which the planner charges the last stage while `--mtp auto` chooses the depth."""
+
+
+def make_manager(
+    checkpoint: Checkpoint,
+    options: ServeOptions,
+    mode: MtpMode,
+    me: pb.Coordinator,
+    local: LocalPipelines,
+    trust: NodeTrust | None = None,
+) -> ClusterManager:
+    """Return the manager of the workers, which uses `local` when no worker serves."""
+    manager_options = ManagerOptions(
+        me,
+        cluster_settings(options, why_not_alone(local.model)),
+        options.workers,
+        options.mdns,
+        options.failure_timeout,
+        ConnectionPolicy(trust, options.insecure),
+    )
+    return ClusterManager(served_model(checkpoint, options, mode), manager_options, local.make)
+
+
+def served_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> ServedModel:
+    """Return the checkpoint with the options of every Load request."""
+    repo, revision = snapshot_of(checkpoint.path) or ("", "")
+    return ServedModel(
+        checkpoint,
+        pb.ModelRef(
+            name=options.model,
+            path=str(checkpoint.path.resolve()),
+            repo=repo,
+            revision=revision,
+            fingerprint=checkpoint.fingerprint(),
+        ),
+        options.dtype,
+        options.kv_bits or 0,
+        with_head=options.mtp.depth != 0,
+        draft_depth=AUTO_DEPTH if mode.depth is None else mode.depth,
+        max_sequences=options.max_sequences,
+        prefix_cache=options.prefix_cache,
+        share_weights=options.share_weights,
+        exact=options.exact,
+        draft_vocab=options.draft_vocab,
+    )
+
+
+def cluster_settings(options: ServeOptions, why_not_alone: str) -> Settings:
+    """Return the waits and the number of workers that the command line asks for.
+
+    Without --nodes the workers named by --worker are expected, but not required.
+    """
+    return Settings(
+        nodes=options.nodes or len(options.workers) or None,
+        nodes_required=options.nodes is not None and not options.alone_ok,
+        wait=DEFAULT_WAIT if options.wait is None else options.wait,
+        first_wait=math.inf if options.wait is None else options.wait,
+        why_not_alone=why_not_alone,
+        auto_replan=options.auto_replan,
+    )
+
+
+def local_model(checkpoint: Checkpoint, options: ServeOptions, mode: MtpMode) -> LocalModel:
+    """Return all layers as one stage of this process."""
+    return LocalModel(
+        checkpoint,
+        [Span(0, checkpoint.config.num_layers)],
+        options.dtype,
+        options.kv_bits,
+        with_head=mode.depth != 0,
+        max_sequences=options.max_sequences,
+        prefix_cache=options.prefix_cache,
+        wired=options.wired,
+        kernels=options.kernels,
+        exact=options.exact,
+        draft_vocab=options.draft_vocab,
+    )
+
+
+def why_not_alone(model: LocalModel) -> str:
+    """Return why this machine cannot serve the model without workers, or an empty string. Reads headers only."""
+    try:
+        model.capacity()
+    except MemoryLimitError as error:
+        weights = format_size(sum(model.checkpoint.part_bytes().values()))
+        return (
+            f"no worker serves, and the model ({weights}) does not fit into this machine. Start mtp-worker on "
+            f"other machines ({error})"
+        )
+    return ""
+
+
+def served_name(model: str) -> str:
+    """Return the name of the model for clients, which never contains a path of this machine."""
+    is_repo = model.count("/") == 1 and not model.startswith(("/", ".", "~"))
+    return model if is_repo else model.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class LastingParts:
+    """The parts of a server that outlive its model. `manager` is None in single-node mode."""
+
+    api_options: ApiOptions
+    journal: Journal
+    manager: ClusterManager | None
+    switch: ModelLoader
+    invite: Callable[[], Invitation] | None
+
+
+class OpenedModel:
+    """A model whose files are open: everything that can be known before its weights are read.
+
+    The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served.
+    """
+
+    def __init__(self, options: ServeOptions, path: Path) -> None:
+        self.options = options
+        self.checkpoint = Checkpoint.open(path)
+        self.name = served_name(options.model)
+        self.mode = effective_mtp_mode(self.checkpoint, options.mtp)
+        config = self.checkpoint.config
+        self.tokenizer = Tokenizer.load(self.checkpoint.path, config.eos_token_ids)
+        self.tokenizer.limit_tokens(config.max_positions)
+        self.vocabulary = pack_vocabulary(self.tokenizer)
+        self.info = ModelInfo(
+            self.name,
+            config.max_positions,
+            replace(generation_defaults(path), acceptance=options.acceptance),
+            options.served_names,
+            fingerprint=self.checkpoint.fingerprint(),
+            family=config.model_type,
+            quantization=quantization_text(self.checkpoint),
+            nbytes=sum(self.checkpoint.part_bytes().values()),
+            parameters=count_parameters(self.checkpoint),
+        )
+        self.local = LocalPipelines(local_model(self.checkpoint, options, self.mode))
+        self.why_not_alone = why_not_alone(self.local.model)
+
+
+class ServedParts:
+    """The generation loop and the app of an opened model, made on the event loop. The owner calls `close`."""
+
+    def __init__(self, model: OpenedModel, source: PipelineSource, lasting: LastingParts) -> None:
+        self.model = model
+        config, options, manager = model.checkpoint.config, model.options, lasting.manager
+        scheduler = Scheduler.for_model(
+            config, model.mode, model.vocabulary, prefill_chunk=options.prefill_chunk
+        )
+        waiting_for = manager.describe_gathering if manager else str
+        self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
+        status = LiveStatus(
+            self.loop,
+            manager,
+            model.name,
+            model.local.status,
+            model_status(model.checkpoint),
+        )
+        api = Api(
+            self.loop,
+            model.tokenizer,
+            model.info,
+            status,
+            lasting.api_options,
+            manager.replan if manager else None,
+            partial(trace_report, self.loop),
+            lasting.switch,
+            lasting.invite,
+            vocabulary=model.vocabulary,
+        )
+        self.app = create_app(api, self.loop.frames, lasting.journal)
+        self.stored_answers: StoredAnswers = self.app.state.stored_answers
+
+    async def start(self) -> None:
+        """Wait for the first plan."""
+        await self.loop.start()
+
+    def count_answers(self) -> int:
+        """Return the number of answers that run or wait."""
+        scheduler = self.loop.scheduler
+        return len(scheduler.running) + len(scheduler.waiting)
+
+    def end_pages(self) -> None:
+        """End the event streams of open pages."""
+        self.app.state.live_feed.close()
+
+    async def close(self, error: ClusterError | None = None) -> None:
+        """End all answers with `error`. Without it stored answers continue at the next start."""
+        if error is None:
+            await self.stored_answers.suspend()
+        else:
+            await self.stored_answers.fail_all(error)
+        await self.loop.close("the server is shutting down" if error is None else error.public)
+        self.app.state.api.compiler.close()

@@ -1,0 +1,411 @@
+"""Composition root of `mtp-coord serve`: model, cluster, generation loop and HTTP API.
+
+HTTP answers from the start. While the model is downloaded, `/status` shows the progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from coordinator.api.app import starting_app
+from coordinator.api.context import ApiOptions
+from coordinator.api.journal import Journal
+from coordinator.api.model_catalog import Catalog
+from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.view import Phase
+from coordinator.pipeline.local_pipeline import LocalSource
+from coordinator.pipeline.pipeline import PipelineSource
+from coordinator.serve.http_server import HostCheck, HttpServer
+from coordinator.serve.model_switch import ModelSwitch
+from coordinator.serve.served_parts import (
+    LastingParts,
+    OpenedModel,
+    ServedParts,
+    ServeOptions,
+    make_manager,
+    served_name,
+)
+from coordinator.status.cluster_status import ClusterStatus
+from coordinator.status.request_spans import flush_spans, tracer_provider
+from coordinator.trust.authority import Authority
+from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
+from coordinator.trust.key_ring import KeyRing
+from mtp.checkpoint.hub.resolve import resolve_model
+from proto import cluster_pb2 as pb
+from proto.announcement import is_loopback, join_address
+from proto.errors import ClusterError, MemoryLimitError, UsageError
+from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
+from proto.state_dir import write_private
+from proto.terminal.console import keep_awake
+from proto.terminal.progress import OnProgress, byte_bar, format_size
+from proto.trust.certificates import (
+    NodeIdentity,
+    Role,
+    fingerprint,
+    from_pem,
+    key_to_pem,
+    new_id,
+    new_key,
+)
+
+log = logging.getLogger(__name__)
+
+UNSPECIFIED = (str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0)))
+"""The addresses that stand for every interface."""
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The files of a server certificate. `fingerprint` is the SHA-256 of a certificate of the cluster."""
+
+    certificate: Path
+    key: Path
+    fingerprint: str = ""
+
+
+def http_tls(options: ServeOptions) -> TlsFiles | None:
+    """Return the certificate of the HTTP server, or None for plain HTTP.
+
+    Plain HTTP is for loopback and for --insecure. Otherwise the user's certificate, or one of the cluster, is used.
+    Raises UsageError for unreadable files.
+    """
+    if options.tls_cert is not None and options.tls_key is not None:
+        for file in (options.tls_cert, options.tls_key):
+            if not file.is_file():
+                raise UsageError(
+                    f"{file}: no such file. Give --tls-cert and --tls-key as PEM files"
+                )
+        return TlsFiles(options.tls_cert, options.tls_key)
+    if options.insecure or is_loopback(options.host):
+        return None
+    authority = Authority.open(options.state, create=True)
+    assert authority is not None
+    return _cluster_certificate(authority, options)
+
+
+def _cluster_certificate(authority: Authority, options: ServeOptions) -> TlsFiles:
+    key = new_key()
+    identity = NodeIdentity(authority.cluster, Role.COORDINATOR, new_id())
+    name = socket.gethostname()
+    hosts = {*own_addresses(), name, f"{name.partition('.')[0]}.local", "localhost"}
+    if options.host not in UNSPECIFIED:
+        hosts.add(options.host)
+    chain = authority.issue(key.public_key(), identity, tuple(sorted(hosts)))
+    files = options.state / "http"
+    write_private(files / "server.pem", chain)
+    write_private(files / "server.key", key_to_pem(key))
+    digest = fingerprint(from_pem(chain)[0]).hex()
+    return TlsFiles(files / "server.pem", files / "server.key", digest)
+
+
+RENEWAL_SECONDS = 60.0
+"""Seconds between two looks at the certificate of the HTTP server."""
+
+
+def renew_certificate(
+    options: ServeOptions, tls: TlsFiles, context: ssl.SSLContext, loaded: int
+) -> int:
+    """Use the certificate's files in `context` for new connections, if they changed since `loaded`.
+
+    A certificate of the cluster is issued again after two thirds of its life, and after a rotation. Returns the time of
+    the present files in nanoseconds. Raises UsageError, AccessError or OSError for files that cannot be used.
+    """
+    if tls.fingerprint:
+        authority = Authority.open(options.state, create=True)
+        assert authority is not None
+        if authority.must_renew(from_pem(tls.certificate.read_text())[0]):
+            _cluster_certificate(authority, options)
+    changed = tls.certificate.stat().st_mtime_ns
+    if changed != loaded:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if loaded:
+            log.info("HTTP certificate renewed", extra={"file": tls.certificate.name})
+    return changed
+
+
+CONVERTED = "models"
+"""Folder of the state directory for converted models, which are served by their names."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in proto/terminal/console.py."""
+
+FIRST_WAIT_REPORT = 1.0
+"""Seconds before the first line about missing workers. Workers that are up join faster."""
+
+WAIT_REPORT_SECONDS = 10.0
+"""Seconds between two lines about missing workers."""
+
+
+async def serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C. Afterwards everything is closed and the process ends.
+
+    Raises UsageError if the port is not available, and ClusterError if no first plan is possible.
+    """
+    listener = bind_listener(
+        f"--host {options.host} --port {options.port}", options.host, options.port
+    )
+    warn_once_of_shortage(asyncio.get_running_loop())
+    # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
+    gc.freeze()
+    trust = open_trust(options)
+    server = _Server(options, listener, trust)
+    tracer_provider()  # a user learns of missing libraries at the start
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, flush_spans)
+        if trust is not None and options.join_address is not None:
+            await stack.enter_async_context(trust.listening(*options.join_address))
+        stack.enter_context(keep_awake(enabled=options.awake))
+        stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
+        await _run(server.http, server.url, listener, server.start(stack), options.model)
+    _leave(INTERRUPTED if server.http.interrupted else 0)
+
+
+class ModelDownload:
+    """The download of `model`, and the StatusSource while it runs."""
+
+    def __init__(self, model: str, shown_name: str) -> None:
+        self.stop = threading.Event()
+        """Set to interrupt the download."""
+        self._model = model
+        self._shown_name = shown_name
+        self._started = time.monotonic()
+        self._detail = "opening the model"
+
+    def run(self, on_progress: OnProgress) -> Path:
+        """Return the directory of the model, downloaded if needed. Blocks, so it belongs on a thread of its own.
+
+        Raises CheckpointError, and NotReadyError after `stop`.
+        """
+
+        def show(done: int, total: int) -> None:
+            """Keep the progress for `status` and pass it on."""
+            self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
+            on_progress(done, total)
+
+        return resolve_model(self._model, show, self.stop)
+
+    def status(self) -> ClusterStatus:
+        """See StatusSource."""
+        uptime = time.monotonic() - self._started
+        return ClusterStatus(False, self._shown_name, detail=self._detail, uptime_seconds=uptime)
+
+
+class _Server:
+    """The parts of one server, made one after another while HTTP already answers."""
+
+    def __init__(
+        self, options: ServeOptions, listener: socket.socket, trust: ClusterTrust | None
+    ) -> None:
+        self.options = options
+        self.trust = trust
+        self._tls = tls = http_tls(options)
+        self.port: int = listener.getsockname()[1]
+        self.url = _url(listener, tls)
+        self.download = ModelDownload(options.model, served_name(options.model))
+        self.api_options = ApiOptions(
+            options.api_keys,
+            options.allowed_origins,
+            clamp_max_tokens=options.clamp_max_tokens,
+            key_ring=KeyRing(
+                options.state, required=not (options.insecure or is_loopback(options.host))
+            ),
+        )
+        self.journal = Journal(
+            options.state / "journal" / "answers.db" if options.journal else None
+        )
+        self.app = HostCheck(
+            starting_app(self.download, self.api_options),
+            socket.gethostname(),
+            (options.host, *options.allowed_hosts),
+        )
+        self.manager: ClusterManager | None = None
+        self.parts: ServedParts | None = None
+        self._lasting: LastingParts | None = None
+        self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
+        if tls is not None:
+            self.http.config.ssl_certfile = tls.certificate
+            self.http.config.ssl_keyfile = tls.key
+            if tls.fingerprint:
+                log.info("HTTP certificate", extra={"sha256": tls.fingerprint})
+
+    async def renew_certificate(self) -> None:
+        """Renew the certificate of the HTTP server, until cancelled."""
+        loaded = 0
+        while (tls := self._tls) is not None:
+            await asyncio.sleep(RENEWAL_SECONDS)
+            context = self.http.config.ssl
+            assert context is not None
+            try:
+                loaded = renew_certificate(self.options, tls, context, loaded)
+            except (ClusterError, OSError) as error:
+                log.warning("HTTP certificate not renewed", extra={"error": str(error)})
+
+    async def _end_answers(self) -> None:
+        if self.parts is not None:
+            await self.parts.close()
+
+    def _end_pages(self) -> None:
+        feed = getattr(getattr(self.app.app, "state", None), "live_feed", None)
+        if feed is not None:
+            feed.close()
+
+    def _count_answers(self) -> int:
+        return 0 if self.parts is None else self.parts.count_answers()
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Download the model if needed, make all parts, and wait for the first plan.
+
+        Parts to be closed go to `stack`.
+        """
+        try:
+            with byte_bar("downloading the model", log) as show:
+                path = await asyncio.to_thread(self.download.run, show)
+        finally:
+            self.download.stop.set()
+        stack.push_async_callback(self.journal.close)
+        model = OpenedModel(self.options, path)
+        source = self._make_source(model, stack)
+        stack.push_async_callback(self._end_answers)
+        parts = self._make_first_parts(model, source, stack)
+        self.publish(parts)
+        reporting = self.manager and asyncio.create_task(_report_wait(self.manager, self.url))
+        try:
+            await parts.start()
+            await parts.stored_answers.resume()
+        finally:
+            if reporting:
+                reporting.cancel()
+
+    def _make_source(self, model: OpenedModel, stack: AsyncExitStack) -> PipelineSource:
+        """Return the source of pipelines: this process, or the manager of the workers, which is started."""
+        if self.options.single_node:
+            if model.why_not_alone:
+                raise MemoryLimitError(model.why_not_alone)
+            return LocalSource(model.local.make)
+        me = pb.Coordinator(id=secrets.token_hex(8), name=f"{self.options.name}:{self.port}")
+        trust = self.trust
+        self.manager = manager = make_manager(
+            model.checkpoint,
+            self.options,
+            model.mode,
+            me,
+            model.local,
+            trust.trust if trust else None,
+        )
+        model.local.reserved_bytes = manager.local_worker_bytes
+        manager.count_open_requests = self._count_answers
+        stack.push_async_callback(manager.close)
+        manager.start()
+        if trust is not None:
+            watching = asyncio.create_task(
+                trust.watch(manager.clients.values, manager.drop_removed_nodes)
+            )
+            stack.callback(watching.cancel)
+        return manager
+
+    def _make_first_parts(
+        self, model: OpenedModel, source: PipelineSource, stack: AsyncExitStack
+    ) -> ServedParts:
+        trust, join_address = self.trust, self.options.join_address
+        switch = ModelSwitch(self, Catalog(self.options.state / CONVERTED), model)
+        stack.push_async_callback(switch.close)
+        self._lasting = LastingParts(
+            self.api_options,
+            self.journal,
+            self.manager,
+            switch,
+            partial(make_invitation, trust) if trust and join_address else None,
+        )
+        return self.make_parts(model, source)
+
+    # ---- Host of the ModelSwitch
+
+    def make_parts(self, model: OpenedModel, source: PipelineSource) -> ServedParts:
+        """See Host."""
+        assert self._lasting is not None
+        return ServedParts(model, source, self._lasting)
+
+    def publish(self, parts: ServedParts) -> None:
+        """See Host."""
+        assert self._lasting is not None
+        self._end_pages()  # they reconnect to the app that serves the model
+        self.parts = parts
+        parts.app.state.live_feed.collect = parts.loop.collect_trace
+        parts.app.state.live_feed.start()
+        self.app.app = parts.app
+
+    def pause_requests(self, reason: str) -> None:
+        """See Host."""
+        assert self.parts is not None
+        assert self._lasting is not None
+        self._end_pages()
+        source = self.parts.app.state.api.status
+        self.app.app = starting_app(source, self.api_options, reason, self._lasting.switch)
+
+
+async def _run(
+    server: HttpServer,
+    url: str,
+    listener: socket.socket,
+    start: Coroutine[Any, Any, None],
+    model: str,
+) -> None:
+    """Answer HTTP while `start` makes the server ready, and until the server is stopped."""
+    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    starting = asyncio.create_task(start, name="start")
+    try:
+        await asyncio.wait({http, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()  # raises the reason why there is no plan
+            log.info("serving", extra={"url": f"{url}/v1", "model": model})
+            log.info("chat with it and watch it at %s/", url)
+        await http
+    finally:
+        starting.cancel()
+        server.should_exit = True
+        await asyncio.gather(http, starting, return_exceptions=True)
+
+
+async def _report_wait(manager: ClusterManager, url: str) -> None:
+    """Log the workers that are missing for the first plan, every WAIT_REPORT_SECONDS."""
+    await asyncio.sleep(FIRST_WAIT_REPORT)
+    while True:
+        if manager.view.phase is Phase.GATHERING:
+            log.info("waiting for workers: %s. Status: %s/status", manager.describe_wait(), url)
+        await asyncio.sleep(WAIT_REPORT_SECONDS)
+
+
+def open_trust(options: ServeOptions) -> ClusterTrust | None:
+    """Return the trust of this cluster. A server with --listen makes one if there is none."""
+    if options.insecure or options.single_node:
+        return None
+    return ClusterTrust.open(options.state, create=options.join_address is not None)
+
+
+def _url(listener: socket.socket, tls: TlsFiles | None) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{join_address(host, port)}"
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without the interpreter's own cleanup, in which gRPC was seen to hang forever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

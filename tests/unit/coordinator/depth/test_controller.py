@@ -1,0 +1,305 @@
+"""Tests of the controller on a simulated machine: known costs, known acceptance, noisy timings, no clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from coordinator.depth.controller import AUTO_DEPTH, Controller, MtpMode
+from coordinator.depth.search import (
+    LAST_INTERVAL,
+    AcceptanceEstimate,
+    DraftResult,
+    expected_accepted_length,
+)
+from coordinator.depth.step_costs import Shape, StepCost, StepCosts
+from proto.errors import UsageError
+
+COSTS = {
+    "dear": (1.0, 1.9, 2.8, 3.7, 4.6, 5.5, 6.4, 7.3),  # a CPU: every row costs almost a pass
+    "middling": (1.0, 1.45, 1.85, 2.3, 2.75, 3.2, 3.65, 4.1),
+    "cheap": (
+        1.0,
+        1.2,
+        1.3,
+        1.45,
+        1.6,
+        1.75,
+        1.9,
+        2.05,
+    ),  # an M4: rows share the reading of the weights
+    "stairs": (1.0, 1.7, 1.75, 1.8, 1.85, 1.9, 1.95, 2.0),  # another kernel from two rows on
+}
+CHANCES = {
+    "published": (0.84, 0.65, 0.49, 0.30, 0.25, 0.2, 0.2),
+    "steady": (0.84, 0.78, 0.75, 0.70, 0.68, 0.66, 0.65),
+    "great": (0.97, 0.95, 0.94, 0.93, 0.92, 0.92, 0.91),
+    "poor": (0.30, 0.20, 0.20, 0.10, 0.1, 0.1, 0.1),
+    "none": (0.02,) * 7,
+}
+DRAFT_COST = 0.05
+"""Cost of one draft over a plain step; contained in COSTS."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The value of the choices of one simulation, and the choices: (tokens so far, depth) per step."""
+
+    tokens_per_second: float
+    steps: list[tuple[int, int]]
+
+    def share(self, depth: int, first: int, last: int) -> float:
+        """Return the share of the steps between two token counts that drafted `depth`."""
+        depths = [d for tokens, d in self.steps if first <= tokens < last]
+        return depths.count(depth) / len(depths)
+
+
+def drafts(width: int, accepted_length: int) -> list[DraftResult]:
+    """Return the draft results of a window with `accepted_length` accepted tokens."""
+    return [DraftResult(number, number < accepted_length) for number in range(1, width)]
+
+
+def step(seconds: float) -> StepCost:
+    """Return the cost of a step that takes `seconds`."""
+    return StepCost(seconds, seconds)
+
+
+def simulate(
+    controller: Controller,
+    costs: Sequence[float],
+    chances: Callable[[int], Sequence[float]],
+    tokens: int,
+    seed: int,
+    hiccups: float = 0.02,
+    slowdown: Callable[[int], float] = lambda tokens: 1.0,
+) -> Run:
+    """Decode `tokens` tokens. `chances(t)` and `slowdown(t)` hold from token t on.
+
+    Timings scatter by 5 %, and a share `hiccups` of them takes three times as long. The rate is that of the *choices*:
+    expected tokens over expected cost, without the luck of the draws.
+    """
+    rng = random.Random(seed)
+    expected_tokens = expected_seconds = 0.0
+    done, width = 0, 1
+    steps = []
+    while done < tokens:
+        now = chances(done)
+        depth = controller.choose_shape().depth
+        accepted_length = 1
+        while accepted_length < width and rng.random() < now[accepted_length - 1]:
+            accepted_length += 1
+        cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
+        noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
+        controller.record_step_cost(1, width, depth, step(cost * noise * slowdown(done)))
+        controller.record_drafts(drafts(width, accepted_length))
+        expected_tokens += expected_accepted_length(now[: width - 1])
+        expected_seconds += cost
+        done += accepted_length
+        steps.append((done, depth))
+        width = depth + 1
+    return Run(expected_tokens / expected_seconds, steps)
+
+
+def best_fixed(costs: Sequence[float], chances: Sequence[float]) -> float:
+    """Return the tokens per second of the best fixed depth."""
+    return max(expected_accepted_length(chances[:d]) / costs[d] for d in range(AUTO_DEPTH + 1))
+
+
+def auto() -> Controller:
+    """Return a controller in `auto` mode."""
+    return Controller(MtpMode.parse("auto"))
+
+
+@pytest.mark.parametrize("profile", CHANCES)
+@pytest.mark.parametrize("machine", COSTS)
+def test_auto_comes_within_three_percent_of_the_best_fixed_depth(
+    machine: str, profile: str
+) -> None:
+    """From a cold start, 1,000 tokens take at most 3 % longer than with the best fixed depth.
+
+    This is the mean of ten runs, exploration included. No run loses more than 10 %.
+    """
+    costs, chances = COSTS[machine], CHANCES[profile]
+    best = best_fixed(costs, chances)
+    rates = [
+        simulate(auto(), costs, lambda _: chances, 1000, seed).tokens_per_second / best
+        for seed in range(10)
+    ]
+    assert sum(rates) / len(rates) > 0.97, rates
+    assert min(rates) > 0.90, rates
+
+
+@pytest.mark.parametrize("profile", CHANCES)
+def test_speculation_does_not_cost_if_verification_is_expensive(profile: str) -> None:
+    """If plain decoding is best or nearly so, 1,000 tokens lose at most 3 % to it.
+
+    This is the mean of ten runs.
+    """
+    rates = [
+        simulate(auto(), COSTS["dear"], lambda _: CHANCES[profile], 1000, s).tokens_per_second
+        for s in range(10)
+    ]
+    assert sum(rates) / len(rates) > 0.97, rates
+
+
+def test_auto_finds_the_best_depth_despite_hiccups() -> None:
+    """With one timing in ten tripled, `auto` spends most of its steps at the best depth or an equal one."""
+    run = simulate(auto(), COSTS["cheap"], lambda _: CHANCES["great"], 2000, 3, hiccups=0.1)
+    assert run.share(6, 500, 2000) + run.share(7, 500, 2000) > 0.9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fall_of_acceptance_turns_drafting_off(seed: int) -> None:
+    """Within 150 tokens after drafts stop being accepted, plain decoding is in use again.
+
+    Later probes take less than 15 % of the steps.
+    """
+
+    def chances(tokens: int) -> Sequence[float]:
+        return CHANCES["steady"] if tokens < 1000 else CHANCES["none"]
+
+    run = simulate(auto(), COSTS["middling"], chances, 3000, seed)
+    assert run.share(0, 500, 1000) < 0.1
+    assert run.share(0, 1150, 3000) > 0.85
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_of_acceptance_turns_drafting_on_again(seed: int) -> None:
+    """Drafting that pays again is in use at the latest one probe interval later."""
+    change = 2000
+
+    def chances(tokens: int) -> Sequence[float]:
+        return CHANCES["none"] if tokens < change else CHANCES["steady"]
+
+    run = simulate(auto(), COSTS["cheap"], chances, change + LAST_INTERVAL + 700, seed)
+    assert run.share(0, change - 500, change) > 0.8
+    assert run.share(0, change + LAST_INTERVAL + 100, change + LAST_INTERVAL + 700) < 0.1
+
+
+def test_probes_grow_rare() -> None:
+    """If nothing changes, less than 2 % of the steps between token 4,000 and 8,000 leave the depth in use."""
+    run = simulate(auto(), COSTS["dear"], lambda _: CHANCES["poor"], 8000, 1)
+    assert run.share(0, 4000, 8000) > 0.98
+
+
+def test_a_first_impression_of_plain_decoding_is_corrected() -> None:
+    """A wrong first measurement of plain decoding is corrected.
+
+    Everything takes five times as long while plain decoding is first timed, so drafting looks cheap. Plain decoding is
+    timed again, and is in use before 200 tokens are emitted.
+    """
+    run = simulate(
+        auto(),
+        COSTS["dear"],
+        lambda _: CHANCES["poor"],
+        2000,
+        seed=4,
+        slowdown=lambda tokens: 5.0 if tokens < 4 else 1.0,
+    )
+    assert run.share(0, 6, 30) < 0.1
+    assert run.share(0, 200, 2000) > 0.9
+
+
+def test_the_same_observations_lead_to_the_same_choices() -> None:
+    """Only recorded results and costs decide. There is no clock and no random number."""
+    runs = [
+        simulate(auto(), COSTS["middling"], lambda _: CHANCES["steady"], 1000, 5) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_hot_chip_is_measured_again() -> None:
+    """Costs of a cold chip do not last: once wide windows cost more, the best depth is in use again.
+
+    From token 800 on, each further row costs 1.5 times as much. Over the next 3,200 tokens the choices lose at most 4 %
+    to the best fixed depth, in the mean of six runs.
+    """
+    cold, chances = COSTS["dear"], CHANCES["great"]
+    hot = [1 + 1.5 * (cost - 1) for cost in cold]
+    rates = []
+    for seed in range(6):
+        controller = auto()
+        simulate(controller, cold, lambda _: chances, 800, seed)
+        rate = simulate(controller, hot, lambda _: chances, 3200, seed + 10).tokens_per_second
+        rates.append(rate / best_fixed(hot, chances))
+    assert sum(rates) / len(rates) > 0.96, rates
+
+
+def test_a_fixed_mode_is_obeyed() -> None:
+    """`--mtp 3` drafts 3 at any cost, and `--mtp off` drafts none."""
+    for text, depth in (("3", 3), ("off", 0), ("0", 0)):
+        controller = Controller(MtpMode.parse(text))
+        controller.record_step_cost(1, 4, 3, step(100.0))
+        assert [controller.choose_shape().depth for _ in range(5)] == [depth] * 5
+
+
+@pytest.mark.parametrize("text", ["", "on", "-1", "1.5", "9", "²", "10000000000"])
+def test_mode_refuses_anything_else(text: str) -> None:
+    """The error names the flag and the accepted values."""
+    with pytest.raises(UsageError, match=r"--mtp .* auto, off, filled, or a number"):
+        MtpMode.parse(text)
+
+
+def test_acceptance_is_conditional_on_the_drafts_before() -> None:
+    """A draft after a rejected one has no verdict, so it does not count for its position."""
+    estimate = AcceptanceEstimate()
+    for _ in range(500):
+        estimate.record_drafts(drafts(4, 3))  # two drafts right, the third wrong
+        estimate.record_drafts(drafts(4, 1))  # the first wrong already
+    first, second, third = estimate.by_position(3)
+    assert first == pytest.approx(0.5, abs=0.05)
+    assert second == pytest.approx(1.0, abs=0.05)
+    assert third == pytest.approx(0.0, abs=0.05)
+
+
+def test_hiccups_do_not_push_a_cost_up() -> None:
+    """With one step in twenty three times as long, the cost of the width in use stays the same for 20,000 steps."""
+    costs = StepCosts()
+    costs.start_measurement(Shape(1))
+    for _ in range(100):
+        costs.record_step(Shape(1), 1.0)
+    costs.start_measurement(Shape(2))
+    for step in range(20_000):
+        costs.record_step(Shape(2), 3.9 if step % 20 == 7 else 1.3)
+    assert math.exp(costs.relative_cost(Shape(2)) - costs.relative_cost(Shape(1))) == pytest.approx(
+        1.3, rel=0.05
+    )
+
+
+def test_windows_that_leave_a_fused_kernel_are_expected_to_cost_more() -> None:
+    """The guess applies until one of them is measured, and then the measurement does."""
+    guesses = {}
+    for fused in (None, 2):
+        costs = StepCosts(fused)
+        for width, seconds in ((1, 1.0), (2, 1.1)):
+            costs.start_measurement(Shape(width))
+            for _ in range(8):
+                costs.record_step(Shape(width), seconds)
+        guesses[fused] = costs.relative_cost(Shape(4))
+        costs.start_measurement(Shape(3))
+        for _ in range(8):
+            costs.record_step(Shape(3), 1.2)
+        assert math.exp(costs.relative_cost(Shape(4))) == pytest.approx(1.25, abs=0.02)
+    assert guesses[2] - guesses[None] == pytest.approx(math.log(1.1))
+
+
+def test_the_report_shows_what_the_choice_rests_on() -> None:
+    """Plain decoding is the unit of cost and speed. The shape in use is marked once per search."""
+    controller = Controller(MtpMode(), max_depth=2)
+    for _ in range(200):
+        shape = controller.choose_shape()
+        controller.record_drafts([DraftResult(i + 1, True) for i in range(shape.depth)])
+        controller.record_step_cost(1, shape.width, shape.depth, StepCost(1 + 0.1 * shape.depth, 1))
+    (search,) = controller.report()
+    plain, one, two = search.shapes
+    assert (search.sequences, search.fill) == (1, 1)
+    assert (plain.cost, plain.tokens, plain.speed) == (1.0, 1.0, 1.0)
+    assert one.cost == pytest.approx(1.1, abs=0.02)
+    assert two.tokens > one.tokens > 1.9
+    assert two.speed == pytest.approx(two.tokens / two.cost)
+    assert [shape.chosen for shape in search.shapes] == [False, False, True]
+    assert Controller(MtpMode(depth=2)).report() == ()

@@ -1,0 +1,248 @@
+"""Deadlines and bounds of HTTP connections, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from coordinator.serve import http_server
+from coordinator.serve.http_server import HttpServer
+from proto.rpc import listener as listeners
+from proto.rpc.listener import bind_listener
+from proto.trust.certificates import Role, key_to_pem
+from tests.support.trust.cluster_ca import make_authority, trust_of
+
+PATIENCE = 30.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class App:
+    """An app that answers with `parts` parts of 64 KB, and counts open requests."""
+
+    def __init__(self, parts: int = 0) -> None:
+        self.parts = parts
+        self.open = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        self.open += 1
+        watching = asyncio.create_task(self._disconnected(receive))
+        answering = asyncio.create_task(self._answer(send))
+        await asyncio.wait({watching, answering}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (watching, answering):
+            task.cancel()
+        self.open -= 1
+
+    async def _disconnected(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def _answer(self, send: Send) -> None:
+        await self.hold.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self.parts):
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+
+@contextlib.asynccontextmanager
+async def listening(app: App, folder: Path | None = None) -> AsyncIterator[int]:
+    """Serve `app`, with TLS if there is a `folder` for its certificate, and yield the port."""
+
+    async def nothing() -> None:
+        """Do nothing."""
+
+    server = HttpServer(app, nothing, lambda: None, lambda: 0)
+    if folder is not None:
+        trust = trust_of(make_authority(folder), Role.COORDINATOR)
+        server.config.ssl_certfile = folder / "server.pem"
+        server.config.ssl_keyfile = folder / "server.key"
+        (folder / "server.pem").write_text(trust.certificate)
+        (folder / "server.key").write_text(key_to_pem(trust.key))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    listener = bind_listener("test", "127.0.0.1", 0)
+    await server.startup([listener])
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        for each in server.servers:
+            each.close()
+        for acceptor in server._handshakes:
+            await acceptor.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def reach(app: App, count: int) -> None:
+    """Wait until `app` has `count` open requests."""
+    deadline = time.monotonic() + PATIENCE
+    while app.open != count:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", REQUEST[:20], b"\x16\x03\x01\x02\x00"])
+async def test_a_connection_without_a_request_ends(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """A client that sends nothing, or an incomplete head, loses its connection after HEAD_SECONDS."""
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
+    async with listening(App()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        async with asyncio.timeout(PATIENCE):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+
+
+async def test_a_slow_head_keeps_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a head that arrive one after the other do not extend its deadline."""
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
+    async with listening(App()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and time.monotonic() < began + PATIENCE:
+                writer.write(b"G")
+                await asyncio.sleep(0.05)
+                await writer.drain()
+        assert time.monotonic() < began + PATIENCE
+        writer.close()
+
+
+async def test_a_handshake_that_does_not_go_on_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A client that begins a TLS handshake and sends nothing more loses its connection."""
+    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS", 0.2)
+    async with listening(App(), tmp_path) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01\x02\x00\x01\x00")
+        async with asyncio.timeout(PATIENCE):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+
+
+async def test_an_open_request_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that computes for longer than HEAD_SECONDS gets its answer."""
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
+    app = App()
+    app.hold.clear()
+    async with listening(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST)
+        await reach(app, 1)
+        await asyncio.sleep(0.3)
+        app.hold.set()
+        async with asyncio.timeout(PATIENCE):
+            assert b"200 OK" in await reader.readline()
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a client that stops reading ends after STALL_SECONDS, and one that reads slowly is complete."""
+    monkeypatch.setattr(http_server, "STALL_SECONDS", 1.5)
+    app = App(parts=256)  # 16 MiB, more than the kernel buffers
+    async with listening(app) as port:
+        stalled, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(REQUEST)
+        await reach(app, 1)
+        began = time.monotonic()
+        await reach(app, 0)
+        assert time.monotonic() > began + 0.1
+        stalled.feed_eof()
+        writer.close()
+        slow, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(REQUEST)
+        received = 0
+        async with asyncio.timeout(PATIENCE):
+            while part := await slow.read(2**17):
+                received += len(part)
+                await asyncio.sleep(0.002)
+                if part.endswith(b"end\r\n0\r\n\r\n"):
+                    break
+        assert received > 2**24
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
+async def test_the_longest_wait_makes_room(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Above the limit the longest incomplete request ends. With complete ones on all, a new client gets status 503."""
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
+    app = App()
+    app.hold.clear()
+    async with listening(app) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in idle:
+            writer.write(sent)
+        await reach(app, 3 if sent else 0)
+        await asyncio.sleep(0.05)
+        busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        async with asyncio.timeout(PATIENCE):
+            for reader, _ in idle:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        for _, writer in busy:
+            writer.write(REQUEST)
+        await reach(app, 3)
+        refused, last = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(PATIENCE):
+            answer = await refused.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5" in answer
+        assert b"Too many connections" in answer
+        for writer in (last, *(w for _, w in (*idle, *busy))):
+            writer.close()
+
+
+async def test_handshakes_of_strangers_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Few connections without a handshake stay open, because each holds 256 KB, and a client gets its answer."""
+    limit = 4
+    monkeypatch.setattr(listeners, "MAX_WAITING_OF_PEER", limit)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    async with listening(App(), tmp_path) as port, asyncio.timeout(PATIENCE):
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10 * limit)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        await asyncio.sleep(0.5)
+        assert sum(not end.done() for end in ends) == limit
+        client, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.write(REQUEST)
+        assert b"200 OK" in await client.readline()
+        for each in (writer, *(w for _, w in opened)):
+            each.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_answers_are_sent_at_once(tls: bool, tmp_path: Path) -> None:
+    """A connection of a bound listener has TCP_NODELAY. Without it a head and its body take 40 ms together."""
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    took = []
+    async with listening(App(), tmp_path if tls else None) as port, asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=trusting if tls else None
+        )
+        for _ in range(20):
+            began = time.monotonic()
+            writer.write(REQUEST)
+            await reader.readuntil(b"end\r\n0\r\n\r\n")
+            took.append(time.monotonic() - began)
+        writer.close()
+    assert sorted(took)[10] < 0.03
