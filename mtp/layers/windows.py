@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -180,8 +180,7 @@ class Window:
         return self.point.count if self.stays_open else self.point.count + self.count
 
 
-@dataclass(frozen=True)
-class WindowArrays:
+class WindowArrays(NamedTuple):
     """The arguments of the kernel for some windows besides their rows: `past [any, row]`, `conv`, `state`, `spans`."""
 
     past: mx.array
@@ -192,6 +191,21 @@ class WindowArrays:
 
 def gather_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:
     """Join the windows' snapshots and past rows. Nothing is copied if all of them ran together before."""
+    first = windows[0].point
+    for window in windows:
+        if window.point.snapshots is not first.snapshots or window.point.rows is not first.rows:
+            return _joined_windows(rows, windows)
+    # Every layer of a frame passes here, so the usual case takes few steps.
+    held, past = first.snapshots, rows if first.rows is None else first.rows
+    spans = [
+        (w.point.slot, w.point.start, w.point.count, w.start, w.count, w.saved_after)
+        for w in windows
+    ]
+    return WindowArrays(past, held.conv, held.state, _span_array(tuple(spans)))
+
+
+def _joined_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:
+    """Return the arrays of windows that did not all run together before."""
     snapshots, slots = _join([w.point.snapshots for w in windows], lambda s: s.conv.shape[0])
     pasts, starts = _join(
         [w.point.rows for w in windows if w.point.rows is not None], lambda r: r.shape[0]
@@ -205,14 +219,8 @@ def gather_windows(rows: mx.array, windows: Sequence[Window]) -> WindowArrays:
         spans.append(
             (slot + point.slot, past, point.count, window.start, window.count, window.saved_after)
         )
-    conv, state = (
-        (snapshots[0].conv, snapshots[0].state)
-        if len(snapshots) == 1
-        else (
-            mx.concatenate([s.conv for s in snapshots]),
-            mx.concatenate([s.state for s in snapshots]),
-        )
-    )
+    conv = mx.concatenate([s.conv for s in snapshots]) if snapshots[1:] else snapshots[0].conv
+    state = mx.concatenate([s.state for s in snapshots]) if snapshots[1:] else snapshots[0].state
     past_rows = rows if not pasts else pasts[0] if len(pasts) == 1 else mx.concatenate(pasts)
     return WindowArrays(past_rows, conv, state, _span_array(tuple(spans)))
 
