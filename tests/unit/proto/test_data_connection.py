@@ -142,11 +142,11 @@ async def test_a_peer_that_accepts_nothing_is_late(
 ) -> None:
     """A full socket blocks no sender. The writer counts the wait and reports DeadlineError once."""
     failures: asyncio.Queue[ClusterError] = asyncio.Queue()
-    writer = FrameWriter(pair[1], "peer", 0.3, failures.put_nowait)
+    writer = FrameWriter(pair[1], "peer", 2.0, failures.put_nowait)
     started = time.monotonic()
     for _ in range(5):
         writer.send(bytes(2**20), lambda: None)
-    assert time.monotonic() - started < 0.25, "the sender waited"
+    assert time.monotonic() - started < 1.5, "the sender waited"
     assert writer.queued > 0
     async with asyncio.timeout(8.0):
         assert isinstance(await failures.get(), DeadlineError)

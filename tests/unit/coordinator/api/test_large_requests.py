@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -100,20 +101,23 @@ async def test_others_are_answered_while_a_large_text_is_encoded() -> None:
 async def test_large_work_runs_one_at_a_time_beside_small_work() -> None:
     """The server works on one large request at a time, and a small one does not wait for them."""
     work, running, most = LargeWork(), 0, 0
+    begun, may_end = threading.Event(), threading.Event()
 
     def compute() -> None:
         """Count the calls at the same time."""
         nonlocal running, most
         running += 1
         most = max(most, running)
-        time.sleep(0.05)
+        begun.set()
+        assert may_end.wait(PATIENCE)
         running -= 1
 
     large = [asyncio.create_task(work.run(LARGE_BYTES + 1, compute)) for _ in range(4)]
-    await asyncio.sleep(0.02)
     async with asyncio.timeout(PATIENCE):
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
         await work.run(10, lambda: None)
-        assert not all(task.done() for task in large)
+        assert not any(task.done() for task in large)
+        may_end.set()
         await asyncio.gather(*large)
     assert most == 1
 

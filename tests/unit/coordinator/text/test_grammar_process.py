@@ -89,7 +89,7 @@ async def test_a_slow_format_is_refused_within_its_time(compiler: GrammarProcess
     started = time.monotonic()
     with pytest.raises(RequestError, match="takes more than 2 s"):
         await compiler.compile(SLOW)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2, "it was compiled again"
     assert pid_of(compiler) == second
 
 
