@@ -48,6 +48,7 @@ def apply(view: View, event: Event, now: float) -> View:
                 view,
                 epoch=epoch,
                 serving=addresses,
+                recovering=view.recovering or view.phase is Phase.SERVING,
                 replan=False,
                 considered=frozenset(),
                 postponed=frozenset(),
