@@ -7,6 +7,7 @@ serve. This module owns the running start of a plan and the pipeline in force.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -54,7 +55,13 @@ from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
+from proto.errors import (
+    ClusterError,
+    DeadlineError,
+    NotReadyError,
+    StaleEpochError,
+    WorkerLostError,
+)
 from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import printable
 
@@ -87,6 +94,9 @@ MAX_FAULT = 300
 CLOSE_SECONDS = 5.0
 """Seconds. Bound on unloading all workers when the coordinator ends."""
 
+SILENCE_SECONDS = 720.0
+"""Seconds. Longest time without progress of a plan that loads. The check of `--exact` on CUDA may take ten minutes."""
+
 
 class ClusterManager:
     """`coordinator.pipeline.pipeline.PipelineSource` over workers, or over this process when no worker can serve.
@@ -107,6 +117,8 @@ class ClusterManager:
         self.alone = alone
         self.clock = clock
         self.count_open_requests: Callable[[], int] = lambda: 0
+        self.end_process: Callable[[ClusterError], None] = lambda error: None
+        """Called once if an event raises an unexpected exception, after which no plan can start any more."""
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
             model, options, lambda: self.view, self._apply_event, self._receive_status, clock
@@ -208,12 +220,25 @@ class ClusterManager:
 
     async def acquire(self) -> Pipeline:
         """See PipelineSource."""
-        if self.view.phase is Phase.SERVING and self.pipeline is not None:
-            return self.pipeline
-        self._waiter = asyncio.get_running_loop().create_future()
-        if self.view.phase is Phase.ENDED:
-            self._apply_event(GatheringRestarted())
-        return await self._waiter
+        before = None
+        while (progress := self._progress()) != before:
+            if self.view.phase is Phase.SERVING and self.pipeline is not None:
+                return self.pipeline
+            before, self._waiter = progress, asyncio.get_running_loop().create_future()
+            if self.view.phase is Phase.ENDED:
+                self._apply_event(GatheringRestarted())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    return await self._waiter
+        raise DeadlineError(
+            f"no plan serves: no progress for {SILENCE_SECONDS:g} s. Restart mtp-coord"
+        )
+
+    def _progress(self) -> tuple[object, ...]:
+        """Return what changes while a plan is on its way. Ticks bound the wait for workers, so their time counts."""
+        view = self.view
+        time_passed = view.now if view.phase is Phase.GATHERING else 0.0
+        return view.epoch, view.phase, self.loads.totals, time_passed
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """See PipelineSource."""
@@ -243,6 +268,18 @@ class ClusterManager:
     def _apply_event(self, event: Event) -> None:
         if self._is_closing:
             return
+        try:
+            self._apply_and_act(event)
+        except Exception as error:
+            # A bug. The next event would probably raise too, while every request waits for a plan.
+            log.exception("an event of the cluster failed", extra={"event": event})
+            self._is_closing = True
+            cause = f"{type(error).__name__}: {error}"
+            self.end_process(
+                ClusterError(f"the cluster cannot plan: {cause}. Start again, and report this bug")
+            )
+
+    def _apply_and_act(self, event: Event) -> None:
         before = self.view
         self.view = apply(before, event, self.clock())
         if not isinstance(event, TimePassed):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -116,7 +117,10 @@ def stub_members(*members: StubMember) -> Iterator[None]:
                 request_deserializer=pb.Signal.FromString,
                 response_serializer=pb.WorkerStatus.SerializeToString,
             )
-            handlers = {"Describe": describe, "Signals": signals}
+            handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+                "Describe": describe,
+                "Signals": signals,
+            }
             server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(SERVICE, handlers),)
             )

@@ -56,7 +56,7 @@ class Cluster:
 
     def state(self, worker: StubMember) -> MemberState | None:
         found = self.view.members.get(worker.address)
-        return found and found.state
+        return None if found is None else found.state
 
 
 async def until(condition: Callable[[], bool]) -> None:
