@@ -43,11 +43,7 @@ from coordinator.cluster.events import (
     TimePassed,
 )
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.plan_start import (
-    LoadState,
-    PlanStart,
-    describe_failure,
-)
+from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline
@@ -55,13 +51,7 @@ from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.plan import Plan
 from mtp.device import Arithmetic, unlike_machines
 from proto import cluster_pb2 as pb
-from proto.errors import (
-    ClusterError,
-    DeadlineError,
-    NotReadyError,
-    StaleEpochError,
-    WorkerLostError,
-)
+from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import printable
 
@@ -75,10 +65,7 @@ class ReplanLog:
     answered: int = 0
     result: str = ""
     pending: bool = False
-
-    def request(self) -> None:
-        """Note that a user asked for a replan. Requests before the result count as one."""
-        self.pending = True
+    """True from a user's request to its result. Requests before the result count as one."""
 
     def record(self, result: str) -> None:
         """Store the result of the pending replan, if there is one."""
@@ -157,7 +144,7 @@ class ClusterManager:
 
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
-        self.replans.request()
+        self.replans.pending = True
         if self.view.phase not in (Phase.STARTING, Phase.SERVING):
             self.replans.record("no plan serves yet: the next one uses every worker that is ready")
         self._apply_event(ReplanRequested())
@@ -221,7 +208,7 @@ class ClusterManager:
     async def acquire(self) -> Pipeline:
         """See PipelineSource."""
         before = None
-        while (progress := self._progress()) != before:
+        while before != (progress := self._progress()):
             if self.view.phase is Phase.SERVING and self.pipeline is not None:
                 return self.pipeline
             before, self._waiter = progress, asyncio.get_running_loop().create_future()
@@ -230,15 +217,12 @@ class ClusterManager:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SILENCE_SECONDS):
                     return await self._waiter
-        raise DeadlineError(
-            f"no plan serves: no progress for {SILENCE_SECONDS:g} s. Restart mtp-coord"
-        )
+        raise NotReadyError(f"no plan serves: no progress for {SILENCE_SECONDS:g} s. Try again")
 
     def _progress(self) -> tuple[object, ...]:
         """Return what changes while a plan is on its way. Ticks bound the wait for workers, so their time counts."""
-        view = self.view
-        time_passed = view.now if view.phase is Phase.GATHERING else 0.0
-        return view.epoch, view.phase, self.loads.totals, time_passed
+        gathering = self.view.phase is Phase.GATHERING
+        return self.view.epoch, self.loads.totals, gathering and self.view.now
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """See PipelineSource."""
@@ -270,14 +254,11 @@ class ClusterManager:
             return
         try:
             self._apply_and_act(event)
-        except Exception as error:
-            # A bug. The next event would probably raise too, while every request waits for a plan.
+        except Exception as error:  # a bug: the next event would fail too, and no plan would start
             log.exception("an event of the cluster failed", extra={"event": event})
             self._is_closing = True
-            cause = f"{type(error).__name__}: {error}"
-            self.end_process(
-                ClusterError(f"the cluster cannot plan: {cause}. Start again, and report this bug")
-            )
+            cause = f"{type(error).__name__}: {error}. Start again, and report this bug"
+            self.end_process(ClusterError(f"the cluster cannot plan: {cause}"))
 
     def _apply_and_act(self, event: Event) -> None:
         before = self.view
@@ -285,15 +266,10 @@ class ClusterManager:
         if not isinstance(event, TimePassed):
             log.debug("event", extra={"event": event})
         if before.phase is not self.view.phase:
-            log.info(
-                "cluster: %s",
-                self.view.phase.value,
-                extra={
-                    "epoch": self.view.epoch,
-                    "workers": len(self.view.serving),
-                    **({"problem": self.view.problem} if self.view.problem else {}),
-                },
-            )
+            extra: dict[str, object] = {"epoch": self.view.epoch, "workers": len(self.view.serving)}
+            if self.view.problem:
+                extra["problem"] = self.view.problem
+            log.info("cluster: %s", self.view.phase.value, extra=extra)
         if before.serving and not self.view.serving:
             self._stop_plan(WorkerLostError(self.view.problem))
         if before.preparing and not self.view.preparing:

@@ -101,6 +101,9 @@ PROBE_SECONDS = 1.0
 REFUSED_LOG_SECONDS = 60.0
 """Seconds between two warnings about a peer that does not prove to be a member of the cluster."""
 
+Descriptions = dict[WorkerClient, Member | str]
+"""The member that each watched worker is, or the reason for its refusal."""
+
 
 class Membership:
     """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
@@ -312,11 +315,8 @@ class Membership:
 
     # ---- another model
 
-    async def describe_for(self, model: ServedModel) -> dict[WorkerClient, Member | str]:
-        """Ask every watched worker about `model`. Return a member, or the reason for a refusal, of each.
-
-        A worker that is admitted meanwhile is asked too.
-        """
+    async def describe_for(self, model: ServedModel) -> Descriptions:
+        """Ask every watched worker about `model`, also those that are admitted meanwhile."""
 
         async def describe(address: str, client: WorkerClient) -> None:
             """Describe one worker."""
@@ -324,21 +324,17 @@ class Membership:
                 info = await client.describe(model.ref)
             except ClusterError as error:
                 described[client] = str(error)
-                return
-            problem = self._refusal_reason(info, model)
-            refusal = f"{shown_name(info, address)} {problem}"
-            described[client] = refusal if problem else member_of(address, info)
+            else:
+                problem, name = self._refusal_reason(info, model), shown_name(info, address)
+                described[client] = f"{name} {problem}" if problem else member_of(address, info)
 
-        described: dict[WorkerClient, Member | str] = {}
+        described: Descriptions = {}
         while new := [(a, c) for a, c in self.clients.items() if c not in described]:
             await asyncio.gather(*(describe(a, c) for a, c in new))
         return described
 
     def change_model(self, model: ServedModel, described: dict[WorkerClient, Member | str]) -> None:
-        """Describe workers for `model` from now on. Watched workers that refused it are released.
-
-        `described` is the result of `describe_for`, with no wait in between.
-        """
+        """Describe workers for `model` from now on, and release those that refused it. Call it after `describe_for`."""
         self.model = model
         for address, client in tuple(self.clients.items()):
             found, joining = described[client], self._joining.pop(address, None)

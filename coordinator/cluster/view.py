@@ -51,10 +51,7 @@ class Member:
     state: MemberState = MemberState.READY
     reason: str = ""
     failure_count: int = 0
-    """Recorded failures minus forgiven ones, at most MOST_FAILURES.
-
-    A failure is a loss, or a plan that failed because of this worker.
-    """
+    """Recorded failures minus forgiven ones. A failure is a loss, or a plan that failed because of this worker."""
     backoff_until: float = 0.0
     """Manager's clock. No plan uses the worker earlier, so that one bad worker does not stop every stream again."""
     ready_since: float = 0.0

@@ -238,8 +238,7 @@ class _Server:
         )
         self.manager: ClusterManager | None = None
         self.parts: ServedParts | None = None
-        self.failure: ClusterError | None = None
-        """The reason why the server ends by itself."""
+        self.failure: ClusterError | None = None  # the reason why the server ends by itself
         self._lasting: LastingParts | None = None
         self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
         if tls is not None:
