@@ -238,9 +238,9 @@ def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> N
     view = serving("a", planner=planner, settings=AUTO)
     day, process = view.now + 24 * 3600.0, 1
 
-    def tick(view: View) -> View:
-        """Let a second pass, in which every preparation and start succeeds."""
-        view = happen(view, TimePassed(), planner, after=1.0).view
+    def tick(view: View, seconds: float = 1.0) -> View:
+        """Let time pass, in which every preparation and start succeeds."""
+        view = happen(view, TimePassed(), planner, after=seconds).view
         if view.preparing:
             view = happen(view, PlanPrepared(view.preparing), planner).view
         return happen(view, PlanServing(view.epoch), planner).view
@@ -254,7 +254,7 @@ def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> N
                 break
         if fault == "it crashes at once" or "b" in view.serving:
             view = happen(view, WorkerLost("b", "its process ended"), planner).view
-            view = tick(view)
+            view = tick(view, seconds=9.0)
     assert process > 5000
     view = happen(view, WorkerJoined(worker("b", process + 1)), planner).view
     recovered = view.now
