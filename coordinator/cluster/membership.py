@@ -333,7 +333,7 @@ class Membership:
             await asyncio.gather(*(describe(a, c) for a, c in new))
         return described
 
-    def change_model(self, model: ServedModel, described: dict[WorkerClient, Member | str]) -> None:
+    def change_model(self, model: ServedModel, described: Descriptions) -> None:
         """Describe workers for `model` from now on, and release those that refused it. Call it after `describe_for`."""
         self.model = model
         for address, client in tuple(self.clients.items()):
