@@ -48,13 +48,13 @@ def apply(view: View, event: Event, now: float) -> View:
                 view,
                 epoch=epoch,
                 serving=addresses,
+                recovering=view.recovering or view.phase is Phase.SERVING,
                 replan=False,
                 considered=frozenset(),
                 postponed=frozenset(),
                 unprepared="",
             )
-            started = _without_preparation(started)
-            return _enter(started, Phase.STARTING)
+            return _enter(_without_preparation(started), Phase.STARTING)
         case PlanServing(epoch) if epoch == view.epoch and view.phase is Phase.STARTING:
             served = replace(view, recovering=False, problem="", gathered=0.0, retry_at=0.0)
             return _enter(served, Phase.SERVING)

@@ -7,6 +7,7 @@ serve. This module owns the running start of a plan and the pipeline in force.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -42,11 +43,7 @@ from coordinator.cluster.events import (
     TimePassed,
 )
 from coordinator.cluster.membership import ManagerOptions, Membership
-from coordinator.cluster.plan_start import (
-    LoadState,
-    PlanStart,
-    describe_failure,
-)
+from coordinator.cluster.plan_start import LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline
@@ -68,10 +65,7 @@ class ReplanLog:
     answered: int = 0
     result: str = ""
     pending: bool = False
-
-    def request(self) -> None:
-        """Note that a user asked for a replan. Requests before the result count as one."""
-        self.pending = True
+    """True from a user's request to its result. Requests before the result count as one."""
 
     def record(self, result: str) -> None:
         """Store the result of the pending replan, if there is one."""
@@ -86,6 +80,9 @@ MAX_FAULT = 300
 
 CLOSE_SECONDS = 5.0
 """Seconds. Bound on unloading all workers when the coordinator ends."""
+
+SILENCE_SECONDS = 720.0
+"""Seconds. Longest time without progress of a plan that loads. The check of `--exact` on CUDA may take ten minutes."""
 
 
 class ClusterManager:
@@ -107,6 +104,8 @@ class ClusterManager:
         self.alone = alone
         self.clock = clock
         self.count_open_requests: Callable[[], int] = lambda: 0
+        self.end_process: Callable[[ClusterError], None] = lambda error: None
+        """Called once if an event raises an unexpected exception, after which no plan can start any more."""
         self.view = View(options.settings, now=clock(), since=clock())
         self.membership = Membership(
             model, options, lambda: self.view, self._apply_event, self._receive_status, clock
@@ -145,7 +144,7 @@ class ClusterManager:
 
     def replan(self) -> None:
         """Look for a better plan over the workers that are ready now. `replans` has the result."""
-        self.replans.request()
+        self.replans.pending = True
         if self.view.phase not in (Phase.STARTING, Phase.SERVING):
             self.replans.record("no plan serves yet: the next one uses every worker that is ready")
         self._apply_event(ReplanRequested())
@@ -208,12 +207,22 @@ class ClusterManager:
 
     async def acquire(self) -> Pipeline:
         """See PipelineSource."""
-        if self.view.phase is Phase.SERVING and self.pipeline is not None:
-            return self.pipeline
-        self._waiter = asyncio.get_running_loop().create_future()
-        if self.view.phase is Phase.ENDED:
-            self._apply_event(GatheringRestarted())
-        return await self._waiter
+        before = None
+        while before != (progress := self._progress()):
+            if self.view.phase is Phase.SERVING and self.pipeline is not None:
+                return self.pipeline
+            before, self._waiter = progress, asyncio.get_running_loop().create_future()
+            if self.view.phase is Phase.ENDED:
+                self._apply_event(GatheringRestarted())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    return await self._waiter
+        raise NotReadyError(f"no plan serves: no progress for {SILENCE_SECONDS:g} s. Try again")
+
+    def _progress(self) -> tuple[object, ...]:
+        """Return what changes while a plan is on its way. Ticks bound the wait for workers, so their time counts."""
+        gathering = self.view.phase is Phase.GATHERING
+        return self.view.epoch, self.loads.totals, gathering and self.view.now
 
     def report_failure(self, pipeline: Pipeline, error: Exception) -> None:
         """See PipelineSource."""
@@ -243,20 +252,24 @@ class ClusterManager:
     def _apply_event(self, event: Event) -> None:
         if self._is_closing:
             return
+        try:
+            self._apply_and_act(event)
+        except Exception as error:  # a bug: the next event would fail too, and no plan would start
+            log.exception("an event of the cluster failed", extra={"event": event})
+            self._is_closing = True
+            cause = f"{type(error).__name__}: {error}. Start again, and report this bug"
+            self.end_process(ClusterError(f"the cluster cannot plan: {cause}"))
+
+    def _apply_and_act(self, event: Event) -> None:
         before = self.view
         self.view = apply(before, event, self.clock())
         if not isinstance(event, TimePassed):
             log.debug("event", extra={"event": event})
         if before.phase is not self.view.phase:
-            log.info(
-                "cluster: %s",
-                self.view.phase.value,
-                extra={
-                    "epoch": self.view.epoch,
-                    "workers": len(self.view.serving),
-                    **({"problem": self.view.problem} if self.view.problem else {}),
-                },
-            )
+            extra: dict[str, object] = {"epoch": self.view.epoch, "workers": len(self.view.serving)}
+            if self.view.problem:
+                extra["problem"] = self.view.problem
+            log.info("cluster: %s", self.view.phase.value, extra=extra)
         if before.serving and not self.view.serving:
             self._stop_plan(WorkerLostError(self.view.problem))
         if before.preparing and not self.view.preparing:

@@ -101,6 +101,9 @@ PROBE_SECONDS = 1.0
 REFUSED_LOG_SECONDS = 60.0
 """Seconds between two warnings about a peer that does not prove to be a member of the cluster."""
 
+Descriptions = dict[WorkerClient, Member | str]
+"""The member that each watched worker is, or the reason for its refusal."""
+
 
 class Membership:
     """The set of watched workers. `view` returns the coordinator's view, `apply_event` changes it.
@@ -201,16 +204,20 @@ class Membership:
 
     async def _describe_candidate(self, candidate: Candidate) -> None:
         """Admit the worker at the first address of `candidate` that answers with the announced worker id."""
+        model = self.model
         for address in candidate.addresses:
             try:
                 client, info = await connect_worker(
-                    self.options.policy, candidate, address, self.options.me, self.model.ref
+                    self.options.policy, candidate, address, self.options.me, model.ref
                 )
             except ClusterError as error:
                 self._record_silence(candidate, address, error)
                 continue
             self._last_errors.pop(address, None)
-            await self._admit_worker(address, client, info)
+            if model is self.model:
+                await self._admit_worker(address, client, info)
+            else:  # the answer is about the earlier model, so the worker is asked again
+                await client.close()
             break
         self._described_at[candidate.id] = self._clock()
 
@@ -308,32 +315,37 @@ class Membership:
 
     # ---- another model
 
-    async def describe_for(self, model: ServedModel) -> dict[str, Member | str]:
-        """Ask every watched worker about `model`. Return a member, or the reason for a refusal, by address."""
+    async def describe_for(self, model: ServedModel) -> Descriptions:
+        """Ask every watched worker about `model`, also those that are admitted meanwhile."""
 
-        async def describe(address: str, client: WorkerClient) -> Member | str:
+        async def describe(address: str, client: WorkerClient) -> None:
             """Describe one worker."""
             try:
                 info = await client.describe(model.ref)
             except ClusterError as error:
-                return str(error)
-            problem = self._refusal_reason(info, model)
-            return f"{shown_name(info, address)} {problem}" if problem else member_of(address, info)
+                described[client] = str(error)
+            else:
+                problem, name = self._refusal_reason(info, model), shown_name(info, address)
+                described[client] = f"{name} {problem}" if problem else member_of(address, info)
 
-        clients = dict(self.clients)
-        found = await asyncio.gather(*(describe(a, c) for a, c in clients.items()))
-        return dict(zip(clients, found, strict=True))
+        described: Descriptions = {}
+        while new := [(a, c) for a, c in self.clients.items() if c not in described]:
+            await asyncio.gather(*(describe(a, c) for a, c in new))
+        return described
 
-    def change_model(self, model: ServedModel, described: dict[str, Member | str]) -> None:
-        """Describe workers for `model` from now on. Watched workers that refused it are released."""
+    def change_model(self, model: ServedModel, described: Descriptions) -> None:
+        """Describe workers for `model` from now on, and release those that refused it. Call it after `describe_for`."""
         self.model = model
-        for address, found in described.items():
-            before = self._view().members.get(address)
-            if isinstance(found, Member):
-                self._apply_event(WorkerJoined(found))
-            elif (client := self.clients.pop(address, None)) and before is not None:
+        for address, client in tuple(self.clients.items()):
+            found, joining = described[client], self._joining.pop(address, None)
+            if isinstance(found, str):
+                del self.clients[address]
                 self._background.spawn(self._release(client))
-                self._refuse_worker(before, found)
+                self._refuse_worker(joining or self._view().members[address], found)
+            elif joining is None:
+                self._apply_event(WorkerJoined(found))
+            else:
+                self._joining[address] = found
 
     # ---- watching
 

@@ -12,8 +12,11 @@ from proto.span import Span
 FIRST_BACKOFF = 2.0
 """Seconds. Shortest time for which no plan uses a worker that failed repeatedly."""
 
-LONGEST_BACKOFF = 300.0
-"""Seconds. Upper bound of the back-off, which doubles with each failure."""
+LONGEST_BACKOFF = 45.0
+"""Seconds. Upper bound of the back-off, which doubles with each failure. A repaired worker serves within a minute."""
+
+MOST_FAILURES = 6
+"""Failures that are counted. The back-off is the longest from here on, and each of them takes a minute to forgive."""
 
 STABLE_SECONDS = 60.0
 """Seconds a worker must stay ready before one of its failures is forgiven."""
@@ -80,7 +83,8 @@ class Member:
         """
         backoff = min(LONGEST_BACKOFF, first_backoff * 2**self.failure_count)
         until = now + backoff if backoff >= FIRST_BACKOFF else self.backoff_until
-        return replace(self, failure_count=self.failure_count + 1, backoff_until=until)
+        count = min(MOST_FAILURES, self.failure_count + 1)
+        return replace(self, failure_count=count, backoff_until=until)
 
     def with_failure_forgiven(self, now: float) -> Member:
         """Return this member with one failure less, if it was ready and usable for STABLE_SECONDS."""

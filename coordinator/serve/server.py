@@ -155,7 +155,7 @@ WAIT_REPORT_SECONDS = 10.0
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C. Afterwards everything is closed and the process ends.
 
-    Raises UsageError if the port is not available, and ClusterError if no first plan is possible.
+    Raises UsageError if the port is not available, and ClusterError if no first plan is possible or the cluster fails.
     """
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
@@ -173,6 +173,8 @@ async def serve(options: ServeOptions) -> None:
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
         await _run(server.http, server.url, listener, server.start(stack), options.model)
+        if server.failure is not None:
+            raise server.failure
     _leave(INTERRUPTED if server.http.interrupted else 0)
 
 
@@ -236,6 +238,7 @@ class _Server:
         )
         self.manager: ClusterManager | None = None
         self.parts: ServedParts | None = None
+        self.failure: ClusterError | None = None  # the reason why the server ends by itself
         self._lasting: LastingParts | None = None
         self.http = HttpServer(self.app, self._end_answers, self._end_pages, self._count_answers)
         if tls is not None:
@@ -255,6 +258,9 @@ class _Server:
                 loaded = renew_certificate(self.options, tls, context, loaded)
             except (ClusterError, OSError) as error:
                 log.warning("HTTP certificate not renewed", extra={"error": str(error)})
+
+    def _end_with(self, error: ClusterError) -> None:
+        self.failure, self.http.should_exit = error, True
 
     async def _end_answers(self) -> None:
         if self.parts is not None:
@@ -310,6 +316,7 @@ class _Server:
         )
         model.local.reserved_bytes = manager.local_worker_bytes
         manager.count_open_requests = self._count_answers
+        manager.end_process = self._end_with
         stack.push_async_callback(manager.close)
         manager.start()
         if trust is not None:

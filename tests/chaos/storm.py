@@ -36,7 +36,7 @@ from tests.support.processes.team import Team, running_team
 
 WORKERS, CLIENTS = 4, 8
 
-KINDS = ("kill", "stop", "cut", "freeze", "restart", "replan")
+KINDS = ("kill", "stop", "cut", "freeze", "stuck", "restart", "replan")
 """Kinds of faults. `replan` asks the coordinator for a new plan."""
 
 FAULT_SECONDS = (3.5, 5.5)
@@ -90,6 +90,7 @@ class Load:
                 ask(self.url, self.model, question, answer)
             except (HungError, RuntimeError, httpx.HTTPError) as error:
                 self.wrong.append(f"{type(error).__name__}: {error}")
+                answer.times.append(time.time())  # the silence until the client gave up counts
                 self._stop.wait(1.0)
                 continue
             self.finished += 1
@@ -128,8 +129,11 @@ class Load:
         yield "answers finished", str(self.finished)
         yield "answers wrong, cut or refused", str(len(self.wrong))
         yield "pieces of text per second", f"{self.pieces_per_second:.2f}"
-        median, most, longest = spread(self.silences)
-        yield "silence of an answer, s", f"median {median:.1f}, 95 % {most:.1f}, most {longest:.1f}"
+        begun = [Answer(times=answer.times[1:]).pause for answer in self.answers]
+        for title, values in (("of an answer", self.silences), ("after its first token", begun)):
+            median, most, longest = spread(values)
+            figures = f"median {median:.1f}, 95 % {most:.1f}, most {longest:.1f}"
+            yield f"silence {title}, s", figures
         over = sum(silence > 30 for silence in self.silences)
         yield "answers silent for over 30 s", f"{over} of {len(self.silences)}"
 
@@ -154,7 +158,10 @@ def loading(
 class Storm:
     """Faults by the clock, one every `every` seconds. Equal seeds give the same faults."""
 
-    def __init__(self, faults: Faults, url: str, seed: int, every: float) -> None:
+    def __init__(
+        self, faults: Faults, url: str, seed: int, every: float, workers: int = WORKERS
+    ) -> None:
+        self.workers = workers
         self.faults, self.url, self.every = faults, url, every
         self.counts: Counter[str] = Counter()
         self._chance = random.Random(seed)
@@ -174,7 +181,9 @@ class Storm:
         kind = self._kinds.pop()
         self.counts[kind] += 1
         ends = kind in ("kill", "restart")
-        victim = self._chance.choice([n for n in range(WORKERS) if not (ends and n == SURVIVOR)])
+        victim = self._chance.choice(
+            [n for n in range(self.workers) if not (ends and n == SURVIVOR)]
+        )
         seconds = self._chance.uniform(*FAULT_SECONDS)
         print(f"{time.strftime('%T')} {kind} w{victim}", file=sys.stderr, flush=True)
         if kind == "replan":
@@ -191,7 +200,7 @@ class Storm:
 def coordinating(folder: Path, model: str, team: Team) -> Iterator[Coordinator]:
     """Run a coordinator with its usual settings over the workers of `team`."""
     flags = [flag for address in team.addresses for flag in ("--worker", address)]
-    flags += ["--model", model, "--dtype", "float32", "--nodes", str(WORKERS)]
+    flags += ["--model", model, "--dtype", "float32", "--nodes", str(len(team.workers))]
     with ending(launch_coordinator(folder, *flags)) as process:
         yield as_coordinator(process)
 
@@ -203,6 +212,8 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=60.0, help="length of the calm before it")
     parser.add_argument("--every", type=float, default=10.0, help="seconds from fault to fault")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--fresh", action="store_true", help="no prompt repeats")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--logs", type=Path, help="an empty folder for the logs of all processes")
@@ -211,17 +222,17 @@ def main() -> None:
     print(about())
     with (
         tempfile.TemporaryDirectory() as made,
-        running_team(given.logs or Path(made), given.model, WORKERS) as team,
+        running_team(given.logs or Path(made), given.model, given.workers) as team,
         coordinating(given.logs or Path(made), given.model, team) as coordinator,
     ):
-        with ThreadPoolExecutor(CLIENTS) as pool:
+        with ThreadPoolExecutor(given.clients) as pool:
             found = pool.map(lambda question: ask(coordinator.url, name, question), QUESTIONS)
             wanted = dict(zip(QUESTIONS, found, strict=True))
-        with loading(coordinator.url, name, wanted, CLIENTS, fresh=given.fresh) as calm:
+        with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as calm:
             time.sleep(given.calm)
         faults = Faults(team, given.model, coordinator.pid)
-        storm = Storm(faults, coordinator.url, given.seed, given.every)
-        with loading(coordinator.url, name, wanted, CLIENTS, fresh=given.fresh) as load:
+        storm = Storm(faults, coordinator.url, given.seed, given.every, given.workers)
+        with loading(coordinator.url, name, wanted, given.clients, fresh=given.fresh) as load:
             storm.run(given.seconds)
         load.ask_again()
         records = coordinator.records()

@@ -65,7 +65,7 @@ def back_offs(view: View, fault: Event, times: int) -> list[float]:
 
 
 def test_back_offs_double_with_each_failure(view: View) -> None:
-    """After one loss a worker may return at once. Later back-offs double up to five minutes."""
+    """After one loss a worker may return at once. Later back-offs double up to the longest."""
     found = back_offs(view, WorkerLost("a", "silent"), 12)
     assert found[:5] == [0.0, 2.0, 4.0, 8.0, 16.0]
     assert found[-1] == LONGEST_BACKOFF

@@ -36,13 +36,24 @@ from coordinator.cluster.events import (
     WorkerLeft,
     WorkerLost,
 )
-from coordinator.cluster.view import FIRST_BACKOFF, Member, MemberState, Phase, Settings, View
+from coordinator.cluster.view import (
+    FIRST_BACKOFF,
+    LONGEST_BACKOFF,
+    MOST_FAILURES,
+    Member,
+    MemberState,
+    Phase,
+    Settings,
+    View,
+)
 from coordinator.planning.plan import LayerGapError, Plan
 from proto.errors import SpanError
 from tests.support.protocol.cluster_walk import Step, happen, planner_for, walk, worker
 
 PATIENT = Settings(nodes=2, wait=5.0, recovery_wait=30.0)
 AUTO = replace(PATIENT, auto_replan=True)
+REQUIRED = replace(AUTO, nodes_required=True, first_wait=math.inf)
+"""The settings of `serve --nodes 2`, which waits without end for the first plan."""
 REMOTE = replace(PATIENT, why_not_alone="it serves nothing alone here")
 
 
@@ -70,6 +81,8 @@ def check(step: Step) -> None:
     if view.phase is Phase.GATHERING:
         assert view.waited < limit, "the wait is over and nothing was done"
     assert view.epoch >= before.epoch
+    if before.recovering or before.phase is Phase.SERVING:
+        assert view.recovering or view.phase is Phase.SERVING, "it waits as before the first plan"
     ready = {m.worker_id for m in view.members.values() if m.state is MemberState.READY}
     assert view.preparing | view.prepared <= ready
     assert view.phase is Phase.SERVING or not view.preparing
@@ -137,7 +150,7 @@ def _stays(before: View, view: View, address: str) -> bool:
 def _check_holds(step: Step) -> None:
     """Check that the failure count changes by one at a time, and that back-offs are bounded and never shortened."""
     for address, member in step.view.members.items():
-        assert member.backoff_until <= step.view.now + 300.0
+        assert member.backoff_until <= step.view.now + LONGEST_BACKOFF
         before = step.before.members.get(address)
         if before is not None:
             assert member.failure_count - before.failure_count in (-1, 0, 1)
@@ -175,7 +188,7 @@ def test_every_order_of_events(settings: Settings, fewest: int) -> None:
     assert steps + deeper > 2_500
 
 
-@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO])
+@pytest.mark.parametrize("settings", [PATIENT, REMOTE, AUTO, REQUIRED])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_every_order_of_events_while_serving(settings: Settings, fewest: int) -> None:
     """Every order of events from a cluster that serves."""
@@ -202,6 +215,55 @@ def test_every_order_of_events_at_length(settings: Settings, fewest: int) -> Non
 
 
 # ---- single decisions
+
+
+def test_a_change_of_plan_that_fails_does_not_wait_for_all_workers() -> None:
+    """Answers are open then, so the rest of the workers serve at once, also if `--nodes` asked for more."""
+    planner = planner_for(1)
+    view = serving("a", "b", planner=planner, settings=REQUIRED)
+    view = happen(view, WorkerLost("b", "silent for 3 s"), planner).view
+    view = happen(view, PlanServing(view.epoch), planner).view
+    view = happen(view, WorkerJoined(worker("b")), planner).view
+    view = happen(view, ReplanRequested(), planner).view
+    view = happen(view, PlanPrepared(view.preparing), planner).view
+    assert (view.phase, view.serving) == (Phase.STARTING, ("a", "b"))
+    lost = happen(view, WorkerLost("b", "silent for 3 s"), planner).view
+    assert (lost.phase, lost.serving) == (Phase.STARTING, ("a",))
+
+
+@pytest.mark.parametrize("fault", ["it crashes in use", "it crashes at once"])
+def test_a_worker_that_failed_for_a_day_is_back_within_a_minute(fault: str) -> None:
+    """Thousands of failures neither raise nor delay a recovered worker, and ten quiet minutes forgive them."""
+    planner = planner_for(1)
+    view = serving("a", planner=planner, settings=AUTO)
+    day, process = view.now + 24 * 3600.0, 1
+
+    def tick(view: View, seconds: float = 1.0) -> View:
+        """Let time pass, in which every preparation and start succeeds."""
+        view = happen(view, TimePassed(), planner, after=seconds).view
+        if view.preparing:
+            view = happen(view, PlanPrepared(view.preparing), planner).view
+        return happen(view, PlanServing(view.epoch), planner).view
+
+    while view.now < day:
+        process += 1
+        view = happen(view, WorkerJoined(worker("b", process)), planner).view
+        for _ in range(8):
+            view = tick(view)
+            if fault == "it crashes at once" or "b" in view.serving:
+                break
+        if fault == "it crashes at once" or "b" in view.serving:
+            view = happen(view, WorkerLost("b", "its process ended"), planner).view
+            view = tick(view, seconds=9.0)
+    assert process > 5000
+    view = happen(view, WorkerJoined(worker("b", process + 1)), planner).view
+    recovered = view.now
+    while "b" not in view.serving:
+        view = tick(view)
+        assert view.now <= recovered + 60.0
+    for _ in range(600):
+        view = tick(view)
+    assert view.members["b"].failure_count == 0
 
 
 def test_the_first_plan_waits_for_all_named_workers() -> None:
@@ -256,10 +318,10 @@ def test_a_back_off_does_not_stop_the_only_plan(
     view = serving("a", planner=planner, settings=settings)
     for number in range(others):
         view = happen(view, WorkerJoined(worker(f"b{number}")), planner).view
-    failing = replace(view.members["a"], failure_count=8)
+    failing = replace(view.members["a"], failure_count=MOST_FAILURES)
     view = replace(view, members={**view.members, "a": failing})
     failed = happen(view, PlanFailed(view.epoch, "its engine failed", "a"), planner).view
-    assert failed.members["a"].backoff_until - failed.now > 200
+    assert failed.members["a"].backoff_until - failed.now == LONGEST_BACKOFF
     if after is None:
         assert failed.serving == ("b0",)
         return

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coordinator.cluster.events import PlanServing, WorkerJoined, WorkerLost
+from coordinator.cluster import manager as manager_module
+from coordinator.cluster.events import Event, PlanServing, WorkerJoined, WorkerLost
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.view import Phase, Settings
+from coordinator.cluster.view import Phase, Settings, View
 from coordinator.planning.plan import Plan
 from proto import cluster_pb2 as pb
-from proto.errors import MemoryLimitError
+from proto.errors import ClusterError, MemoryLimitError, NotReadyError
 from tests.support.protocol.cluster_walk import planner_for, worker
 
 
@@ -59,3 +61,51 @@ async def test_closing_closes_a_pipeline_that_the_loop_has_not_acquired() -> Non
     manager._install_pipeline(pipeline)
     await manager.close()
     assert closed
+
+
+async def test_a_wait_for_a_plan_ends_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that goes on keeps the wait alive. One that stands still ends it with an error."""
+    monkeypatch.setattr(manager_module, "SILENCE_SECONDS", 0.2)
+    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
+
+    async def serve(self: ClusterManager, plan: Plan) -> None:
+        """Load for a second, and then never again."""
+        for step in range(10):
+            self.loads.done["a"] = (step, 100)
+            await asyncio.sleep(0.1)
+        loaded.set()
+        await asyncio.sleep(60)
+
+    loaded = asyncio.Event()
+    monkeypatch.setattr(ClusterManager, "_serve", serve)
+    manager = ClusterManager(model, options, no_pipeline)
+    waiting = asyncio.create_task(manager.acquire())
+    await asyncio.sleep(0)
+    manager._apply_event(WorkerJoined(worker("a")))
+    async with asyncio.timeout(30):
+        await loaded.wait()
+        assert not waiting.done()
+        with pytest.raises(NotReadyError, match=r"no progress for 0\.2 s\. Try again"):
+            await waiting
+    await manager.close()
+
+
+async def test_an_unexpected_exception_ends_the_process_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manager reports the bug once, and ignores later events."""
+
+    def broken(view: View, event: Event, now: float) -> View:
+        raise OverflowError("int too large to convert to float")
+
+    model: Any = SimpleNamespace(exact=False, planner=lambda: planner_for(1))
+    options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings(nodes=1))
+    manager = ClusterManager(model, options, no_pipeline)
+    reported: list[ClusterError] = []
+    manager.end_process = reported.append
+    monkeypatch.setattr(manager_module, "apply", broken)
+    for _ in range(3):
+        manager.replan()
+    (error,) = reported
+    assert "OverflowError: int too large" in str(error)
