@@ -477,7 +477,7 @@ class Scheduler:
         A prefix that the stages save now, or have saved, is backed up first.
         """
         backups, seq_id, prefix = self.backups, sequence.seq_id, tuple(sequence.tokens[:held])
-        if not backups.ready or seq_id in backups.in_flight or held <= backups.tokens_of(seq_id):
+        if not (backups.ready and backups.may_begin(seq_id)) or held <= backups.tokens_of(seq_id):
             return
         boundary = next(iter(sequence.prefix_boundaries), 0)
         if held >= MIN_NEW_TOKENS and (held == boundary or self.prefixes.has_entry(prefix)):
