@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import mlx.core as mx
@@ -135,6 +135,27 @@ def chunk_lengths(*, sparse: bool) -> ChunkLengths:
     if generation >= M5:
         return ChunkLengths(FUSED_ROWS, FUSED_ROWS)
     return ChunkLengths(shortest=512) if sparse else ChunkLengths()
+
+
+@dataclass(frozen=True)
+class FrameLimits:
+    """The frames that suit a machine, or all machines of a plan. `fused_width` is that of `widest_fused_window`."""
+
+    chunks: ChunkLengths = field(default_factory=ChunkLengths)
+    fused_width: int | None = None
+
+    @classmethod
+    def here(cls, *, sparse: bool, queries_per_key: int) -> FrameLimits:
+        """Return the limits of this machine for a model."""
+        return cls(chunk_lengths(sparse=sparse), widest_fused_window(queries_per_key))
+
+    @classmethod
+    def joint(cls, machines: Collection[FrameLimits]) -> FrameLimits:
+        """Return the limits that suit all `machines`. A chunk is too long for none of them."""
+        longest = min(one.chunks.longest for one in machines)
+        shortest = min(longest, max(one.chunks.shortest for one in machines))
+        widths = [one.fused_width for one in machines if one.fused_width is not None]
+        return cls(ChunkLengths(longest, shortest), min(widths, default=None))
 
 
 def fuses_prompts(rows: int) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from coordinator.depth.controller import MAX_DEPTH, Controller, MtpMode
@@ -39,7 +39,7 @@ from coordinator.schedule.request import (
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
 from mtp.checkpoint.format.config import ModelConfig
-from mtp.device import chunk_lengths, widest_fused_window
+from mtp.device import FrameLimits
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
@@ -178,16 +178,11 @@ class Scheduler:
         limits: Limits | None = None,
         prefill_chunk: int | None = None,
     ) -> Self:
-        """Return a scheduler for a model. Without `limits`, chunks of prompts suit the GPU of this machine."""
-        lengths = chunk_lengths(sparse=config.num_experts > 0)
+        """Return a scheduler for a model. Without `prefill_chunk`, chunks of prompts suit the machines of each plan."""
         limits = limits or Limits(
-            config.max_positions,
-            config.vocab_size,
-            prefill_chunk=prefill_chunk or lengths.longest,
-            shortest_chunk=lengths.shortest,
+            config.max_positions, config.vocab_size, prefill_chunk=prefill_chunk
         )
-        fused_width = widest_fused_window(config.queries_per_key)
-        return cls(limits, Controller(mode, fused_width=fused_width), vocabulary)
+        return cls(limits, Controller(mode), vocabulary)
 
     def reset(
         self,
@@ -196,13 +191,17 @@ class Scheduler:
         capacity: Capacity,
         now: float,
         restored: Mapping[int, int] | None = None,
+        frame_limits: FrameLimits | None = None,
     ) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
         Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. `restored`
         has the number of tokens of each backup that the stages have, by sequence. A sequence that exceeds the capacity
-        of the new plan ends with an error.
+        of the new plan ends with an error. `frame_limits` are those of the plan's machines.
         """
+        if frame_limits is not None:
+            self.limits = replace(self.limits, chunks=frame_limits.chunks)
+            self.controller.fused_width = frame_limits.fused_width
         restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self.next_number = 0

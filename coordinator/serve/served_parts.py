@@ -51,7 +51,7 @@ class ServeOptions:
 
     `nodes` is the number of workers the first plan needs; None accepts any number. `wait` None stands for DEFAULT_WAIT,
     or for no limit where workers are required. With `alone_ok` fewer workers than `nodes`, or none, serve after `wait`.
-    `prefill_chunk` None stands for the length that suits the GPU of this machine.
+    `prefill_chunk` None stands for the length that suits all machines of a plan.
     """
 
     model: str

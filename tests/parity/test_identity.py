@@ -119,8 +119,8 @@ def test_drafts_stages_and_concurrency_change_nothing(
 class RandomDepth(Controller):
     """A controller that draws a random depth for every micro-batch and records it."""
 
-    def __init__(self, mode: MtpMode, fused_width: int | None = None) -> None:
-        super().__init__(mode, fused_width=fused_width)
+    def __init__(self, mode: MtpMode) -> None:
+        super().__init__(mode)
         self.chance = random.Random(7)
 
     def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
