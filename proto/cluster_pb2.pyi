@@ -967,31 +967,26 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Rollback(_message.Message):
-    """The first `accepted_length` tokens of window `window` remain. Its last `trim` tokens and every later window are
-    dropped.
-    """
+    """The last `trim` tokens of window `window` and every later window are dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_ID_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
-    ACCEPTED_LENGTH_FIELD_NUMBER: _builtins.int
     TRIM_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     window: _builtins.int
-    accepted_length: _builtins.int
     trim: _builtins.int
     def __init__(
         self,
         *,
         seq_id: _builtins.int = ...,
         window: _builtins.int = ...,
-        accepted_length: _builtins.int = ...,
         trim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_length", b"accepted_length", "seq_id", b"seq_id", "trim", b"trim", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq_id", b"seq_id", "trim", b"trim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -167,9 +167,7 @@ class EnginePlan:
     def broadcast_rollback(self, rollback: Rollback) -> None:
         """Send a rollback to every stage, each after a time of its own."""
         r = rollback
-        self._signal(
-            lambda engine: engine.rollback(self.epoch, r.seq_id, r.window, r.accepted_length)
-        )
+        self._signal(lambda engine: engine.rollback(self.epoch, r.seq_id, r.window, r.trim))
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Send a cancellation to every stage, each after a time of its own."""
