@@ -16,7 +16,7 @@ from coordinator.pipeline.remote_pipeline import RemotePipeline
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.planning.plan import Plan, StagePlan
-from mtp.device import ChunkLengths, FrameLimits
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, ProtocolError
 from proto.frame import MAX_FRAME_TOKENS
@@ -220,7 +220,7 @@ def frame_limits_of(result: pb.LoadResult) -> FrameLimits:
     longest, shortest = result.longest_chunk, result.shortest_chunk
     if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
         raise ProtocolError(f"chunks of {shortest} to {longest} tokens do not fit into a frame")
-    return FrameLimits(ChunkLengths(longest, shortest), result.fused_width or None)
+    return FrameLimits(longest, shortest, result.fused_width or None)
 
 
 def describe_failure(error: Exception) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from typing import Self
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
-from mtp.device import ChunkLengths
+from mtp.device import FrameLimits
 from proto.errors import CapacityError, RequestError
 from proto.frame import Frame
 
@@ -30,7 +30,7 @@ class Limits:
     """The user's limits. `context` and `vocab` come from the model.
 
     Up to `queue` requests may wait; None allows as many as suit the plan. A prompt is cut into chunks of at most
-    `prefill_chunk` tokens; None takes the lengths that suit the plan's machines, `chunks`. Chunks of several prompts
+    `prefill_chunk` tokens; None takes the lengths that suit the plan's machines, `frames`. Chunks of several prompts
     share a frame of up to `step_tokens` tokens.
     """
 
@@ -38,13 +38,13 @@ class Limits:
     vocab: int = 2**31
     queue: int | None = None
     prefill_chunk: int | None = None
-    chunks: ChunkLengths = field(default_factory=ChunkLengths)
+    frames: FrameLimits = field(default_factory=FrameLimits)
     step_tokens: int = 2048
 
     @property
     def longest_chunk(self) -> int:
         """Maximum chunk length of a long prompt."""
-        return self.prefill_chunk or self.chunks.longest
+        return self.prefill_chunk or self.frames.longest
 
     def with_shorter_chunks(self) -> Self | None:
         """Return these limits with chunks of half the length, or None if the chunks are short already."""
@@ -60,7 +60,7 @@ class Limits:
         stages idle. The length does not depend on the number of stages: some kernels round differently for another
         number of rows, so the answer would depend on the number of stages.
         """
-        return min(self.longest_chunk, max(self.chunks.shortest, -(-prompt // PIPELINED_CHUNKS)))
+        return min(self.longest_chunk, max(self.frames.shortest, -(-prompt // PIPELINED_CHUNKS)))
 
 
 WAITING_PER_PLACE = 8

@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
-from typing import Self
 
-from coordinator.depth.controller import MAX_DEPTH, Controller, MtpMode
+from coordinator.depth.controller import MAX_DEPTH, Controller
 from coordinator.depth.search import DraftResult
 from coordinator.depth.step_costs import Shape
 from coordinator.planning.capacity import Capacity
@@ -38,7 +37,6 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
-from mtp.checkpoint.format.config import ModelConfig
 from mtp.device import FrameLimits
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
@@ -169,21 +167,6 @@ class Scheduler:
         self._shape: Shape | None = None
         """The shape that the controller chose for the next micro-batch, until it is sent."""
 
-    @classmethod
-    def for_model(
-        cls,
-        config: ModelConfig,
-        mode: MtpMode,
-        vocabulary: bytes,
-        limits: Limits | None = None,
-        prefill_chunk: int | None = None,
-    ) -> Self:
-        """Return a scheduler for a model. Without `prefill_chunk`, chunks of prompts suit the machines of each plan."""
-        limits = limits or Limits(
-            config.max_positions, config.vocab_size, prefill_chunk=prefill_chunk
-        )
-        return cls(limits, Controller(mode), vocabulary)
-
     def reset(
         self,
         stages: int,
@@ -200,7 +183,7 @@ class Scheduler:
         of the new plan ends with an error. `frame_limits` are those of the plan's machines.
         """
         if frame_limits is not None:
-            self.limits = replace(self.limits, chunks=frame_limits.chunks)
+            self.limits = replace(self.limits, frames=frame_limits)
             self.controller.fused_width = frame_limits.fused_width
         restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity

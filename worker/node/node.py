@@ -204,8 +204,8 @@ class WorkerNode:
             weight_bytes=loaded.weight_bytes,
             has_mtp=loaded.stage.modules.head is not None,
             layers=loaded.stage.variants.summary,
-            longest_chunk=frames.chunks.longest,
-            shortest_chunk=frames.chunks.shortest,
+            longest_chunk=frames.longest,
+            shortest_chunk=frames.shortest,
             fused_width=frames.fused_width or 0,
         )
 

@@ -13,7 +13,7 @@ from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.plan_start import PlanStart, StartError, workers_in_use
 from coordinator.cluster.view import Settings, View
 from coordinator.pipeline.remote_pipeline import RemotePipeline
-from mtp.device import ChunkLengths, FrameLimits
+from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, MemoryLimitError
@@ -137,9 +137,9 @@ async def test_frames_suit_every_machine_of_the_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RemotePipeline, "open", open_nothing)
     cluster = Cluster()
     cluster.chunks = {"a": (1024, 1024, 5), "b": (512, 128, 0), "c": (512, 512, 8)}
-    assert (await cluster.start()).frame_limits == FrameLimits(ChunkLengths(512, 512), 5)
+    assert (await cluster.start()).frame_limits == FrameLimits(512, 512, 5)
     cluster.chunks = dict.fromkeys("abc", (1024, 1024, 0))
-    assert (await cluster.start()).frame_limits == FrameLimits(ChunkLengths(1024, 1024))
+    assert (await cluster.start()).frame_limits == FrameLimits(1024, 1024)
     cluster.chunks = {"b": (0, 0, 0)}
     with pytest.raises(StartError, match="chunks of 0 to 0 tokens"):
         await cluster.start()

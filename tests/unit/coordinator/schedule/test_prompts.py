@@ -19,7 +19,7 @@ from coordinator.schedule.prompts import (
 )
 from coordinator.schedule.request import Finished
 from coordinator.schedule.scheduler import Scheduler
-from mtp.device import ChunkLengths, FrameLimits
+from mtp.device import FrameLimits
 from proto.errors import CapacityError
 from proto.frame import Frame, Segment
 from tests.support.protocol.scheduler_drive import ROOM, Drive, chunks_of
@@ -38,15 +38,15 @@ def chunk_frame(tokens: int, seconds: float) -> Frame:
 def test_chunks_suit_the_machines_of_each_plan() -> None:
     """A plan brings the lengths of its machines. The user's length, or one that a GPU accepts, counts more."""
     scheduler = Scheduler(Limits(10_000), Controller(MtpMode(0)))
-    for chunks in (ChunkLengths(1024, 1024), ChunkLengths(512, 128)):
-        scheduler.reset(1, 1, ROOM, 0.0, frame_limits=FrameLimits(chunks, 5))
-        assert scheduler.limits.chunk_length(9000) == chunks.longest
-        assert scheduler.limits.chunk_length(9) == chunks.shortest
+    for frames in (FrameLimits(1024, 1024, 5), FrameLimits(512, 128, 5)):
+        scheduler.reset(1, 1, ROOM, 0.0, frame_limits=frames)
+        assert scheduler.limits.chunk_length(9000) == frames.longest
+        assert scheduler.limits.chunk_length(9) == frames.shortest
         assert scheduler.controller.fused_width == 5
     shorter = scheduler.limits.with_shorter_chunks()
     assert shorter is not None
     scheduler.limits = shorter
-    scheduler.reset(1, 2, ROOM, 0.0, frame_limits=FrameLimits(ChunkLengths(1024, 128)))
+    scheduler.reset(1, 2, ROOM, 0.0, frame_limits=FrameLimits(1024, 128))
     assert scheduler.limits.chunk_length(9000) == 256
     assert scheduler.controller.fused_width is None
 
@@ -56,7 +56,7 @@ def test_chunks_suit_the_machines_of_each_plan() -> None:
 
 def test_a_short_prompt_has_no_shorter_chunks_than_the_gpu_computes_fast() -> None:
     """A prompt is cut into eight chunks or more, of the shortest to the longest useful length."""
-    limits = Limits(10_000, chunks=ChunkLengths(1024, 512))
+    limits = Limits(10_000, frames=FrameLimits(1024, 512))
     assert [limits.chunk_length(tokens) for tokens in (100, 4000, 6000, 9000)] == [
         512,
         512,
