@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -116,36 +116,42 @@ FUSED_QUERIES = 32
 
 
 @dataclass(frozen=True)
-class ChunkLengths:
-    """Tokens of a prompt chunk: `longest` for long prompts, and `shortest` for short ones."""
+class FrameLimits:
+    """The frames that suit a machine, or all machines of a plan.
+
+    `longest` and `shortest` are the tokens of the chunks of long and of short prompts. `fused_width` is the widest
+    window that MLX's fused attention takes; None for no limit.
+    """
 
     longest: int = 512
     shortest: int = 128
+    fused_width: int | None = None
 
+    @classmethod
+    def here(cls, *, sparse: bool, queries_per_key: int) -> FrameLimits:
+        """Return the limits of this machine for a dense or `sparse` model with `queries_per_key` heads.
 
-def chunk_lengths(*, sparse: bool) -> ChunkLengths:
-    """Return the lengths of prompt chunks that suit the GPU of this machine and a dense or `sparse` model.
+        Fewer than `shortest` rows cost about as much, because a stage reads its weights anyway. 128 tokens of a mixture
+        of experts read nearly all of them: on a Mac in as much time as some 350 tokens compute.
+        """
+        on_metal, generation = this_device().backend == "metal", Arithmetic.here().generation
+        width = max(1, FUSED_QUERIES // queries_per_key) if on_metal else None
+        if generation is not None and generation >= M5:
+            return cls(FUSED_ROWS, FUSED_ROWS, width)
+        return cls(shortest=512 if sparse and generation else 128, fused_width=width)
 
-    Fewer than `shortest` rows cost about as much, because a stage reads its weights anyway. 128 tokens of a mixture of
-    experts read nearly all of them: on a Mac in as much time as some 350 tokens compute, by its bandwidth and speed.
-    """
-    generation = Arithmetic.here().generation
-    if generation is None:
-        return ChunkLengths()
-    if generation >= M5:
-        return ChunkLengths(FUSED_ROWS, FUSED_ROWS)
-    return ChunkLengths(shortest=512) if sparse else ChunkLengths()
+    @classmethod
+    def joint(cls, machines: Collection[FrameLimits]) -> FrameLimits:
+        """Return the limits that suit all `machines`. A chunk is too long for none of them."""
+        longest = min(one.longest for one in machines)
+        shortest = min(longest, max(one.shortest for one in machines))
+        widths = [one.fused_width for one in machines if one.fused_width is not None]
+        return cls(longest, shortest, min(widths, default=None))
 
 
 def fuses_prompts(rows: int) -> bool:
     """Return whether MLX's attention holds no scores of a prompt chunk of `rows` rows."""
     return rows >= FUSED_ROWS and (Arithmetic.here().generation or 0) >= M5
-
-
-def widest_fused_window(queries_per_key: int) -> int | None:
-    """Return the widest window that MLX's fused attention takes, for `queries_per_key` heads; None for no limit."""
-    on_metal = this_device().backend == "metal"
-    return max(1, FUSED_QUERIES // queries_per_key) if on_metal else None
 
 
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:

@@ -730,20 +730,32 @@ class LoadResult(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     HAS_MTP_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    LONGEST_CHUNK_FIELD_NUMBER: _builtins.int
+    SHORTEST_CHUNK_FIELD_NUMBER: _builtins.int
+    FUSED_WIDTH_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     has_mtp: _builtins.bool
     layers: _builtins.str
     """how the layers compute, for people, such as "48 packed, exact" """
+    longest_chunk: _builtins.int
+    """The frames that suit this machine and the model: tokens of the chunks of long and of short prompts, and the width
+    of the widest window of a fused kernel, 0 without a bound.
+    """
+    shortest_chunk: _builtins.int
+    fused_width: _builtins.int
     def __init__(
         self,
         *,
         weight_bytes: _builtins.int = ...,
         has_mtp: _builtins.bool = ...,
         layers: _builtins.str = ...,
+        longest_chunk: _builtins.int = ...,
+        shortest_chunk: _builtins.int = ...,
+        fused_width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_mtp", b"has_mtp", "layers", b"layers", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fused_width", b"fused_width", "has_mtp", b"has_mtp", "layers", b"layers", "longest_chunk", b"longest_chunk", "shortest_chunk", b"shortest_chunk", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -955,31 +967,26 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Rollback(_message.Message):
-    """The first `accepted_length` tokens of window `window` remain. Its last `trim` tokens and every later window are
-    dropped.
-    """
+    """The last `trim` tokens of window `window` and every later window are dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_ID_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
-    ACCEPTED_LENGTH_FIELD_NUMBER: _builtins.int
     TRIM_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     window: _builtins.int
-    accepted_length: _builtins.int
     trim: _builtins.int
     def __init__(
         self,
         *,
         seq_id: _builtins.int = ...,
         window: _builtins.int = ...,
-        accepted_length: _builtins.int = ...,
         trim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_length", b"accepted_length", "seq_id", b"seq_id", "trim", b"trim", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seq_id", b"seq_id", "trim", b"trim", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

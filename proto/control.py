@@ -21,41 +21,26 @@ _MAX_NAME = 128
 
 @dataclass(frozen=True)
 class Rollback:
-    """The rejection of the last `trim` tokens of `window` and of every later window.
-
-    `accepted_length` tokens of the window remain. It is 0 for an invalidated window.
-    """
+    """The rejection of the last `trim` tokens of `window` and of every later window."""
 
     seq_id: int
     window: int
-    accepted_length: int
     trim: int
 
     def __post_init__(self) -> None:
         _within("seq_id", self.seq_id, 0, MAX_INT)
         _within("window", self.window, 0, MAX_INT)
-        _within("accepted_length", self.accepted_length, 0, MAX_FRAME_TOKENS)
-        _within("trim", self.trim, 0, MAX_FRAME_TOKENS - self.accepted_length)
-
-    @property
-    def width(self) -> int:
-        """Number of tokens of the window before the rollback."""
-        return self.accepted_length + self.trim
+        _within("trim", self.trim, 0, MAX_FRAME_TOKENS)
 
     def to_signal(self, epoch: int) -> pb.Signal:
         """Return the signal that carries this rollback."""
-        rollback = pb.Rollback(
-            seq_id=self.seq_id,
-            window=self.window,
-            accepted_length=self.accepted_length,
-            trim=self.trim,
-        )
+        rollback = pb.Rollback(seq_id=self.seq_id, window=self.window, trim=self.trim)
         return pb.Signal(epoch=epoch, rollback=rollback)
 
     @classmethod
     def of(cls, message: pb.Rollback) -> Rollback:
         """Return the rollback in a message. Raises ProtocolError for a value out of range."""
-        return cls(message.seq_id, message.window, message.accepted_length, message.trim)
+        return cls(message.seq_id, message.window, message.trim)
 
 
 def check_signal(signal: pb.Signal) -> None:

@@ -30,6 +30,7 @@ from coordinator.api.request_body import require_key
 from coordinator.api.stored_answers import StoredAnswers
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_records import FrameRecords
+from coordinator.text.tokenizer import ModelInfo
 from coordinator.web import page
 from coordinator.web.live_feed import LiveFeed
 from coordinator.web.page import page_routes
@@ -99,14 +100,19 @@ def starting_app(
 
     `reason` is the message of that answer; without it, the state of the download. `loader` changes the model.
     """
-    absent = cast(Any, None)  # these endpoints use neither generator, tokenizer nor model
-    api = Api(absent, absent, absent, status, options, model_loader=loader)
-    app = _new_app(api, (operations.router, page.router, models.load_router))
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
-    async def refuse(request: Request) -> None:
+    def refuse() -> None:
         """Answer 503 with the state of the download."""
         detail = reason or f"The server is starting: {status.status().detail}."
         raise NotReadyError(f"{detail} Try again later.")
+
+    absent = cast(Any, None)  # these endpoints use neither generator nor tokenizer
+    api = Api(absent, absent, ModelInfo("", 0), status, options, refuse, model_loader=loader)
+    app = _new_app(api, (operations.router, page.router, models.load_router))
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
+    async def refuse_all(request: Request) -> None:
+        """Answer 503 to every other request."""
+        refuse()
 
     return app

@@ -144,8 +144,11 @@ class StoredAnswer:
         delivery = Delivery(self._api, self._prepared, meter)
         wait = REFUSAL_SECONDS if self.record.background else self._api.options.keep_alive_seconds
         first = await delivery.first_event(wait)
-        # Before the client learns the id.
-        await self._journal.save_now(self.record)
+        try:
+            await self._journal.save_now(self.record)  # before the client learns the id
+        except BaseException:
+            delivery.close()
+            raise
         self._task = asyncio.create_task(self._run(delivery, first), name=self.record.id)
 
     def restore(self) -> None:

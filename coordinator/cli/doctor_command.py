@@ -18,6 +18,7 @@ from coordinator.cli.options import ModelArgument, ModelOption, model_or_builtin
 from coordinator.cli.trust_commands import StateOption
 from coordinator.doctor.diagnosis import Diagnosis, DoctorOptions
 from coordinator.doctor.finding import Finding, Verdict
+from coordinator.doctor.step import forget_trials
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.trust.cluster_trust import ClusterTrust
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -47,6 +48,9 @@ def doctor(
     full: Annotated[
         bool, typer.Option("--full", help="Take minutes: longer texts, more depths, a pause.")
     ] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Forget which kernels failed or were slower here.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Connect to workers without encryption.")
     ] = False,
@@ -58,9 +62,12 @@ def doctor(
     """Check this machine, its kernels and its workers, and print advice.
 
     Takes about 30 seconds with the built-in model. With another MODEL the recurrence is checked at that model's widths,
-    and the answers come from it, which loads its weights. Exits with status 1 if a check fails.
+    and the answers come from it, which loads its weights. Exits with status 1 if a check fails. With --retry this check
+    and the next start of a worker try the optional kernels again.
     """
     logging.getLogger().setLevel(logging.ERROR)
+    if retry:
+        forget_trials()
     checkpoint = Checkpoint.open(resolve_model(model_or_builtin(argument, option)))
     trust = None if insecure else ClusterTrust.open(state_dir(state), create=False)
     policy = ConnectionPolicy(trust.trust if trust else None, insecure)

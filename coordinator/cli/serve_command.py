@@ -110,7 +110,7 @@ def serve(
         typer.Option(
             min=1,
             max=8192,
-            help="Most tokens of a prompt that travel together.  [default: 512; on an M5, 1024]",
+            help="Most tokens of a prompt that travel together.  [default: 512; 1024 if all machines are M5]",
         ),
     ] = None,
     no_prefix_cache: Annotated[

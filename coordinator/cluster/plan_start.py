@@ -16,8 +16,10 @@ from coordinator.pipeline.remote_pipeline import RemotePipeline
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.planning.plan import Plan, StagePlan
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, NotReadyError
+from proto.errors import ClusterError, NotReadyError, ProtocolError
+from proto.frame import MAX_FRAME_TOKENS
 from proto.rpc.status_codes import printable
 from proto.terminal.progress import OnProgress, byte_bar
 
@@ -73,6 +75,8 @@ class PlanStart:
         self._model = model
         self._options = options
         self._membership = membership
+        self._frame_limits: list[FrameLimits] = []
+        """Those of the workers that have loaded."""
 
     async def run(self) -> RemotePipeline:
         """Load and connect all stages, and return the pipeline.
@@ -86,6 +90,7 @@ class PlanStart:
         pipeline = RemotePipeline(
             workers, self.plan.epoch, room, self._options.failure_timeout, spans
         )
+        pipeline.frame_limits = FrameLimits.joint(self._frame_limits)
         ids = [self._members[worker.address].worker_id for worker in workers]
         try:
             await pipeline.open(ids)
@@ -174,6 +179,7 @@ class PlanStart:
         try:
             result = await worker.load(request, self._progress_of(worker, show))
             self.loads.layers[worker.address] = printable(result.layers, MAX_LAYERS)
+            self._frame_limits.append(frame_limits_of(result))
             if request.last:
                 self.has_mtp = result.has_mtp
         except ClusterError as error:
@@ -207,6 +213,14 @@ class PlanStart:
         """Return the error of a worker, which is the suspect if it answers. Otherwise it is recorded as lost."""
         await self._membership.probe(worker.address)
         return StartError(str(error), worker.address)
+
+
+def frame_limits_of(result: pb.LoadResult) -> FrameLimits:
+    """Return the limits of a worker. Raises ProtocolError for chunks that no frame can have."""
+    longest, shortest = result.longest_chunk, result.shortest_chunk
+    if not 0 < shortest <= longest <= MAX_FRAME_TOKENS:
+        raise ProtocolError(f"chunks of {shortest} to {longest} tokens do not fit into a frame")
+    return FrameLimits(longest, shortest, result.fused_width or None)
 
 
 def describe_failure(error: Exception) -> tuple[str, str | None]:

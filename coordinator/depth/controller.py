@@ -63,11 +63,9 @@ class Controller:
     the text. Costs are separate for 1, 2, 3-4, 5-8, … sequences a step.
     """
 
-    def __init__(
-        self, mode: MtpMode, max_depth: int = AUTO_DEPTH, fused_width: int | None = None
-    ) -> None:
+    def __init__(self, mode: MtpMode, max_depth: int = AUTO_DEPTH) -> None:
         self.mode = mode
-        self.fused_width = fused_width
+        self.fused_width: int | None = None
         """Width of the widest windows with fused attention. Wider ones are expected to cost more, until measured."""
         self.max_depth = max_depth
         self.acceptance = AcceptanceEstimate()

@@ -22,6 +22,7 @@ from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.span import Span
 from worker.engine.hardware import measured_bandwidth, release_weights
+from worker.model.kernel_choice import write_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
 
@@ -150,6 +151,11 @@ def dispatch_seconds() -> float:
             taken.append(time.perf_counter() - started)
         times.append(min(taken))
     return max(0.0, times[1] - times[0]) / DISPATCHES
+
+
+def forget_trials() -> None:
+    """Forget the trials of kernels on this machine, so that the next stage tries all kernels."""
+    write_trials({})
 
 
 def check_step(checkpoint: Checkpoint) -> Finding:

@@ -21,6 +21,7 @@ from coordinator.planning.model_costs import model_costs
 from coordinator.status.cluster_status import NodeStatus
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
@@ -119,6 +120,10 @@ class LocalPipeline:
         self.suspect: str | None = None
         """Always None: no worker takes part."""
         self.makes_backups = False
+        config = model.checkpoint.config
+        self.frame_limits = FrameLimits.here(
+            sparse=config.num_experts > 0, queries_per_key=config.queries_per_key
+        )
         self.stamps = StampRing()
         self.host = StageHost()
         self.thread = self.host.thread

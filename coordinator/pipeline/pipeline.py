@@ -7,6 +7,7 @@ from typing import Protocol
 
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import ProcessTrace
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -29,6 +30,8 @@ class Pipeline(Protocol):
     """After a failure, the address of the worker to exclude if all workers turn out to be alive."""
     makes_backups: bool
     """True if the coordinator may outlive the stages, so that backups of sequences are useful."""
+    frame_limits: FrameLimits
+    """The frames that suit the machines of all stages."""
     stamps: StampRing
     """The coordinator's stamps of the newest frames."""
 

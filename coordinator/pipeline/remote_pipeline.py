@@ -19,6 +19,7 @@ import grpc.aio
 from coordinator.pipeline.worker_client import NOTICE_SHARE, WorkerClient
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -139,6 +140,7 @@ class RemotePipeline:
         self.clock = clock
         self.suspect: str | None = None
         self.makes_backups = True
+        self.frame_limits = FrameLimits()
         self.stall_detector = StallDetector(self.stages)
         self.stamps = StampRing()
         self._token = secrets.token_bytes(TOKEN_BYTES)

@@ -40,11 +40,12 @@ class BackupTransfer:
         self._background.spawn(self._read(pipeline, made))
 
     async def _read(self, pipeline: Pipeline, made: BackupInFlight) -> None:
-        backups, seconds = self._scheduler.backups, 0.0
+        backups, started = self._scheduler.backups, self._clock()
         try:
             found = await pipeline.read_backup(made.seq_id, backups.limit)
         except ClusterError as error:
             log.debug("backup not read", extra={"seq_id": made.seq_id, "error": str(error)})
+            seconds = self._clock() - started
         else:
             backups.complete_backup(made, found.tokens, found.states)
             seconds = max(found.seconds, SHORTEST_TRANSFER)

@@ -11,6 +11,7 @@ and short after a failure.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -119,12 +120,13 @@ DEFAULT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class BackupInFlight:
-    """The backup of the first `tokens` tokens of a sequence, which frame number `frame` makes.
+    """The backup of the tokens `start` to `tokens` of a sequence, which frame number `frame` makes.
 
-    `prefix` has these tokens if other prompts may begin with them.
+    `prefix` has the first `tokens` tokens if other prompts may begin with them.
     """
 
     seq_id: int
+    start: int
     tokens: int
     frame: int
     prefix: Tokens | None = None
@@ -149,6 +151,8 @@ class Backups:
         """True for STORM_SECONDS after a failure."""
         self._newest_bytes = 0
         """Bytes of the newest transfer."""
+        self._full_from = math.inf
+        """The oldest sequence whose backup exceeds `limit`. It and younger ones wait for the end of an older one."""
         self._next_at = 0.0
         self._storm_until = -1.0
 
@@ -168,6 +172,10 @@ class Backups:
         backup = self.kept.get(seq_id)
         return 0 if backup is None else backup.tokens
 
+    def may_begin(self, seq_id: int) -> bool:
+        """Return whether a sequence has no backup in flight, and its next backup may fit into `limit`."""
+        return seq_id not in self.in_flight and seq_id < self._full_from
+
     def choose_due(self, running: Iterable[GenerationSequence], now: float) -> None:
         """Set `due` to the sequence with the most tokens to back up, or to None if no backup is due at `now`."""
         self.due, self.stormy = None, now < self._storm_until
@@ -178,7 +186,7 @@ class Backups:
         missing = {
             s.seq_id: _held_tokens(s) - self.tokens_of(s.seq_id)
             for s in running
-            if s.seq_id not in self.in_flight and not _near_prefix(s)
+            if self.may_begin(s.seq_id) and not _near_prefix(s)
         }
         seq_id = max(missing, key=lambda one: missing[one], default=None)
         if seq_id is not None and missing[seq_id] >= MIN_NEW_TOKENS:
@@ -197,8 +205,9 @@ class Backups:
         A frame makes at most one backup.
         """
         self.due, self.ready = None, False
-        self.in_flight[seq_id] = BackupInFlight(seq_id, tokens, frame, prefix)
-        return BackUp(seq_id, self.tokens_of(seq_id))
+        start = self.tokens_of(seq_id)
+        self.in_flight[seq_id] = BackupInFlight(seq_id, start, tokens, frame, prefix)
+        return BackUp(seq_id, start)
 
     def returned(self, frame: int) -> BackupInFlight | None:
         """Return the backup that the returned frame number `frame` has made, for the coordinator to read."""
@@ -207,19 +216,30 @@ class Backups:
     def complete_backup(
         self, made: BackupInFlight, tokens: int, states: Sequence[LayerState]
     ) -> None:
-        """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since."""
+        """Keep the `states` of a backup that was read, unless its plan or its sequence has ended since.
+
+        Above `limit` the youngest sequences lose their backups, because they are the cheapest to compute again.
+        """
         if made is not self.in_flight.get(made.seq_id):
             return
         self._newest_bytes = sum(len(state.data) for state in states)
-        if tokens == made.tokens:
-            backup = self.kept.setdefault(made.seq_id, Backup())
-            backup.add_states(tokens, states)
-            if made.prefix is not None:
-                self.prefixes.add_prefix(made.prefix, backup.copy())
-        while self.prefixes.kept and self.nbytes > self.limit:
-            self.prefixes.drop_oldest()
-        if self.nbytes > self.limit:
-            del self.kept[max(self.kept)]  # the youngest sequence is the cheapest to compute again
+        former = self.kept.get(made.seq_id, Backup())
+        if tokens != made.tokens or former.tokens != made.start:
+            return  # the states continue a backup that was dropped while they were in flight
+        backup = self.kept[made.seq_id] = former.copy()
+        backup.add_states(tokens, states)
+        if made.prefix is not None:
+            self.prefixes.add_prefix(made.prefix, backup.copy())
+        while self.nbytes > self.limit:
+            if self.prefixes.kept:
+                self.prefixes.drop_oldest()
+                continue
+            youngest = max(self.kept)
+            self._full_from = min(self._full_from, youngest)
+            del self.kept[youngest]
+            if youngest == made.seq_id and former.tokens:
+                self.kept[youngest] = former
+                return
 
     def end_backup(self, made: BackupInFlight, seconds: float, now: float) -> None:
         """Wait in proportion to the `seconds` of the transfer before the next backup, even if it has failed."""
@@ -229,7 +249,9 @@ class Backups:
             self._next_at = now + pause * seconds
 
     def drop_backup(self, seq_id: int) -> None:
-        """Drop the backup of a sequence that has ended."""
+        """Drop the backup of a sequence that has ended. The others may use its room."""
+        if seq_id <= self._full_from:
+            self._full_from = math.inf
         self.kept.pop(seq_id, None)
         self.in_flight.pop(seq_id, None)
 

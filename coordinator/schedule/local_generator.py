@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from coordinator.depth.controller import MtpMode
+from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines, LocalSource
 from coordinator.planning.model_costs import even_spans
 from coordinator.schedule.loop import GenerationLoop
@@ -84,7 +84,9 @@ async def local_generator(
         draft_vocab=draft_vocab or DraftVocabularySize(),
     )
     make = partial(LocalPipelines(model).make, on_progress=on_progress)
-    scheduler = Scheduler.for_model(checkpoint.config, mode, vocabulary, limits)
+    config = checkpoint.config
+    limits = limits or Limits(config.max_positions, config.vocab_size)
+    scheduler = Scheduler(limits, Controller(mode), vocabulary)
     loop = GenerationLoop(LocalSource(make), scheduler)
     try:
         await loop.start()

@@ -250,7 +250,7 @@ class GenerationLoop:
         if limits is None or not is_gpu_timeout(str(error)):
             return False
         self.scheduler.limits = limits
-        log.warning("prompt chunks shortened", extra={"tokens": limits.prefill_chunk})
+        log.warning("prompt chunks shortened", extra={"tokens": limits.longest_chunk})
         return True
 
     async def _acquire_pipeline(self) -> None:
@@ -273,7 +273,12 @@ class GenerationLoop:
         now = self.clock()
         self._rebuilding += self.scheduler.running.values()
         outcome = self.scheduler.reset(
-            pipeline.stages, pipeline.epoch, pipeline.capacity, now, restored
+            pipeline.stages,
+            pipeline.epoch,
+            pipeline.capacity,
+            now,
+            restored,
+            pipeline.frame_limits,
         )
         self._deliver_events(outcome)
         self._send_frames()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Self
 
 from coordinator.planning.capacity import Capacity
 from coordinator.schedule.request import GenerationRequest
 from coordinator.schedule.sequence import Sequence
+from mtp.device import FrameLimits
 from proto.errors import CapacityError, RequestError
 from proto.frame import Frame
 
@@ -29,24 +30,28 @@ class Limits:
     """The user's limits. `context` and `vocab` come from the model.
 
     Up to `queue` requests may wait; None allows as many as suit the plan. A prompt is cut into chunks of at most
-    `prefill_chunk` tokens, a short one of `shortest_chunk`. Chunks of several prompts share a frame of up to
-    `step_tokens` tokens.
+    `prefill_chunk` tokens; None takes the lengths that suit the plan's machines, `frames`. Chunks of several prompts
+    share a frame of up to `step_tokens` tokens.
     """
 
     context: int
     vocab: int = 2**31
     queue: int | None = None
-    prefill_chunk: int = 512
-    shortest_chunk: int = 128
+    prefill_chunk: int | None = None
+    frames: FrameLimits = field(default_factory=FrameLimits)
     step_tokens: int = 2048
+
+    @property
+    def longest_chunk(self) -> int:
+        """Maximum chunk length of a long prompt."""
+        return self.prefill_chunk or self.frames.longest
 
     def with_shorter_chunks(self) -> Self | None:
         """Return these limits with chunks of half the length, or None if the chunks are short already."""
-        if self.prefill_chunk < 2 * SHORTEST_CHUNK:
+        half = self.longest_chunk // 2
+        if half < SHORTEST_CHUNK:
             return None
-        return replace(
-            self, prefill_chunk=self.prefill_chunk // 2, step_tokens=max(1, self.step_tokens // 2)
-        )
+        return replace(self, prefill_chunk=half, step_tokens=max(1, self.step_tokens // 2))
 
     def chunk_length(self, prompt: int) -> int:
         """Return the maximum chunk length for a prompt of `prompt` tokens.
@@ -55,7 +60,7 @@ class Limits:
         stages idle. The length does not depend on the number of stages: some kernels round differently for another
         number of rows, so the answer would depend on the number of stages.
         """
-        return min(self.prefill_chunk, max(self.shortest_chunk, -(-prompt // PIPELINED_CHUNKS)))
+        return min(self.longest_chunk, max(self.frames.shortest, -(-prompt // PIPELINED_CHUNKS)))
 
 
 WAITING_PER_PLACE = 8

@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, replace
 
-from coordinator.depth.controller import MAX_DEPTH, Controller, MtpMode
+from coordinator.depth.controller import MAX_DEPTH, Controller
 from coordinator.depth.search import DraftResult
 from coordinator.depth.step_costs import Shape
 from coordinator.planning.capacity import Capacity
@@ -38,8 +37,7 @@ from coordinator.schedule.request import (
 )
 from coordinator.schedule.sequence import FrameInFlight, Sequence
 from coordinator.schedule.step_cost import StepCostMeter
-from mtp.checkpoint.format.config import ModelConfig
-from mtp.device import chunk_lengths, widest_fused_window
+from mtp.device import FrameLimits
 from proto.control import Rollback
 from proto.errors import ProtocolError, StaleEpochError
 from proto.frame import (
@@ -169,26 +167,6 @@ class Scheduler:
         self._shape: Shape | None = None
         """The shape that the controller chose for the next micro-batch, until it is sent."""
 
-    @classmethod
-    def for_model(
-        cls,
-        config: ModelConfig,
-        mode: MtpMode,
-        vocabulary: bytes,
-        limits: Limits | None = None,
-        prefill_chunk: int | None = None,
-    ) -> Self:
-        """Return a scheduler for a model. Without `limits`, chunks of prompts suit the GPU of this machine."""
-        lengths = chunk_lengths(sparse=config.num_experts > 0)
-        limits = limits or Limits(
-            config.max_positions,
-            config.vocab_size,
-            prefill_chunk=prefill_chunk or lengths.longest,
-            shortest_chunk=lengths.shortest,
-        )
-        fused_width = widest_fused_window(config.queries_per_key)
-        return cls(limits, Controller(mode, fused_width=fused_width), vocabulary)
-
     def reset(
         self,
         stages: int,
@@ -196,13 +174,17 @@ class Scheduler:
         capacity: Capacity,
         now: float,
         restored: Mapping[int, int] | None = None,
+        frame_limits: FrameLimits | None = None,
     ) -> FrameOutcome:
         """Start a new plan: forget the frames in flight, and queue every running sequence again.
 
         Running sequences go to the head of the queue, the oldest first, and are prefilled from their tokens. `restored`
         has the number of tokens of each backup that the stages have, by sequence. A sequence that exceeds the capacity
-        of the new plan ends with an error.
+        of the new plan ends with an error. `frame_limits` are those of the plan's machines.
         """
+        if frame_limits is not None:
+            self.limits = replace(self.limits, frames=frame_limits)
+            self.controller.fused_width = frame_limits.fused_width
         restored = restored or {}
         self.stages, self.epoch, self.capacity = stages, epoch, capacity
         self.next_number = 0
@@ -477,7 +459,7 @@ class Scheduler:
         A prefix that the stages save now, or have saved, is backed up first.
         """
         backups, seq_id, prefix = self.backups, sequence.seq_id, tuple(sequence.tokens[:held])
-        if not backups.ready or seq_id in backups.in_flight or held <= backups.tokens_of(seq_id):
+        if not (backups.ready and backups.may_begin(seq_id)) or held <= backups.tokens_of(seq_id):
             return
         boundary = next(iter(sequence.prefix_boundaries), 0)
         if held >= MIN_NEW_TOKENS and (held == boundary or self.prefixes.has_entry(prefix)):

@@ -285,8 +285,10 @@ class Sequence:
         result = self._classify(window, outcome)
         draft_results = self._draft_results(window, outcome, result, len(tokens))
         self.commit = Commit(self.seq_id, window.number, outcome.accepted_length)
+        trim = window.width - outcome.accepted_length
         if result is WindowResult.MISSPECULATED:  # then of none of the speculative window after it
-            self.commit = Commit(self.seq_id, self.windows_in_flight[0].number, 0)
+            following = self.windows_in_flight[0]
+            self.commit, trim = Commit(self.seq_id, following.number, 0), following.width
         invalidated = tuple[Window, ...]()
         if result is not WindowResult.ACCEPTED:
             invalidated = tuple(self.windows_in_flight)
@@ -294,11 +296,7 @@ class Sequence:
         if followed or not self.windows_in_flight or self.shape is None or self.shape.fill > 1:
             self.shape = None  # else the windows in flight return before the shape changes
         self.draft_counts.record_drafts(draft_results)
-        trim = len(window.tokens) - outcome.accepted_length
-        trim += sum(len(one.tokens) for one in invalidated)
-        rollback = None
-        if trim:
-            rollback = Rollback(self.seq_id, self.commit.window, self.commit.accepted_length, trim)
+        rollback = Rollback(self.seq_id, self.commit.window, trim) if trim else None
         return WindowOutcome(tokens, invalidated, rollback, draft_results)
 
     def _classify(self, window: Window, outcome: Outcome) -> WindowResult:

@@ -18,12 +18,13 @@ from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.membership import ManagerOptions
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Settings
-from coordinator.depth.controller import MtpMode
+from coordinator.depth.controller import Controller, MtpMode
 from coordinator.pipeline.local_pipeline import LocalModel, LocalPipelines
 from coordinator.pipeline.pipeline import PipelineSource
 from coordinator.pipeline.worker_client import ConnectionPolicy
 from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
+from coordinator.schedule.prompts import Limits
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.cluster_status import ModelStatus
 from coordinator.text.grammars import pack_vocabulary
@@ -51,7 +52,7 @@ class ServeOptions:
 
     `nodes` is the number of workers the first plan needs; None accepts any number. `wait` None stands for DEFAULT_WAIT,
     or for no limit where workers are required. With `alone_ok` fewer workers than `nodes`, or none, serve after `wait`.
-    `prefill_chunk` None stands for the length that suits the GPU of this machine.
+    `prefill_chunk` None stands for the length that suits all machines of a plan.
     """
 
     model: str
@@ -257,9 +258,10 @@ class ServedParts:
     def __init__(self, model: OpenedModel, source: PipelineSource, lasting: LastingParts) -> None:
         self.model = model
         config, options, manager = model.checkpoint.config, model.options, lasting.manager
-        scheduler = Scheduler.for_model(
-            config, model.mode, model.vocabulary, prefill_chunk=options.prefill_chunk
+        limits = Limits(
+            config.max_positions, config.vocab_size, prefill_chunk=options.prefill_chunk
         )
+        scheduler = Scheduler(limits, Controller(model.mode), model.vocabulary)
         waiting_for = manager.describe_gathering if manager else str
         self.loop = GenerationLoop(source, scheduler, describe_wait=waiting_for)
         status = LiveStatus(

@@ -285,7 +285,7 @@ class _Server:
         finally:
             self.download.stop.set()
         stack.push_async_callback(self.journal.close)
-        model = OpenedModel(self.options, path)
+        model = await asyncio.to_thread(OpenedModel, self.options, path)
         source = self._make_source(model, stack)
         stack.push_async_callback(self._end_answers)
         parts = self._make_first_parts(model, source, stack)

@@ -16,6 +16,7 @@ from functools import partial
 
 from coordinator.planning.capacity import Capacity
 from coordinator.status.frame_trace import ProcessTrace
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -54,6 +55,7 @@ class EnginePlan:
         self.epoch, self.capacity, self.stages = engines[0].epoch, capacity, len(engines)
         self.suspect: str | None = None
         self.makes_backups = True
+        self.frame_limits = FrameLimits()
         self.stamps = StampRing()
         self.returned = 0
         """Frames that have returned to the coordinator."""
@@ -165,9 +167,7 @@ class EnginePlan:
     def broadcast_rollback(self, rollback: Rollback) -> None:
         """Send a rollback to every stage, each after a time of its own."""
         r = rollback
-        self._signal(
-            lambda engine: engine.rollback(self.epoch, r.seq_id, r.window, r.accepted_length)
-        )
+        self._signal(lambda engine: engine.rollback(self.epoch, r.seq_id, r.window, r.trim))
 
     def broadcast_cancel(self, seq_id: int) -> None:
         """Send a cancellation to every stage, each after a time of its own."""

@@ -33,7 +33,7 @@ def _made(target: str) -> list[bytes]:
     me = pb.Coordinator(id="id", name="name")
     signals = (
         pb.Signal(hello=pb.Hello(coordinator=me, protocol_version=1, status_interval_ms=500)),
-        Rollback(7, 42, 1, 1).to_signal(1),
+        Rollback(7, 42, 1).to_signal(1),
         pb.Signal(epoch=1, cancel=pb.Cancel(seq_id=7)),
         pb.Signal(heartbeat=pb.Heartbeat()),
     )

@@ -119,8 +119,8 @@ def test_drafts_stages_and_concurrency_change_nothing(
 class RandomDepth(Controller):
     """A controller that draws a random depth for every micro-batch and records it."""
 
-    def __init__(self, mode: MtpMode, fused_width: int | None = None) -> None:
-        super().__init__(mode, fused_width=fused_width)
+    def __init__(self, mode: MtpMode) -> None:
+        super().__init__(mode)
         self.chance = random.Random(7)
 
     def choose_shape(self, sequences: int = 1, fill: int = 1) -> Shape:
@@ -151,7 +151,7 @@ def test_sixteen_at_once_with_mixed_depths(monkeypatch: pytest.MonkeyPatch) -> N
     """Each answer equals the answer alone when micro-batches of random depths run together."""
     asked = sixteen()
     expected = answers(asked, "off", one_by_one=True)
-    monkeypatch.setattr("coordinator.schedule.scheduler.Controller", RandomDepth)
+    monkeypatch.setattr("coordinator.schedule.local_generator.Controller", RandomDepth)
     DEPTHS.clear()
     found = answers(asked, "4", stages=2)
     check_same(found, expected)

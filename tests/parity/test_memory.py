@@ -70,7 +70,7 @@ class MiddleStage:
             self._send(width)
             self._send(2)
             if accepted_length < width:
-                self.engine.rollback(EPOCH, 0, number, accepted_length)
+                self.engine.rollback(EPOCH, 0, number, width - accepted_length)
                 self.end = start + accepted_length
                 self.ops = [Commit(0, number, accepted_length)]
             else:

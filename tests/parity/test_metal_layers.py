@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers import gated_delta
 from mtp.layers.layer import KernelTrial, KVFormat, Layer
-from mtp.layers.metal import attention, gdn, join
+from mtp.layers.metal import attention, gdn, join, trial
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.prepare_rows import AttentionShape
 from proto.frame import Admit, Segment
@@ -25,7 +26,7 @@ from tests.support.metal.metal_path import metal_choices, metal_path
 from tests.support.metal.runner import reason_not_to_run
 from tests.support.stages import reference_kernels
 from worker.cache.sequence_cache import SequenceCache
-from worker.model import choice
+from worker.model import choice, kernel_choice
 from worker.model.kernel_choice import KernelChoice, read_trials
 from worker.model.loader import load_stage
 from worker.model.stage import Stage
@@ -242,10 +243,46 @@ def test_a_trial_is_kept_for_the_next_start(
         monkeypatch.setattr(gated_delta, "SOURCE", "another text")
         stage_of(path, Kernels.auto)
         assert len(trials) == 4
+        monkeypatch.setattr(kernel_choice, "version", lambda _: "next")
+        stage_of(path, Kernels.auto)
+        assert len(trials) == 7, "an update of this program tries again"
         (tmp_path / "kernels.json").write_text("{damaged")
         stage_of(path, Kernels.auto)
-    assert len(trials) == 7
+    assert len(trials) == 10
     assert len(read_trials()) == 3
+
+
+@dataclass
+class TimedLayer:
+    """A layer without arithmetic, whose steps take the times of a machine that is busy at first."""
+
+    clock: SimpleNamespace
+    seconds: float
+    slow: int = 0
+    """Steps at the start that take twenty times as long."""
+
+    def new_cache(self, kv_format: KVFormat) -> None:
+        """Return no cache."""
+
+    def add(self, x: mx.array, *_: Any) -> mx.array:
+        """Let the time of a step pass."""
+        self.slow -= 1
+        self.clock.now += self.seconds * (20 if self.slow >= 0 else 1)
+        return x
+
+
+@pytest.mark.parametrize("own", [0.9e-4, 1.1e-4])
+@pytest.mark.parametrize("slow", [0, 100])
+def test_a_busy_start_decides_no_trial(
+    monkeypatch: pytest.MonkeyPatch, own: float, slow: int
+) -> None:
+    """The sides take turns, and go on while their difference is within noise. Both sides see the same rounds."""
+    clock = SimpleNamespace(now=0.0)
+    times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(trial, "time", times)
+    layers: Any = [TimedLayer(clock, own, slow), TimedLayer(clock, 1e-4)]
+    assert trial.try_layer(layers[0], layers[1], 8, mx.float32).is_won is (own < 1e-4)
+    assert clock.now < 1.1 * trial.TRIAL_SECONDS
 
 
 def operations(name: str, *_: Any, **__: Any) -> Any:

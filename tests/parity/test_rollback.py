@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
+from proto.errors import ProtocolError
 from proto.frame import Commit, Evict, Outcome, Segment
 from tests.conftest import Checkpoints
-from tests.support.stages.chain import Chain, Script, same
+from tests.support.stages.chain import Chain, Script, reject, same
 from tests.support.stages.plain_text import Truth, kv_format, truth
 
 LONGEST = 5
@@ -88,7 +89,7 @@ def _signal(chain: Chain, stages: tuple[int, ...], rows: list[Row]) -> None:
     for stage in stages:
         for row in rows:
             commit = row.commits[-1]
-            chain.engines[stage].rollback(1, commit.seq_id, commit.window, commit.accepted_length)
+            reject(chain.engines[stage], commit.seq_id, commit.window, commit.accepted_length)
 
 
 NEWS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = {
@@ -173,7 +174,7 @@ def test_invalidated_frames_are_forwarded_as_cancelled(checkpoints: Checkpoints)
     for _ in range(2):
         chain.post(script.window(text.window(script.scheduled, 2, right=0)))
     assert [chain.step(0).segments[0].cancelled for _ in range(2)] == [False, False]
-    chain.engines[1].rollback(1, 0, first.window, 2)
+    chain.engines[1].rollback(1, 0, first.window, 1)
     passed = [chain.step(1) for _ in range(2)]
     assert all(f.segments[0].cancelled and f.rows == 0 and f.dtype == "" for f in passed)
     lengths = [engine.sequences[0].stack.length for engine in chain.engines]
@@ -236,7 +237,7 @@ def _phases(chain: Chain, script: Script, text: Truth) -> Iterator[str]:
     yield "two windows in the middle"
     chain.drain()
     yield "rejected, and nobody told"
-    chain.engines[0].rollback(1, 0, 2, 1)
+    reject(chain.engines[0], 0, 2, 1)
     yield "rejected, and one stage told"
 
 
@@ -272,7 +273,7 @@ def test_a_client_may_leave_in_every_phase(checkpoints: Checkpoints) -> None:
 
 
 def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoints) -> None:
-    """A signal of an older plan, or of an unknown sequence, changes nothing."""
+    """A signal of an older plan, of an unknown sequence, or of more tokens than a window has changes nothing."""
     text = truth(checkpoints(), PROMPTS[0], 4 * LONGEST)
     chain = Chain(checkpoints(), (4,))
     script = Script(0, text.tokens[: text.prompt])
@@ -285,6 +286,8 @@ def test_signals_of_other_plans_or_sequences_are_ignored(checkpoints: Checkpoint
         engine.rollback(1, 7, 1, 1)
         engine.cancel(1, 7)
         engine.rollback(1, 0, 9, 1)
+    with pytest.raises(ProtocolError, match="-1 tokens of window 1, which has 3"):
+        chain.engines[0].rollback(1, 0, 1, 4)
     stacks = [engine.sequences[0].stack for engine in chain.engines]
     assert [(s.length, s.stale) for s in stacks] == [
         (script.scheduled, False),

@@ -11,7 +11,7 @@ import pytest
 from proto.frame import Commit, Frame, Segment
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
-from tests.support.stages.chain import Chain, Script, same
+from tests.support.stages.chain import Chain, Script, reject, same
 from tests.support.stages.plain_text import Truth, truth
 
 PROMPT = 3
@@ -74,7 +74,7 @@ class RandomOrder:
         if self.signals:
             news = self.random.choice(self.signals)
             stage = self.random.randrange(len(self.chain.engines))
-            self.chain.engines[stage].rollback(1, 0, news.window, news.accepted_length)
+            reject(self.chain.engines[stage], 0, news.window, news.accepted_length)
 
     def settle(self, frame: Frame) -> None:
         segment, outcome = self.sent.popleft(), frame.outcomes[0]

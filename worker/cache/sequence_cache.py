@@ -113,9 +113,9 @@ class WindowStack:
                 raise ProtocolError(f"commit of window {number}, which is not open here")
             return NOTHING
         window = self.windows[index]
-        if accepted_length > window.width:
+        if not 0 <= accepted_length <= window.width:
             raise ProtocolError(
-                f"commit of {accepted_length} tokens exceeds the {window.width} tokens of window {number}"
+                f"commit of {accepted_length} tokens of window {number}, which has {window.width}"
             )
         self.settled = number
         if accepted_length == window.width:

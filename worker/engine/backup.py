@@ -15,7 +15,7 @@ import numpy as np
 from mtp.head.drafter import HeadState
 from mtp.layers.layer import LayerCache
 from proto.backup import LayerState
-from proto.errors import ProtocolError
+from proto.errors import NotReadyError, ProtocolError
 from proto.frame import BackUp, RestoreBackup
 from proto.span import Span
 from proto.wire import DTYPE_BYTES
@@ -89,6 +89,13 @@ class StageBackups:
         self.made[op.seq_id] = SequenceBackup(op.seq_id, stack.length, layers, head)
         if len(self.made) > MAX_MADE:
             del self.made[next(iter(self.made))]
+
+    def begin_reading(self, seq_id: int) -> tuple[SequenceBackup, list[LayerState]]:
+        """Remove the newest backup of a sequence. Return it and its first states. Raises NotReadyError without one."""
+        backup = self.made.pop(seq_id, None)
+        if backup is None:
+            raise NotReadyError(f"sequence {seq_id} has no backup here")
+        return backup, layer_states(backup, 0)
 
     def forget_sequence(self, seq_id: int) -> None:
         """Drop the backups of a sequence that is evicted."""

@@ -246,12 +246,18 @@ class StageEngine:
         copied = sum(s.kv_nbytes for s in held if s is not None)
         return copied <= this_device().ahead_kv_bytes
 
-    def rollback(self, epoch: int, seq_id: int, window: int, accepted_length: int) -> None:
-        """Apply a rejection that arrived by signal, before the header of the next frame repeats it."""
+    def rollback(self, epoch: int, seq_id: int, window: int, trim: int) -> None:
+        """Drop the last `trim` tokens of a window, by signal, before the header of the next frame repeats it.
+
+        Raises ProtocolError if the window has fewer. A window that is not open here is ignored.
+        """
         sequence = self.sequences.get(seq_id)
         if epoch != self.epoch or sequence is None:
             return
-        _commit_early(sequence, window, accepted_length)
+        for one in sequence.stack.windows:
+            if one.number == window:
+                _commit_early(sequence, window, one.width - trim)
+                return
 
     def cancel(self, epoch: int, seq_id: int) -> None:
         """Stop running the segments of a cancelled sequence. A later header evicts it."""

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from mtp.device import Arithmetic
@@ -47,7 +48,8 @@ class KernelChoice:
         if self.mode is Kernels.mlx:
             return False
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-        key = f"{kernel} {digest}, {shapes}, {Arithmetic.here()}"
+        # After an update of this program or of MLX, a kernel that failed or lost is tried again.
+        key = f"{kernel} {digest} of {version('mtp-cluster')}, {shapes}, {Arithmetic.here()}"
         if key not in self._chosen:
             self._chosen[key] = self._decide(kernel, key, run_trial)
         return self._chosen[key]
@@ -56,7 +58,7 @@ class KernelChoice:
         trials = read_trials()
         trial = trials.get(key) or run_trial()
         if key not in trials:
-            _write_trials({**trials, key: trial})
+            write_trials({**trials, key: trial})
         own = trial.is_won or (self.mode is Kernels.own and not trial.problem)
         text = f"{kernel}: {describe(trial)}, {'own' if own else 'MLX'} used"
         self._texts.append(text)
@@ -82,7 +84,8 @@ def read_trials() -> dict[str, KernelTrial]:
         return {}
 
 
-def _write_trials(trials: dict[str, KernelTrial]) -> None:
+def write_trials(trials: dict[str, KernelTrial]) -> None:
+    """Keep the newest of `trials` in place of all earlier ones. A machine without any tries every kernel again."""
     newest = dict(list(trials.items())[-MOST_TRIALS:])
     text = json.dumps({key: asdict(trial) for key, trial in newest.items()}, indent=1)
     try:

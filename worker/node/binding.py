@@ -366,7 +366,7 @@ class Binding:
         try:
             if signal.HasField("rollback"):
                 r = signal.rollback
-                self.engine.rollback(signal.epoch, r.seq_id, r.window, r.accepted_length)
+                self.engine.rollback(signal.epoch, r.seq_id, r.window, r.trim)
             elif signal.HasField("cancel"):
                 self.engine.cancel(signal.epoch, signal.cancel.seq_id)
         except ClusterError as error:  # only a frame header may fail a plan

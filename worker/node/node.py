@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
+from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import BusyError, NotReadyError, ProtocolError, StaleEpochError, UsageError
@@ -195,10 +196,17 @@ class WorkerNode:
         else:  # without a reference to the former stage, whose memory the new one needs
             loaded = await self._load_weights(spec, request.model, on_progress)
         self._become(pb.WORKER_STATE_LOADED)
+        config = loaded.stage.modules.config
+        frames = FrameLimits.here(
+            sparse=config.num_experts > 0, queries_per_key=config.queries_per_key
+        )
         return pb.LoadResult(
             weight_bytes=loaded.weight_bytes,
             has_mtp=loaded.stage.modules.head is not None,
             layers=loaded.stage.variants.summary,
+            longest_chunk=frames.longest,
+            shortest_chunk=frames.shortest,
+            fused_width=frames.fused_width or 0,
         )
 
     def _become(self, state: pb.WorkerState.ValueType) -> None:

@@ -224,11 +224,9 @@ class WorkerService(pb_grpc.WorkerServicer):
     ) -> AsyncIterator[pb.BackupPiece]:
         """Yield the newest backup of a sequence, its head first."""
         engine = self._engine(request.coordinator, request.epoch)
-        backup = engine.backups.made.pop(request.seq_id, None)
-        if backup is None:
-            raise NotReadyError(f"sequence {request.seq_id} has no backup here")
         thread = self.node.host.thread
-        states = await thread.call(partial(layer_states, backup, 0))
+        # The engine thread makes and drops backups, so it also takes this one.
+        backup, states = await thread.call(partial(engine.backups.begin_reading, request.seq_id))
         # The coordinator measures the transfer from the head on, so the head follows the first wait for the engine.
         yield pb.BackupPiece(head=pb.BackupHead(seq_id=backup.seq_id, length=backup.length))
         index = 0

@@ -24,7 +24,7 @@ class Ledger:
 
     headers: tuple[Mapping[int, int], ...] = ()
     prefixes: Mapping[int, int] = field(default_factory=dict)
-    positions: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    positions: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     decided: Mapping[int, int] = field(default_factory=dict)
     signals: frozenset[tuple[int, int]] = frozenset()
     left: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ class Ledger:
         positions = dict(self.positions)
         for segment in frame.segments:
             if segment.open:
-                positions[segment.seq_id, segment.window] = segment.position
+                positions[segment.seq_id, segment.window] = segment.position, segment.width
             else:
                 held[segment.seq_id] = segment.position + segment.width
         return replace(self, headers=(*self.headers, held), prefixes=prefixes, positions=positions)
@@ -76,9 +76,9 @@ class Ledger:
                 )
         return replace(self, decided=decided)
 
-    def rejected(self, seq_id: int, window: int, accepted_length: int, known: Known) -> Ledger:
+    def rejected(self, seq_id: int, window: int, trim: int, known: Known) -> Ledger:
         """Record a rollback that is broadcast."""
-        end = self._end(seq_id, window, accepted_length)
+        end = sum(self.positions[seq_id, window]) - trim
         assert end == known(seq_id) - 1, "a signal commits another length"
         return replace(self, signals=self.signals | {(seq_id, end)})
 
@@ -87,7 +87,7 @@ class Ledger:
         return replace(self, left=self.left | {seq_id})
 
     def _end(self, seq_id: int, window: int, accepted_length: int) -> int:
-        return self.positions[seq_id, window] + accepted_length
+        return self.positions[seq_id, window][0] + accepted_length
 
     def _after(self, frames: int) -> Mapping[int, int]:
         return self.headers[frames - 1] if frames else {}

@@ -41,11 +41,11 @@ from worker.engine.stage_engine import StageEngine, relayed_tokens
 
 @dataclass(frozen=True)
 class News:
-    """A signal: a rollback, or with `accepted_length` None a cancellation."""
+    """A signal: a rollback, or with `trim` None a cancellation."""
 
     seq_id: int
     window: int = 0
-    accepted_length: int | None = None
+    trim: int | None = None
 
 
 Step = Callable[["World", Chooser], None]
@@ -141,7 +141,7 @@ class Scheduled:
         """Apply the outcomes of a returned frame. Return the signals for the stages."""
         outcome = self.scheduler.apply_outcomes(frame, 0.0)
         self._record_events(outcome)
-        return [News(r.seq_id, r.window, r.accepted_length) for r in outcome.rollbacks]
+        return [News(r.seq_id, r.window, r.trim) for r in outcome.rollbacks]
 
     def _record_events(self, outcome: FrameOutcome) -> None:
         for seq_id, event in outcome.events:
@@ -290,11 +290,11 @@ class World:
     def _announce(self, news: list[News]) -> None:
         self.news |= set(news)
         for one in news:
-            if one.accepted_length is None:
+            if one.trim is None:
                 self.ledger = self.ledger.cancelled(one.seq_id)
             else:
                 self.ledger = self.ledger.rejected(
-                    one.seq_id, one.window, one.accepted_length, self.coordinator.known
+                    one.seq_id, one.window, one.trim, self.coordinator.known
                 )
 
     def act(self, _: Chooser, *, action: str) -> None:
@@ -413,10 +413,10 @@ class World:
 
 def deliver(stage: StageEngine, epoch: int, news: News) -> None:
     """Apply a signal to a stage."""
-    if news.accepted_length is None:
+    if news.trim is None:
         stage.cancel(epoch, news.seq_id)
     else:
-        stage.rollback(epoch, news.seq_id, news.window, news.accepted_length)
+        stage.rollback(epoch, news.seq_id, news.window, news.trim)
 
 
 def op_key(op: Op) -> Hashable:

@@ -22,6 +22,7 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from coordinator.status.frame_trace import ProcessTrace
+from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
 from proto.backup import LayerState, ReceivedStates
 from proto.control import Rollback
@@ -113,6 +114,7 @@ class SimulatedPipeline:
     capacity: Capacity = ROOM
     suspect: str | None = None
     makes_backups: bool = False
+    frame_limits: FrameLimits = field(default_factory=FrameLimits)
     stamps: StampRing = field(default_factory=StampRing)
 
     def __post_init__(self) -> None:

@@ -52,6 +52,12 @@ class Recorder:
         return logits
 
 
+def reject(engine: StageEngine, seq_id: int, window: int, accepted_length: int) -> None:
+    """Signal to a stage of epoch 1 that `accepted_length` tokens of a window remain, if it is open there."""
+    widths = {one.number: one.width for one in engine.sequences[seq_id].stack.windows}
+    engine.rollback(1, seq_id, window, widths.get(window, accepted_length) - accepted_length)
+
+
 class Chain:
     """Stages of the checkpoint at `path`, split before each layer of `cuts`.
 

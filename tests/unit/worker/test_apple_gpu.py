@@ -11,9 +11,7 @@ from mtp import device
 from mtp.device import (
     FUSED_ROWS,
     Arithmetic,
-    ChunkLengths,
-    chunk_lengths,
-    widest_fused_window,
+    FrameLimits,
 )
 from mtp.layers import kv_cache
 from worker.engine import hardware
@@ -69,18 +67,18 @@ def test_bfloat16_on_m1_and_m2_is_advised_against(
 @pytest.mark.parametrize(
     ("generation", "sparse", "lengths"),
     [
-        (None, True, ChunkLengths(512, 128)),
-        (16, False, ChunkLengths(512, 128)),
-        (16, True, ChunkLengths(512, 512)),
-        (17, False, ChunkLengths(1024, 1024)),
+        (None, True, FrameLimits(512, 128)),
+        (16, False, FrameLimits(512, 128)),
+        (16, True, FrameLimits(512, 512)),
+        (17, False, FrameLimits(1024, 1024)),
     ],
 )
 def test_prompt_chunks_suit_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, generation: int | None, sparse: bool, lengths: ChunkLengths
+    monkeypatch: pytest.MonkeyPatch, generation: int | None, sparse: bool, lengths: FrameLimits
 ) -> None:
     """An M5 gets chunks that reach its fused attention kernel, and a mixture of experts gets longer short ones."""
     use_generation(monkeypatch, generation)
-    assert chunk_lengths(sparse=sparse) == lengths
+    assert FrameLimits.here(sparse=sparse, queries_per_key=6) == lengths
 
 
 @pytest.mark.parametrize(("generation", "calls"), [(16, 4), (17, 1)])
@@ -105,6 +103,10 @@ def test_an_m5_attends_a_prompt_chunk_at_once(
 
 def test_the_widest_fused_window_follows_from_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metal's kernel for few rows takes 32 queries over the heads that share a key."""
-    assert widest_fused_window(6) is None, "the CPU has no such kernel"
+
+    def width(heads: int) -> int | None:
+        return FrameLimits.here(sparse=False, queries_per_key=heads).fused_width
+
+    assert width(6) is None, "the CPU has no such kernel"
     monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
-    assert [widest_fused_window(heads) for heads in (4, 6, 8, 16, 64)] == [8, 5, 4, 2, 1]
+    assert [width(heads) for heads in (4, 6, 8, 16, 64)] == [8, 5, 4, 2, 1]

@@ -110,7 +110,7 @@ async def test_a_signal_that_breaks_the_engine() -> None:
     bound = Binding(Place(1, 0, 1, b"token"), host, Traffic(), failed.set)
     bound.engine = MagicMock()
     bound.engine.rollback.side_effect = MemoryError("none left")
-    bound.apply_signal(Rollback(0, 0, 0, 1).to_signal(1))
+    bound.apply_signal(Rollback(0, 0, 1).to_signal(1))
     async with asyncio.timeout(20):
         await failed.wait()
         assert await host.thread.call(lambda: "well") == "well"

@@ -7,11 +7,13 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from mtp import device
 from proto import cluster_pb2 as pb
 from proto.errors import CheckpointError, StaleEpochError
 from worker.engine.stage_host import LoadedStage, StageHost, StageSpec
@@ -41,6 +43,7 @@ class Reading:
                 on_progress(1, 2)
         stage = MagicMock()
         stage.variants.summary = "reference"
+        stage.modules.config = SimpleNamespace(num_experts=8, queries_per_key=6)
         return LoadedStage(spec, stage, 0)
 
 
@@ -155,3 +158,16 @@ async def released(stage: weakref.ref[Stage]) -> None:
     while gc.collect() >= 0 and stage() is not None:
         assert asyncio.get_running_loop().time() < deadline, "something still holds the stage"
         await asyncio.sleep(0.01)
+
+
+async def test_a_load_reports_the_frames_that_suit_its_gpu(
+    node: WorkerNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator may have another GPU, or none. The worker knows its own, and the model."""
+    found = await load(node, 1, 0)
+    assert (found.longest_chunk, found.shortest_chunk, found.fused_width) == (512, 128, 0)
+    metal = device.Arithmetic("metal", "applegpu_g16s", "1")
+    monkeypatch.setattr(device.Arithmetic, "here", lambda: metal)
+    monkeypatch.setattr(device, "this_device", lambda: device.DEVICES["metal"])
+    found = await load(node, 2, 0)
+    assert (found.longest_chunk, found.shortest_chunk, found.fused_width) == (512, 512, 5)

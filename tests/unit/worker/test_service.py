@@ -1,11 +1,17 @@
-"""The tasks of a worker's calls end with the calls."""
+"""The calls of a worker: their tasks, and the thread of their work."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from proto import cluster_pb2 as pb
+from proto.errors import NotReadyError
+from worker.engine.engine_thread import EngineThread
 from worker.node.service import WorkerService
 
 
@@ -27,3 +33,25 @@ async def test_a_signals_call_leaves_no_task() -> None:
         task.cancel()
     await asyncio.gather(call, reader, return_exceptions=True)
     assert await count_of_tasks() == 1
+
+
+async def test_a_backup_is_taken_on_the_engine_thread() -> None:
+    """The engine thread drops backups above their number. No other thread may remove one meanwhile."""
+    callers = []
+
+    def begin_reading(seq_id: int) -> Any:
+        callers.append(threading.current_thread().name)
+        raise NotReadyError(f"sequence {seq_id} has no backup here")
+
+    thread = EngineThread()
+    backups = SimpleNamespace(begin_reading=begin_reading, made={})
+    binding = SimpleNamespace(
+        place=SimpleNamespace(epoch=1), engine=SimpleNamespace(backups=backups)
+    )
+    host = SimpleNamespace(thread=thread)
+    node: Any = SimpleNamespace(binding=binding, host=host, renew_lease=lambda _: None)
+    context: Any = None
+    with pytest.raises(NotReadyError):
+        await anext(aiter(WorkerService(node).ReadBackup(pb.BackupRequest(epoch=1), context)))
+    await thread.close()
+    assert callers == ["engine"]

@@ -139,10 +139,14 @@ async def test_the_progress_is_readable_while_no_model_serves() -> None:
     loader.start("owner/big")
     api.app = starting_app(api.status, api.options, "The server changes to owner/big.", loader)
     assert (await api.get("/v1/models/load")).json()["model"] == "owner/big"
-    reply = await api.chat()
-    assert reply.status_code == 503
-    assert "owner/big" in reply.text
-    assert reply.headers["retry-after"]
+    json = {"Content-Type": "application/json"}
+    for name in ("owner/big", "http://host/model"):
+        reply = await api.post("/v1/models/load", {"model": name}, headers=json)
+        assert (reply.status_code, reply.json()["model"]) == (202, name)
+    for reply in (await api.chat(), await api.post("/replan", {}, headers=json)):
+        assert reply.status_code == 503
+        assert "owner/big" in reply.text
+        assert reply.headers["retry-after"]
 
 
 async def test_ollamas_sizes_are_those_of_the_weights() -> None:

@@ -198,6 +198,16 @@ async def test_a_client_that_does_not_return_ends_its_answer(
     assert len(api.generator.cancelled) == 1
 
 
+async def test_an_answer_that_is_not_stored_ends() -> None:
+    """When the journal refuses a record, the client gets the error, and the engine stops."""
+    api = ApiClient(FakeGenerator(tiny_tokenizer(), hang_after=2))
+    await api.journal.close()
+    assert (await api.post(PATH, {"input": "Hi", "background": True})).status_code == 500
+    assert (await api.get("/status")).json()["open_requests"] == []
+    await asyncio.gather(*api.generator.tasks, return_exceptions=True)
+    assert len(api.generator.cancelled) == 1
+
+
 async def count_records(api: ApiClient) -> int:
     """Return the number of stored answers."""
     query = "SELECT count(*) FROM answers"

@@ -10,8 +10,10 @@ import pytest
 
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.plan_start import PlanStart, workers_in_use
+from coordinator.cluster.plan_start import PlanStart, StartError, workers_in_use
 from coordinator.cluster.view import Settings, View
+from coordinator.pipeline.remote_pipeline import RemotePipeline
+from mtp.device import FrameLimits
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, DeadlineError, MemoryLimitError
@@ -35,6 +37,8 @@ class Cluster:
         unreachable: str = "",
     ) -> None:
         self.unreachable = unreachable
+        self.chunks: dict[str, tuple[int, int, int]] = {}
+        """The chunks and the fused width that workers report."""
         members = {
             name: replace(worker(name), has_files=name not in fetching) for name in ("a", "b", "c")
         }
@@ -68,6 +72,11 @@ class Cluster:
         start = PlanStart(self.plan, self.view, self.model, options, self.membership)
         return await start.prepare(frozenset({"a1", "b1", "c1"}))
 
+    async def start(self) -> RemotePipeline:
+        """Start the plan over workers that load at once."""
+        options = ManagerOptions(pb.Coordinator(id="c", name="c"), Settings())
+        return await PlanStart(self.plan, self.view, self.model, options, self.membership).run()
+
     def _loader(self, name: str) -> Any:
         async def load(request: pb.LoadRequest, on_progress: Any) -> Any:
             self.calls.append(("load", name))
@@ -75,7 +84,14 @@ class Cluster:
             if name == self.broken:
                 raise self.error
             on_progress(1, 1)
-            return SimpleNamespace(has_mtp=True, layers="1 packed")
+            longest, shortest, width = self.chunks.get(name, (512, 128, 0))
+            return pb.LoadResult(
+                has_mtp=True,
+                layers="1 packed",
+                longest_chunk=longest,
+                shortest_chunk=shortest,
+                fused_width=width,
+            )
 
         return load
 
@@ -110,6 +126,23 @@ async def test_a_failure_is_an_event(error: Exception, address: str | None) -> N
     assert event.address == address
     assert str(error.args[0]) in event.reason
     assert (("probe", "c") in cluster.calls) == isinstance(error, ClusterError)
+
+
+async def test_frames_suit_every_machine_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers say which chunks and windows suit them. The coordinator's machine does not count."""
+
+    async def open_nothing(pipeline: RemotePipeline, ids: list[str]) -> None:
+        """Connect no worker."""
+
+    monkeypatch.setattr(RemotePipeline, "open", open_nothing)
+    cluster = Cluster()
+    cluster.chunks = {"a": (1024, 1024, 5), "b": (512, 128, 0), "c": (512, 512, 8)}
+    assert (await cluster.start()).frame_limits == FrameLimits(512, 512, 5)
+    cluster.chunks = dict.fromkeys("abc", (1024, 1024, 0))
+    assert (await cluster.start()).frame_limits == FrameLimits(1024, 1024)
+    cluster.chunks = {"b": (0, 0, 0)}
+    with pytest.raises(StartError, match="chunks of 0 to 0 tokens"):
+        await cluster.start()
 
 
 @pytest.mark.parametrize("name", ["a", "c"])

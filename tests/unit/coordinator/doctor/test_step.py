@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
+from typer.testing import CliRunner
 
+from coordinator.cli import app
 from coordinator.doctor import step
-from coordinator.doctor.finding import Verdict
+from coordinator.doctor.diagnosis import Diagnosis
+from coordinator.doctor.finding import Finding, Verdict
 from coordinator.doctor.step import OwnSteps, check_step, dispatch_seconds, kernels_of
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
+from mtp.layers.layer import KernelTrial
+from worker.model.kernel_choice import read_trials, write_trials
 
 
 def test_views_launch_nothing_and_each_part_of_a_joined_array_does() -> None:
@@ -43,3 +50,21 @@ def test_a_lazy_step_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
     OwnSteps(Checkpoint.open(checkpoint_dir())).build()
     assert not started
+
+
+def test_doctor_forgets_the_trials_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --retry, a kernel that failed or lost is tried again. Without it the trials stay."""
+    monkeypatch.setenv("MTP_STATE_DIR", str(tmp_path))
+
+    async def find_nothing(_: Diagnosis) -> list[Finding]:
+        """Skip all checks."""
+        return []
+
+    monkeypatch.setattr(Diagnosis, "run", find_nothing)
+    write_trials({"window": KernelTrial(problem="it does not compile")})
+    for flags, kept in (([], 1), (["--retry"], 0)):
+        result = CliRunner().invoke(app, ["doctor", *flags], catch_exceptions=False)
+        assert result.exit_code == 0
+        assert len(read_trials()) == kept

@@ -16,10 +16,16 @@ from coordinator.schedule.prompts import Limits
 from coordinator.schedule.request import GenerationRequest, TokenChunk, generate
 from coordinator.schedule.scheduler import Scheduler
 from proto.backup import LayerState, ReceivedStates
-from proto.errors import NotReadyError, WorkerLostError
+from proto.errors import NotReadyError, ProtocolError, WorkerLostError
 from proto.frame import BackUp, Frame, Op, RestoreBackup, RestorePrefix
 from tests.support.protocol.scheduler_drive import Drive
-from tests.support.protocol.simulation import ROOM, SimulatedPipeline, Timing, run_virtually
+from tests.support.protocol.simulation import (
+    ROOM,
+    OnePipeline,
+    SimulatedPipeline,
+    Timing,
+    run_virtually,
+)
 from tests.support.stages.fake_last_stage import FakeLastStage, plain
 
 FEW = 4
@@ -180,6 +186,73 @@ def test_a_client_that_leaves_takes_its_backup() -> None:
     drive.run()
     assert drive.stage.received == {}
     assert drive.scheduler.backups.kept == {}
+
+
+@patch("coordinator.schedule.backups.CALM_PAUSE", 0.0)
+@patch("coordinator.schedule.backups.MIN_NEW_TOKENS", 4)
+def test_backups_above_their_limit_restore_no_wrong_tokens() -> None:
+    """The youngest sequences lose their backups, also while the next part is in flight. All answers stay the same."""
+    for limit in range(500, 1000, 50):
+        drive = Drive(stages=3)
+        backups = drive.scheduler.backups
+        backups.limit = limit
+        asked = {drive.submit(range(i, 60 + i), 200): range(i, 60 + i) for i in range(2)}
+        most = 0
+        while len(backups.kept) >= most:
+            run(drive, 1)
+            most = max(most, len(backups.kept))
+            assert backups.nbytes <= limit
+        assert min(backups.kept) == 0, "the oldest sequence keeps its backup"
+        run(drive, 5)
+        drive.new_plan(FakeLastStage(1), stages=3)
+        drive.run()
+        for seq_id, prompt in asked.items():
+            assert drive.tokens(seq_id) == plain(prompt, 200)
+
+
+def test_a_sequence_without_room_for_its_backup_is_not_backed_up_again() -> None:
+    """A link carries no backup that would be dropped, until an older sequence has ended."""
+    drive = Drive()
+    drive.scheduler.backups.limit = 600
+    with patch("coordinator.schedule.backups.CALM_PAUSE", 0.0):
+        drive.submit(range(60), 60)
+        drive.submit(range(60), 200)
+        youngest = drive.submit(range(60), 200)
+        run(drive, 100)
+        made = [op for op in backups_of(drive.stage.seen) if op.seq_id == youngest]
+        assert len(made) <= 2
+        drive.run()
+    assert len([op for op in backups_of(drive.stage.seen) if op.seq_id == youngest]) > len(made)
+
+
+@dataclass
+class OversizePipeline(BackedPipeline):
+    """A pipeline whose backups all exceed the limit."""
+
+    reads: int = 0
+
+    async def read_backup(self, seq_id: int, limit: int) -> ReceivedStates:
+        """Refuse the transfer after its time."""
+        self.reads += 1
+        await asyncio.sleep(self.transfer)
+        raise ProtocolError("a backup exceeds the limit")
+
+
+def test_a_transfer_that_fails_is_not_repeated_at_once() -> None:
+    """A backup that no limit admits takes its share of a link, like one that arrives."""
+
+    async def work() -> int:
+        """Answer one request. Return the number of transfers."""
+        pipeline = OversizePipeline(Timing(1), FakeLastStage(1), 1, ROOM)
+        scheduler = Scheduler(Limits(context=4096), Controller(MtpMode(0)))
+        clock = asyncio.get_running_loop().time
+        loop = GenerationLoop(OnePipeline(pipeline), scheduler, clock)
+        await loop.start()
+        await tokens_of(loop, GenerationRequest(PROMPT, 300))
+        await loop.close()
+        return pipeline.reads
+
+    assert 1 <= run_virtually(work()) <= 4, "in 4 seconds"
 
 
 PREFIX_ROOM = Capacity(sequences=2, kv_tokens=10_000, prefix_bytes=2**20, token_bytes=1)

@@ -56,7 +56,7 @@ class Watchdog:
         """Return a pipeline that fails at once while chunks are too long."""
         pipeline = SimulatedPipeline(Timing(2), epoch=self.epoch)
         pipeline.last.epoch = self.epoch
-        too_long = self.scheduler.limits.prefill_chunk > self.longest
+        too_long = self.scheduler.limits.longest_chunk > self.longest
         if too_long and self.epoch < self.most:
             pipeline.fail(WorkerLostError(self.message))
         return pipeline
@@ -83,7 +83,7 @@ def test_a_long_prompt_is_tried_with_shorter_chunks() -> None:
     """Chunks are halved until the GPU accepts them, and none of these plans counts as a failure of the request."""
     source = Watchdog(TIMEOUT, SHORTEST_CHUNK)
     assert run_virtually(finish(source)).reason == "length"
-    assert source.scheduler.limits.prefill_chunk == SHORTEST_CHUNK
+    assert source.scheduler.limits.longest_chunk == SHORTEST_CHUNK
     assert source.scheduler.limits.step_tokens == 2048 // 8
     assert source.epoch == 3
 
@@ -92,11 +92,11 @@ def test_a_gpu_that_never_accepts_ends_the_request() -> None:
     """After the shortest chunk, failed plans count, and the request ends with an error."""
     source = Watchdog(TIMEOUT, 0, most=3 + MAX_FAILURES)
     assert run_virtually(finish(source)).reason == "error"
-    assert source.scheduler.limits.prefill_chunk == SHORTEST_CHUNK
+    assert source.scheduler.limits.longest_chunk == SHORTEST_CHUNK
 
 
 def test_other_failures_keep_the_chunks() -> None:
     """A failure of another kind does not shorten chunks."""
     source = Watchdog("w1: engine failed", 0, most=MAX_FAILURES)
     assert run_virtually(finish(source)).reason == "error"
-    assert source.scheduler.limits.prefill_chunk == 512
+    assert source.scheduler.limits.longest_chunk == 512

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.depth.controller import Controller, MtpMode
 from coordinator.schedule.prompts import (
     FIRST_FRAME,
     SECONDS_ALONE,
@@ -17,6 +18,8 @@ from coordinator.schedule.prompts import (
     Prompts,
 )
 from coordinator.schedule.request import Finished
+from coordinator.schedule.scheduler import Scheduler
+from mtp.device import FrameLimits
 from proto.errors import CapacityError
 from proto.frame import Frame, Segment
 from tests.support.protocol.scheduler_drive import ROOM, Drive, chunks_of
@@ -32,12 +35,28 @@ def chunk_frame(tokens: int, seconds: float) -> Frame:
     return Frame(1, 0, (), (segment,), stage_us=(100, int(seconds * 1e6)))
 
 
+def test_chunks_suit_the_machines_of_each_plan() -> None:
+    """A plan brings the lengths of its machines. The user's length, or one that a GPU accepts, counts more."""
+    scheduler = Scheduler(Limits(10_000), Controller(MtpMode(0)))
+    for frames in (FrameLimits(1024, 1024, 5), FrameLimits(512, 128, 5)):
+        scheduler.reset(1, 1, ROOM, 0.0, frame_limits=frames)
+        assert scheduler.limits.chunk_length(9000) == frames.longest
+        assert scheduler.limits.chunk_length(9) == frames.shortest
+        assert scheduler.controller.fused_width == 5
+    shorter = scheduler.limits.with_shorter_chunks()
+    assert shorter is not None
+    scheduler.limits = shorter
+    scheduler.reset(1, 2, ROOM, 0.0, frame_limits=FrameLimits(1024, 128))
+    assert scheduler.limits.chunk_length(9000) == 256
+    assert scheduler.controller.fused_width is None
+
+
 # ---- the time of prompts
 
 
 def test_a_short_prompt_has_no_shorter_chunks_than_the_gpu_computes_fast() -> None:
     """A prompt is cut into eight chunks or more, of the shortest to the longest useful length."""
-    limits = Limits(10_000, prefill_chunk=1024, shortest_chunk=512)
+    limits = Limits(10_000, frames=FrameLimits(1024, 512))
     assert [limits.chunk_length(tokens) for tokens in (100, 4000, 6000, 9000)] == [
         512,
         512,

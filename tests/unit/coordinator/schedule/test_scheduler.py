@@ -223,7 +223,7 @@ def test_logprobs_go_with_their_tokens() -> None:
 
 
 def test_rollbacks_name_the_lost_tokens() -> None:
-    """Each window that lost tokens has one rollback with its accepted length and trim. Other windows have none."""
+    """Each window that lost tokens has one rollback with their number. Other windows have none."""
     drive = Drive(depth=3)
     seq_id = drive.submit(tokens=40)
     drive.run()
@@ -233,8 +233,7 @@ def test_rollbacks_name_the_lost_tokens() -> None:
     assert lost
     assert len(lost) < len(commits)
     assert drive.rollbacks == [
-        Rollback(seq_id, c.window, c.accepted_length, widths[c.window] - c.accepted_length)
-        for c in lost
+        Rollback(seq_id, c.window, widths[c.window] - c.accepted_length) for c in lost
     ]
 
 
