@@ -23,10 +23,11 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-from coordinator.cli.client import stream_events
+from coordinator.cli.client import API_KEY, stream_events
 from coordinator.cli.cluster_commands import parse, render
 from coordinator.depth.controller import MtpMode
 from proto.errors import WorkerLostError
+from proto.state_dir import STATE_DIR
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
 """Text to continue. The built-in model was trained on Python and little else."""
@@ -138,8 +139,9 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", start, *arguments, "--log-format", "json"],
-            # The user's API key belongs to other servers.
-            env={name: value for name, value in os.environ.items() if name != "MTP_API_KEY"},
+            # The user's API key and cluster belong to other servers.
+            env={n: v for n, v in os.environ.items() if n != API_KEY}
+            | {STATE_DIR: str(log.parent / "state")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,

@@ -51,7 +51,7 @@ from proto import cluster_pb2 as pb
 from proto.announcement import is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
-from proto.state_dir import write_private
+from proto.state_dir import used_alone, write_private
 from proto.terminal.console import keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
 from proto.trust.certificates import (
@@ -155,7 +155,7 @@ WAIT_REPORT_SECONDS = 10.0
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C. Afterwards everything is closed and the process ends.
 
-    Raises UsageError if the port is not available, and ClusterError if no first plan is possible.
+    Raises UsageError if the port or the state directory is in use, and ClusterError if no first plan is possible.
     """
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
@@ -163,10 +163,11 @@ async def serve(options: ServeOptions) -> None:
     warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
-    trust = open_trust(options)
-    server = _Server(options, listener, trust)
     tracer_provider()  # a user learns of missing libraries at the start
     async with AsyncExitStack() as stack:
+        stack.enter_context(used_alone(options.state))
+        trust = open_trust(options)
+        server = _Server(options, listener, trust)
         stack.push_async_callback(asyncio.to_thread, flush_spans)
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
