@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
+from coordinator.trust.key_ring import OWNER_KEY
 from proto.errors import (
     AccessError,
     ClusterError,
@@ -19,7 +21,7 @@ from proto.errors import (
     UsageError,
     WorkerLostError,
 )
-from proto.state_dir import state_dir
+from proto.state_dir import STATE_DIR, read_json, state_dir
 
 API_KEY = "MTP_API_KEY"
 """Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
@@ -56,19 +58,38 @@ def server_url(url: str) -> str:
 def open_client(url: str, api_key: str | None, seconds: float) -> httpx.Client:
     """Return a client of the server at `url` that waits `seconds` for a byte.
 
-    It sends the first of the keys in `api_key`, which may hold several with spaces between. It accepts public
-    authorities and the cluster in this user's state directory.
+    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
+    own server. It accepts public authorities and the cluster in this user's state directory.
     """
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    if api_key and api_key.strip():
+    url = server_url(url)
+    if not (api_key and api_key.strip()):
+        url, api_key = _owner_key(url)
+    if api_key:
         headers["Authorization"] = f"Bearer {api_key.split()[0]}"
     context = ssl.create_default_context()
     own = state_dir(None) / "authority" / "authorities.pem"
     if own.is_file():
         context.load_verify_locations(own)
     return httpx.Client(
-        base_url=server_url(url), headers=headers, verify=context, timeout=seconds, trust_env=False
+        base_url=url, headers=headers, verify=context, timeout=seconds, trust_env=False
     )
+
+
+def _owner_key(url: str) -> tuple[str, str]:
+    """Return the URL and key of the server in this user's state directory if it is the one at `url`.
+
+    Otherwise the key is empty, because no other program may get it. `localhost` becomes the server's address, because
+    another user of this machine may listen at another address of that name.
+    """
+    found: dict[str, str] = {}
+    with contextlib.suppress(UsageError):  # as for another user's directory
+        found = read_json(state_dir(None) / OWNER_KEY)
+    own, asked = urlsplit(found.get("url", "")), urlsplit(url)
+    same_port = (asked.scheme, asked.port) == (own.scheme, own.port)
+    if found and same_port and asked.hostname in (own.hostname, "localhost"):
+        return found["url"], found["key"]
+    return url, ""
 
 
 def call(
@@ -136,7 +157,10 @@ def _refusal(url: str, status: int, body: bytes) -> ClusterError:
     refuses the request, and ProtocolError if another program answers.
     """
     if status == 401:
-        return AccessError(f"{url} requires an API key. Give one with --api-key or {API_KEY}")
+        return AccessError(
+            f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "
+            f"{STATE_DIR} to its --state-dir instead"
+        )
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -93,6 +93,7 @@ def token(
             )
         case "revoke", str(known):
             registry.revoke_token(known)
+            typer.echo(f"revoked {known}")
         case _:
             raise UsageError(
                 "mtp-coord token: write token create, token list, or token revoke with an id"
@@ -178,6 +179,7 @@ def key(
             )
         case "revoke", str(known_name):
             ring.revoke(known_name)
+            typer.echo(f"revoked {known_name}")
         case _:
             raise UsageError("mtp-coord key: write key create NAME, key list, or key revoke NAME")
 

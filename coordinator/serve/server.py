@@ -168,6 +168,7 @@ async def serve(options: ServeOptions) -> None:
         stack.enter_context(used_alone(options.state))
         trust = open_trust(options)
         server = _Server(options, listener, trust)
+        stack.enter_context(server.key_ring.admitting_owner(server.own_url))
         stack.push_async_callback(asyncio.to_thread, flush_spans)
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
@@ -216,16 +217,19 @@ class _Server:
         self.options = options
         self.trust = trust
         self._tls = tls = http_tls(options)
-        self.port: int = listener.getsockname()[1]
-        self.url = _url(listener, tls)
+        host, self.port = listener.getsockname()[:2]
+        self.url = _url(host, self.port, tls)
+        self.own_url = _url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls)
+        """The URL for commands on this machine."""
+        self.key_ring = KeyRing(
+            options.state, required=not (options.insecure or is_loopback(options.host))
+        )
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
-            key_ring=KeyRing(
-                options.state, required=not (options.insecure or is_loopback(options.host))
-            ),
+            key_ring=self.key_ring,
         )
         self.journal = Journal(
             options.state / "journal" / "answers.db" if options.journal else None
@@ -399,8 +403,7 @@ def open_trust(options: ServeOptions) -> ClusterTrust | None:
     return ClusterTrust.open(options.state, create=options.join_address is not None)
 
 
-def _url(listener: socket.socket, tls: TlsFiles | None) -> str:
-    host, port = listener.getsockname()[:2]
+def _url(host: str, port: int, tls: TlsFiles | None) -> str:
     return f"{'https' if tls else 'http'}://{join_address(host, port)}"
 
 

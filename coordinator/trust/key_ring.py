@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import logging
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from coordinator.trust.registry import StateFile
 from proto.errors import AccessError, UsageError
+from proto.state_dir import write_private
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = "mtp-"
+
+OWNER_KEY = Path("keys", "owner.json")
+"""The file in the state directory with the key of its owner, and with the URL of the server that accepts this key."""
 
 
 class Scope(StrEnum):
@@ -44,6 +54,8 @@ class KeyRing:
         self._file = StateFile(state / "keys" / "keys.json", {})
         self._version = -1
         self._keys: list[ApiKey] = []
+        self._owner_file = state / OWNER_KEY
+        self._owner_keys: list[ApiKey] = []
 
     def stored_keys(self) -> list[ApiKey]:
         """Return the keys, read again when the file has changed. Raises UsageError for a damaged file."""
@@ -60,14 +72,14 @@ class KeyRing:
 
     def create(self, name: str, scopes: frozenset[Scope]) -> str:
         """Store a new key and return it. Nothing can show it again. Raises UsageError for a known name."""
-        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        key = _new_key()
         with self._file.changing() as content:
             if name in content:
                 raise UsageError(
                     f"a key named {name!r:.80} exists. Revoke it first or choose a name"
                 )
             content[name] = {
-                "digest": hashlib.sha256(key.encode()).hexdigest(),
+                "digest": _digest(key.encode()),
                 "scopes": sorted(scopes),
                 "created": time.time(),
             }
@@ -79,11 +91,29 @@ class KeyRing:
             if content.pop(name, None) is None:
                 raise UsageError(f"no key is named {name!r:.80}. See mtp-coord key list")
 
+    @contextlib.contextmanager
+    def admitting_owner(self, url: str) -> Iterator[None]:
+        """Accept a new key for every call while the block runs. Only the owner of the state directory can read it.
+
+        The commands of `mtp-coord` send it to `url`, the address of this server, and to no other program.
+        """
+        key = _new_key()
+        self._owner_keys = [ApiKey("the owner", _digest(key.encode()), frozenset(Scope))]
+        try:
+            write_private(self._owner_file, json.dumps({"url": url, "key": key}))
+        except UsageError as error:  # such as a full disk
+            log.warning("commands on this machine need an API key", extra={"error": str(error)})
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._owner_file.unlink()
+
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key with the text `sent`, or None. The time does not depend on which key matches."""
-        digest = hashlib.sha256(sent).hexdigest()
+        digest = _digest(sent)
         found = None
-        for key in self.stored_keys():
+        for key in (*self.stored_keys(), *self._owner_keys):
             if secrets.compare_digest(digest, key.digest):
                 found = key
         return found
@@ -96,3 +126,11 @@ class KeyRing:
                 f"The key {key.name} does not permit this call. It needs the scope {scope}. "
                 f"Create one with mtp-coord key create NAME --scope {scope}"
             )
+
+
+def _new_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
