@@ -63,7 +63,10 @@ def worker(
         ),
     ] = 0,
     name: Annotated[
-        str | None, typer.Option(help="Name shown in status and logs.  [default: host name]")
+        str | None,
+        typer.Option(
+            help=f"Name shown in status and logs.  [default: host name, with a port other than {DEFAULT_PORT}]"
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
@@ -145,7 +148,7 @@ def worker(
         host=host,
         port=port,
         data_port=data_port,
-        name=name or socket.gethostname().partition(".")[0],
+        name=name or default_name(port),
         layers=span,
         model=own,
         memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),
@@ -158,6 +161,12 @@ def worker(
         join=join,
     )
     asyncio.run(run(options))
+
+
+def default_name(port: int) -> str:
+    """Return the name of a worker without --name. Two workers of one machine have different ports."""
+    host = socket.gethostname().partition(".")[0]
+    return host if port in (0, DEFAULT_PORT) else f"{host}-{port}"
 
 
 def main() -> None:
