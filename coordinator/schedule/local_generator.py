@@ -34,8 +34,13 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
 
     `replace` is set for a head that is present but incomplete or wrong. The sentence has no full stop.
     """
-    if checkpoint.layout == "raw":
+    if checkpoint.layout == "raw" and replace:
         return "Download the checkpoint again, or use the one that Qwen publishes"
+    if checkpoint.layout == "raw":
+        return (
+            f"Run mtp-coord convert --hf-path {checkpoint.path} --mlx-path DIRECTORY, then mtp-coord add-mtp "
+            "--mlx-path DIRECTORY --hf-path RAW-CHECKPOINT"
+        )
     path, copy = str(checkpoint.path), ""
     if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
         # Files in the hub's cache must not be changed, so the head goes into a copy.
