@@ -171,6 +171,7 @@ def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
         while advice not in alone.text() and time.monotonic() < due:
             time.sleep(0.1)
         assert advice in alone.text()
+        assert "restart this worker with --join TOKEN, from mtp-coord token create" in alone.text()
 
 
 def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: Path) -> None:
