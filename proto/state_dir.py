@@ -87,25 +87,21 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def used_alone(directory: Path) -> Iterator[None]:
-    """Let no other coordinator use `directory` until the block, or this process, ends.
+def claim(directory: Path) -> None:
+    """Let no other coordinator use `directory` until this process ends, in whatever way.
 
     Raises UsageError with the process id of the coordinator that uses it.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, f"{os.getpid():<20}".encode())
-        except BlockingIOError as error:
-            pid = os.read(descriptor, 20).decode().strip() or "unknown"
-            raise UsageError(
-                f"--state-dir {directory}: another coordinator uses it, with process id {pid}. Stop that one, or "
-                "name another directory"
-            ) from error
-        except OSError as error:  # such as a read-only disk, on which a coordinator changes no file
-            log.warning("no lock of the state directory", extra={"error": str(error)})
-        yield
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, f"{os.getpid():<20}".encode())
+    except BlockingIOError as error:
+        pid = os.read(descriptor, 20).decode().strip()
+        raise UsageError(
+            f"--state-dir {directory}: the coordinator with process id {pid} uses it. Stop that one, or name "
+            "another directory"
+        ) from error
+    except OSError as error:  # such as a read-only disk, on which a coordinator changes no file
+        log.warning("no lock of the state directory", extra={"error": str(error)})

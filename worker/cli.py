@@ -144,11 +144,14 @@ def worker(
             "the model is not on this machine. Its layers will be fetched when a coordinator serves it",
             extra={"model": model},
         )
+    own_name = socket.gethostname().partition(".")[0]
+    if port not in (0, DEFAULT_PORT):  # a second worker of this machine
+        own_name += f"-{port}"
     options = WorkerOptions(
         host=host,
         port=port,
         data_port=data_port,
-        name=name or default_name(port),
+        name=name or own_name,
         layers=span,
         model=own,
         memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),
@@ -161,12 +164,6 @@ def worker(
         join=join,
     )
     asyncio.run(run(options))
-
-
-def default_name(port: int) -> str:
-    """Return the name of a worker without --name. Two workers of one machine have different ports."""
-    host = socket.gethostname().partition(".")[0]
-    return host if port in (0, DEFAULT_PORT) else f"{host}-{port}"
 
 
 def main() -> None:

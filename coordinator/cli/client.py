@@ -55,32 +55,11 @@ def server_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def open_client(url: str, api_key: str | None, seconds: float) -> httpx.Client:
-    """Return a client of the server at `url` that waits `seconds` for a byte.
-
-    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
-    own server. It accepts public authorities and the cluster in this user's state directory.
-    """
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    url = server_url(url)
-    if not (api_key and api_key.strip()):
-        url, api_key = _owner_key(url)
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key.split()[0]}"
-    context = ssl.create_default_context()
-    own = state_dir(None) / "authority" / "authorities.pem"
-    if own.is_file():
-        context.load_verify_locations(own)
-    return httpx.Client(
-        base_url=url, headers=headers, verify=context, timeout=seconds, trust_env=False
-    )
-
-
-def _owner_key(url: str) -> tuple[str, str]:
+def _owner_key(url: str) -> tuple[str, ...]:
     """Return the URL and key of the server in this user's state directory if it is the one at `url`.
 
-    Otherwise the key is empty, because no other program may get it. `localhost` becomes the server's address, because
-    another user of this machine may listen at another address of that name.
+    Otherwise return `url` alone, because no other program may get the key. `localhost` becomes the server's address.
+    Another user of this machine may listen at another address of that name.
     """
     found: dict[str, str] = {}
     with contextlib.suppress(UsageError):  # as for another user's directory
@@ -89,7 +68,7 @@ def _owner_key(url: str) -> tuple[str, str]:
     same_port = (asked.scheme, asked.port) == (own.scheme, own.port)
     if found and same_port and asked.hostname in (own.hostname, "localhost"):
         return found["url"], found["key"]
-    return url, ""
+    return (url,)
 
 
 def call(
@@ -104,10 +83,22 @@ def call(
 ) -> bytes:
     """Send `method path` to the server at `url` and return the body of the answer.
 
-    Raises the errors of `_refusal`, and NotReadyError if no server answers.
+    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
+    own server. It accepts public authorities and the cluster in this user's state directory. Raises the errors of
+    `_refusal`, and NotReadyError if no server answers.
     """
-    body = b""
-    with open_client(url, api_key, deadline) as client:
+    body, keys, base = b"", (api_key or "").split(), server_url(url)
+    if not keys:
+        base, *keys = _owner_key(base)
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if keys:
+        headers["Authorization"] = f"Bearer {keys[0]}"
+    tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
+    if own.is_file():
+        tls.load_verify_locations(own)
+    with httpx.Client(
+        base_url=base, headers=headers, verify=tls, timeout=deadline, trust_env=False
+    ) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():

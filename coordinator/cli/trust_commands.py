@@ -167,8 +167,7 @@ def key(
     ring = KeyRing(directory_of(state_dir))
     match action, name:
         case "create", str(new):
-            scopes = frozenset(scope or [Scope.INFERENCE])
-            typer.echo(ring.create(new, scopes))
+            typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
         case "list", None:
             _print_rows(
                 ("key", "scopes", "created"),

@@ -36,13 +36,10 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
     """
     if checkpoint.layout == "raw" and replace:
         return "Download the checkpoint again, or use the one that Qwen publishes"
-    if checkpoint.layout == "raw":
-        return (
-            f"Run mtp-coord convert --hf-path {checkpoint.path} --mlx-path DIRECTORY, then mtp-coord add-mtp "
-            "--mlx-path DIRECTORY --hf-path RAW-CHECKPOINT"
-        )
     path, copy = str(checkpoint.path), ""
-    if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
+    if checkpoint.layout == "raw":
+        path, copy = "DIRECTORY", f"mtp-coord convert --hf-path {path} --mlx-path DIRECTORY, then "
+    elif not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
         # Files in the hub's cache must not be changed, so the head goes into a copy.
         repo, _ = snapshot_of(checkpoint.path) or (path, "")
         path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "

@@ -31,7 +31,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::\d{1,5})?")
 
 
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
-"""Names of this machine in its containers. Nobody can register a name below `internal` to rebind it."""
+"""Names of this machine in its containers. The domain `internal` is reserved: no website can have a name in it."""
 
 
 class HostCheck:
@@ -52,10 +52,8 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward or refuse one request."""
         if scope["type"] == "http" and not self.is_known(host := _host(scope)):
-            text = (
-                f"Host: {host!r:.100} is no known name of this server. Use its IP address, or start mtp-coord serve "
-                "with --allowed-host NAME.\n"
-            )
+            text = f"Host: {host!r:.100} is no known name of this server. Use its IP address, or start it with "
+            text += "mtp-coord serve --allowed-host NAME.\n"
             await PlainTextResponse(text, status_code=421)(scope, receive, send)
             return
         await self.app(scope, receive, send)

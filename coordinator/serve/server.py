@@ -51,7 +51,7 @@ from proto import cluster_pb2 as pb
 from proto.announcement import is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
-from proto.state_dir import used_alone, write_private
+from proto.state_dir import claim, write_private
 from proto.terminal.console import keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
 from proto.trust.certificates import (
@@ -142,9 +142,6 @@ def renew_certificate(
 CONVERTED = "models"
 """Folder of the state directory for converted models, which are served by their names."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in proto/terminal/console.py."""
-
 FIRST_WAIT_REPORT = 1.0
 """Seconds before the first line about missing workers. Workers that are up join faster."""
 
@@ -163,19 +160,20 @@ async def serve(options: ServeOptions) -> None:
     warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
+    claim(options.state)
+    trust = None
+    if not (options.insecure or options.single_node):
+        trust = ClusterTrust.open(options.state, create=options.join_address is not None)
+    server = _Server(options, listener, trust)
     tracer_provider()  # a user learns of missing libraries at the start
     async with AsyncExitStack() as stack:
-        stack.enter_context(used_alone(options.state))
-        trust = open_trust(options)
-        server = _Server(options, listener, trust)
-        stack.enter_context(server.key_ring.admitting_owner(server.own_url))
         stack.push_async_callback(asyncio.to_thread, flush_spans)
         if trust is not None and options.join_address is not None:
             await stack.enter_async_context(trust.listening(*options.join_address))
         stack.enter_context(keep_awake(enabled=options.awake))
         stack.callback(asyncio.create_task(server.renew_certificate()).cancel)
         await _run(server.http, server.url, listener, server.start(stack), options.model)
-    _leave(INTERRUPTED if server.http.interrupted else 0)
+    _leave(130 if server.http.interrupted else 0)  # as in proto/terminal/console.py
 
 
 class ModelDownload:
@@ -219,17 +217,16 @@ class _Server:
         self._tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(host, self.port, tls)
-        self.own_url = _url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls)
-        """The URL for commands on this machine."""
-        self.key_ring = KeyRing(
+        key_ring = KeyRing(
             options.state, required=not (options.insecure or is_loopback(options.host))
         )
+        key_ring.admit_owner(_url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls))
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
-            key_ring=self.key_ring,
+            key_ring=key_ring,
         )
         self.journal = Journal(
             options.state / "journal" / "answers.db" if options.journal else None
@@ -394,13 +391,6 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
         if manager.view.phase is Phase.GATHERING:
             log.info("waiting for workers: %s. Status: %s/status", manager.describe_wait(), url)
         await asyncio.sleep(WAIT_REPORT_SECONDS)
-
-
-def open_trust(options: ServeOptions) -> ClusterTrust | None:
-    """Return the trust of this cluster. A server with --listen makes one if there is none."""
-    if options.insecure or options.single_node:
-        return None
-    return ClusterTrust.open(options.state, create=options.join_address is not None)
 
 
 def _url(host: str, port: int, tls: TlsFiles | None) -> str:

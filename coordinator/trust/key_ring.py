@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -72,14 +70,14 @@ class KeyRing:
 
     def create(self, name: str, scopes: frozenset[Scope]) -> str:
         """Store a new key and return it. Nothing can show it again. Raises UsageError for a known name."""
-        key = _new_key()
+        key, digest = _new_key()
         with self._file.changing() as content:
             if name in content:
                 raise UsageError(
                     f"a key named {name!r:.80} exists. Revoke it first or choose a name"
                 )
             content[name] = {
-                "digest": _digest(key.encode()),
+                "digest": digest,
                 "scopes": sorted(scopes),
                 "created": time.time(),
             }
@@ -91,27 +89,21 @@ class KeyRing:
             if content.pop(name, None) is None:
                 raise UsageError(f"no key is named {name!r:.80}. See mtp-coord key list")
 
-    @contextlib.contextmanager
-    def admitting_owner(self, url: str) -> Iterator[None]:
-        """Accept a new key for every call while the block runs. Only the owner of the state directory can read it.
+    def admit_owner(self, url: str) -> None:
+        """Accept a new key for every call, in a file that only the owner of the state directory can read.
 
         The commands of `mtp-coord` send it to `url`, the address of this server, and to no other program.
         """
-        key = _new_key()
-        self._owner_keys = [ApiKey("the owner", _digest(key.encode()), frozenset(Scope))]
+        key, digest = _new_key()
+        self._owner_keys = [ApiKey("the owner", digest, frozenset(Scope))]
         try:
             write_private(self._owner_file, json.dumps({"url": url, "key": key}))
         except UsageError as error:  # such as a full disk
             log.warning("commands on this machine need an API key", extra={"error": str(error)})
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                self._owner_file.unlink()
 
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key with the text `sent`, or None. The time does not depend on which key matches."""
-        digest = _digest(sent)
+        digest = hashlib.sha256(sent).hexdigest()
         found = None
         for key in (*self.stored_keys(), *self._owner_keys):
             if secrets.compare_digest(digest, key.digest):
@@ -128,9 +120,7 @@ class KeyRing:
             )
 
 
-def _new_key() -> str:
-    return KEY_PREFIX + secrets.token_urlsafe(32)
-
-
-def _digest(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+def _new_key() -> tuple[str, str]:
+    """Return a key and its digest."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, hashlib.sha256(key.encode()).hexdigest()

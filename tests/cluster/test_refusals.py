@@ -129,7 +129,7 @@ def test_a_second_coordinator_in_a_state_directory(tmp_path: Path) -> None:
         ((status, line),) = in_turn(lambda: launch_coordinator(tmp_path, *flags, name="second"))
         assert status == 2
         assert "--state-dir" in line
-        assert f"process id {first.pid}." in line
+        assert f"the coordinator with process id {first.pid} uses it" in line
         assert first.running
         first.kill()
     with ending(launch_coordinator(tmp_path, *flags, name="third")) as third:

@@ -111,10 +111,8 @@ def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Key
     """Yield the keys and the URL of a server whose state directory is this user's."""
     ring = KeyRing(tmp_path)
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
-    with (
-        serving(ApiClient(options=ApiOptions(key_ring=ring)).app) as url,
-        ring.admitting_owner(url),
-    ):
+    with serving(ApiClient(options=ApiOptions(key_ring=ring)).app) as url:
+        ring.admit_owner(url)
         yield ring, url
 
 

@@ -232,12 +232,11 @@ async def _serve(
             if token and token != known:
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
-                found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
-                joining = f". If one runs, restart this worker with {JOIN_FLAG}" if joins else ""
+                advice = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+                if joins:
+                    advice += f". If one runs, restart this worker with {JOIN_FLAG}"
                 log.info(
-                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s%s",
-                    found,
-                    joining,
+                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice
                 )
                 advised = True
             with contextlib.suppress(TimeoutError):

@@ -36,4 +36,4 @@ async def test_the_names_of_this_server_are_known(host: str, known: bool) -> Non
     else:
         assert reply.status_code == 421
         assert host in reply.text
-        assert "mtp-coord serve with --allowed-host NAME" in reply.text
+        assert "mtp-coord serve --allowed-host NAME" in reply.text
