@@ -56,6 +56,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+JOIN_FLAG = "--join TOKEN, from mtp-coord token create"
+"""The way into a cluster, for the messages of both programs."""
+
 SERVICE_TYPE = "_mtp-worker._tcp.local."
 
 FINGERPRINT_DIGITS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from platformdirs import user_state_path
 
 from proto.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 STATE_DIR = "MTP_STATE_DIR"
 """The environment variable that names the state directory."""
@@ -82,3 +85,23 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def claim(directory: Path) -> None:
+    """Let no other coordinator use `directory` until this process ends, in whatever way.
+
+    Raises UsageError with the process id of the coordinator that uses it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(directory / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, f"{os.getpid():<20}".encode())
+    except BlockingIOError as error:
+        pid = os.read(descriptor, 20).decode().strip()
+        raise UsageError(
+            f"--state-dir {directory}: the coordinator with process id {pid} uses it. Stop that one, or name "
+            "another directory"
+        ) from error
+    except OSError as error:  # such as a read-only disk, on which a coordinator changes no file
+        log.warning("no lock of the state directory", extra={"error": str(error)})

@@ -63,7 +63,10 @@ def worker(
         ),
     ] = 0,
     name: Annotated[
-        str | None, typer.Option(help="Name shown in status and logs.  [default: host name]")
+        str | None,
+        typer.Option(
+            help=f"Name shown in status and logs.  [default: host name, with a port other than {DEFAULT_PORT}]"
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
@@ -141,11 +144,14 @@ def worker(
             "the model is not on this machine. Its layers will be fetched when a coordinator serves it",
             extra={"model": model},
         )
+    own_name = socket.gethostname().partition(".")[0]
+    if port not in (0, DEFAULT_PORT):  # a second worker of this machine
+        own_name += f"-{port}"
     options = WorkerOptions(
         host=host,
         port=port,
         data_port=data_port,
-        name=name or socket.gethostname().partition(".")[0],
+        name=name or own_name,
         layers=span,
         model=own,
         memory_limit=parse_size(memory_limit) if memory_limit else default_memory_limit(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -236,7 +235,6 @@ class Journal:
         self._database: Database | None = None
         self._older: Database | None = None
         """The file that can no longer be written, for reading."""
-        self._lock: int | None = None
         self._tokens: list[tuple[str, int, tuple[int, ...]]] = []
         """The arguments of `Database.append_tokens` that wait for the next commit."""
         self._cleaning: asyncio.TimerHandle | None = None
@@ -299,9 +297,6 @@ class Journal:
             self._thread.submit(self._database.close)
             self._database = None
         self._thread.shutdown()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def _submit(self, run: Callable[[Database], T]) -> Future[T]:
         """Commit the collected tokens and the changes of `run` together, on the thread."""
@@ -364,14 +359,9 @@ class Journal:
             return Database.in_memory()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = self._file.with_suffix(".lock")
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             database = Database.open_file(self._file)
             with database.transaction():
                 database.delete_old(self._retention)
-        except BlockingIOError:
-            self._warn(f"{self._file} is used by another coordinator. Give this one a --state-dir")
         except (OSError, sqlite3.Error) as error:
             self._warn(f"{self._file} cannot be used: {error}")
         else:

@@ -201,18 +201,22 @@ def require_json(request: Request) -> None:
         raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
 
 
-READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""The methods that change nothing and generate nothing."""
-
-
 def check_origin(request: Request) -> None:
-    """Raise AccessError for a request that a web page of another site sends, unless the user allowed its origin."""
-    origin, allowed = request.headers.get("origin"), api_of(request).options.allowed_origins
-    if origin is None or request.method in READING or not {origin, "*"}.isdisjoint(allowed):
+    """Raise AccessError for a request that a web page of another site sends, unless the user allowed its origin.
+
+    Images and frames of a page send no origin, but the relation of the sites. A link that the user follows is allowed.
+    """
+    headers, allowed = request.headers, api_of(request).options.allowed_origins
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    if not {origin, "*"}.isdisjoint(allowed):
         return
-    if origin.partition("://")[2] != request.headers.get("host"):
+    if origin is None:
+        own = site in ("same-origin", "none") or headers.get("sec-fetch-dest") == "document"
+    else:
+        own = origin.partition("://")[2] == headers.get("host")
+    if not own:
         raise AccessError(
-            f"Origin: web pages of {origin!r:.100} may not call this server. Allow them with --allowed-origins."
+            f"Origin: web pages of {origin or site!r:.100} may not call this server. Allow them with --allowed-origins."
         )
 
 

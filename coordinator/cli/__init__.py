@@ -97,12 +97,8 @@ app = typer.Typer(
 )
 
 
-def not_loaded() -> None:
-    """Represent a command on the help page before its file is imported."""
-
-
 for _name, (_, _summary) in COMMANDS.items():
-    app.command(_name, help=_summary)(not_loaded)
+    app.command(_name, help=_summary)(lambda: None)  # until its file is imported
 
 
 def show_version(asked: bool) -> None:

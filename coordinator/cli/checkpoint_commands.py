@@ -121,7 +121,10 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
     )
     table.add_row("quantization", _quantization(facts["quantization"]))
     for part, packed in facts["packed"].items():
-        table.add_row(f"  {part}", ", ".join(_counted(n, what) for what, n in packed.items()))
+        counts = (
+            f"{n} {'' if bits == 'unquantized' else 'at '}{bits}" for bits, n in packed.items()
+        )
+        table.add_row(f"  {part}", ", ".join(counts))
     table.add_row("norms", _NORMS[facts["norms"]])
     table.add_row("MTP head", _mtp(facts["mtp"]))
     table.add_row("embedding", format_size(sizes["embed"]))
@@ -146,10 +149,6 @@ def _summary(model: str, facts: dict[str, Any]) -> Table:
 
 def _tensors(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) > 1)}"
-
-
-def _counted(count: int, packed: str) -> str:
-    return f"{count} {packed}" if packed == "unquantized" else f"{count} at {packed}"
 
 
 _NORMS = {

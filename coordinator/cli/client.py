@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
+from coordinator.trust.key_ring import OWNER_KEY
 from proto.errors import (
     AccessError,
     ClusterError,
@@ -19,7 +21,7 @@ from proto.errors import (
     UsageError,
     WorkerLostError,
 )
-from proto.state_dir import state_dir
+from proto.state_dir import STATE_DIR, read_json, state_dir
 
 API_KEY = "MTP_API_KEY"
 """Environment variable of --api-key. Unlike an option, it is not visible in a list of processes."""
@@ -53,22 +55,20 @@ def server_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def open_client(url: str, api_key: str | None, seconds: float) -> httpx.Client:
-    """Return a client of the server at `url` that waits `seconds` for a byte.
+def _owner_key(url: str) -> tuple[str, ...]:
+    """Return the URL and key of the server in this user's state directory if it is the one at `url`.
 
-    It sends the first of the keys in `api_key`, which may hold several with spaces between. It accepts public
-    authorities and the cluster in this user's state directory.
+    Otherwise return `url` alone, because no other program may get the key. `localhost` becomes the server's address.
+    Another user of this machine may listen at another address of that name.
     """
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    if api_key and api_key.strip():
-        headers["Authorization"] = f"Bearer {api_key.split()[0]}"
-    context = ssl.create_default_context()
-    own = state_dir(None) / "authority" / "authorities.pem"
-    if own.is_file():
-        context.load_verify_locations(own)
-    return httpx.Client(
-        base_url=server_url(url), headers=headers, verify=context, timeout=seconds, trust_env=False
-    )
+    found: dict[str, str] = {}
+    with contextlib.suppress(UsageError):  # as for another user's directory
+        found = read_json(state_dir(None) / OWNER_KEY)
+    own, asked = urlsplit(found.get("url", "")), urlsplit(url)
+    same_port = (asked.scheme, asked.port) == (own.scheme, own.port)
+    if found and same_port and asked.hostname in (own.hostname, "localhost"):
+        return found["url"], found["key"]
+    return (url,)
 
 
 def call(
@@ -83,10 +83,22 @@ def call(
 ) -> bytes:
     """Send `method path` to the server at `url` and return the body of the answer.
 
-    Raises the errors of `_refusal`, and NotReadyError if no server answers.
+    It sends the first of the keys in `api_key`, which may hold several with spaces between, or the key of this user's
+    own server. It accepts public authorities and the cluster in this user's state directory. Raises the errors of
+    `_refusal`, and NotReadyError if no server answers.
     """
-    body = b""
-    with open_client(url, api_key, deadline) as client:
+    body, keys, base = b"", (api_key or "").split(), server_url(url)
+    if not keys:
+        base, *keys = _owner_key(base)
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if keys:
+        headers["Authorization"] = f"Bearer {keys[0]}"
+    tls, own = ssl.create_default_context(), state_dir(None) / "authority" / "authorities.pem"
+    if own.is_file():
+        tls.load_verify_locations(own)
+    with httpx.Client(
+        base_url=base, headers=headers, verify=tls, timeout=deadline, trust_env=False
+    ) as client:
         try:
             with client.stream(method, path, json=content) as reply:
                 for part in reply.iter_raw():
@@ -136,7 +148,10 @@ def _refusal(url: str, status: int, body: bytes) -> ClusterError:
     refuses the request, and ProtocolError if another program answers.
     """
     if status == 401:
-        return AccessError(f"{url} requires an API key. Give one with --api-key or {API_KEY}")
+        return AccessError(
+            f"{url} requires an API key. Give one with --api-key or {API_KEY}. On the server's own machine, set "
+            f"{STATE_DIR} to its --state-dir instead"
+        )
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +23,11 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-from coordinator.cli.client import stream_events
+from coordinator.cli.client import API_KEY, stream_events
 from coordinator.cli.cluster_commands import parse, render
 from coordinator.depth.controller import MtpMode
 from proto.errors import WorkerLostError
+from proto.state_dir import STATE_DIR
 
 PROMPT = 'def read_config(path):\n    """Read the configuration file and return a dictionary."""\n'
 """Text to continue. The built-in model was trained on Python and little else."""
@@ -81,7 +82,7 @@ def demo(
         console.print(f"[dim]serving at {url}[/dim]\n")
         client = stack.enter_context(httpx.Client(base_url=url, timeout=REPLY_SECONDS))
         _complete(client, console, prompt, max_tokens)
-        _figures(client, console)
+        console.print(render(parse(client.get(client.base_url.copy_with(path="/status")).content)))
         if sys.stdin.isatty() and sys.stdout.isatty():
             console.print(f"\n[bold]Chat with it in a browser: {url.removesuffix('/v1')}/[/bold]")
             console.input("[dim]Enter ends the demo.[/dim] ")
@@ -107,22 +108,16 @@ def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], N
         yield ready
 
 
-@contextmanager
-def _worker(folder: Path, name: str) -> Iterator[Program]:
+def _worker(folder: Path, name: str) -> AbstractContextManager[Program]:
     command = ["--listen", "127.0.0.1:0", "--name", name, "--model", "builtin", "--no-mdns"]
-    with _process(folder / f"{name}.log", "worker.cli", command) as program:
-        yield program
+    return _process(folder / f"{name}.log", "worker.cli", command)
 
 
-@contextmanager
-def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Program]:
+def _coordinator(folder: Path, addresses: list[str], mtp: str) -> AbstractContextManager[Program]:
     command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
     # It serves as soon as all are there, which on a busy machine takes its time.
-    command += ["--wait", "60"]
-    for address in addresses:
-        command += ["--worker", address]
-    with _process(folder / "coordinator.log", "coordinator.cli", command) as program:
-        yield program
+    command += ["--wait", "60", *(f"--worker={address}" for address in addresses)]
+    return _process(folder / "coordinator.log", "coordinator.cli", command)
 
 
 @contextmanager
@@ -138,8 +133,9 @@ def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", start, *arguments, "--log-format", "json"],
-            # The user's API key belongs to other servers.
-            env={name: value for name, value in os.environ.items() if name != "MTP_API_KEY"},
+            # The user's API key and cluster belong to other servers.
+            env={n: v for n, v in os.environ.items() if n != API_KEY}
+            | {STATE_DIR: str(log.parent / "state")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stream,
@@ -221,9 +217,3 @@ def _usage(console: Console, usage: dict[str, Any], first: float, seconds: float
         f"[dim]{usage['completion_tokens']} tokens, first after {first:.2f} s, "
         f"then {rate:.1f} tokens/s; {share}[/dim]\n"
     )
-
-
-def _figures(client: httpx.Client, console: Console) -> None:
-    root = client.base_url.copy_with(path="/status")
-    status = parse(client.get(root).content)
-    console.print(render(status))

@@ -93,6 +93,7 @@ def token(
             )
         case "revoke", str(known):
             registry.revoke_token(known)
+            typer.echo(f"revoked {known}")
         case _:
             raise UsageError(
                 "mtp-coord token: write token create, token list, or token revoke with an id"
@@ -166,8 +167,7 @@ def key(
     ring = KeyRing(directory_of(state_dir))
     match action, name:
         case "create", str(new):
-            scopes = frozenset(scope or [Scope.INFERENCE])
-            typer.echo(ring.create(new, scopes))
+            typer.echo(ring.create(new, frozenset(scope or [Scope.INFERENCE])))
         case "list", None:
             _print_rows(
                 ("key", "scopes", "created"),
@@ -178,6 +178,7 @@ def key(
             )
         case "revoke", str(known_name):
             ring.revoke(known_name)
+            typer.echo(f"revoked {known_name}")
         case _:
             raise UsageError("mtp-coord key: write key create NAME, key list, or key revoke NAME")
 

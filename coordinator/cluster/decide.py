@@ -250,9 +250,10 @@ def _failure_reason(view: View, problem: str) -> str:
     if settings.nodes_required and settings.nodes and not view.recovering:
         usable = len(view.usable())
         if usable < settings.nodes:
+            fewer = f"--nodes {usable}, " if usable else ""
             missing = (
                 f"{usable} of {settings.nodes} workers are ready. Start more mtp-worker processes, or pass "
-                f"--nodes {usable or 1}, a longer --wait, or --alone-ok"
+                f"{fewer}a longer --wait, or --alone-ok"
             )
     workers = [_member_problem(m, view.now) for _, m in sorted(view.members.items())]
     found = [missing, problem, settings.why_not_alone, view.alone_problem, *workers]

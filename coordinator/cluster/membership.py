@@ -35,6 +35,7 @@ from coordinator.pipeline.worker_client import (
 )
 from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
+from proto.announcement import JOIN_FLAG
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
 from proto.rpc.status_codes import NO_MEMBERS, printable
@@ -304,8 +305,8 @@ class Membership:
         if not others:
             return ""
         if open_one:
-            return "has not joined the cluster, for example because it started first. Restart it"
-        return f"cannot work with {others[0]}, which has not joined the cluster. Restart that one"
+            return f"has not joined the cluster. Restart it with {JOIN_FLAG}"
+        return f"cannot work with {others[0]}, which has not joined the cluster. Restart that one with {JOIN_FLAG}"
 
     def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self._view().members.get(member.address)

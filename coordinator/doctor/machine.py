@@ -181,7 +181,8 @@ def check_bandwidth(chip: str, bytes_per_second: float) -> Finding:
     measured, known = bytes_per_second / 1e9, known_bandwidth(chip)
     values = {"chip": chip, "measured": bytes_per_second, "published": known and known * 1e9}
     if known is None:
-        return judged("bandwidth", f"{chip}: {measured:.3g} GB/s", "", values)
+        figure = f"{chip}: {measured:.3g} GB/s in products of a matrix and a vector"
+        return judged("bandwidth", figure, "", values)
     advice = (
         "Decoding will be slow, and the plan gives this machine fewer layers. End other programs that use the "
         "GPU, leave Low Power Mode, and let the machine cool down."

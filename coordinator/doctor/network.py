@@ -131,8 +131,7 @@ def check_equal_versions(own: str, workers: Sequence[ReachedWorker]) -> Finding:
     other = {w.name: w.version or "unknown" for w in workers if w.version != own}
     values = {"own": own, "others": other}
     if not other:
-        figure = f"{own} on all {len(workers) + 1} machines"
-        return judged("versions of the workers", figure, "", values)
+        return judged("versions of the workers", f"{own}, here and in all workers", "", values)
     names = "; ".join(f"{name}: {version}" for name, version in other.items())
     advice = (
         "Install the same release on every machine, with its pinned packages. Other versions of MLX round "

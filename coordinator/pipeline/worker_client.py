@@ -31,7 +31,7 @@ from coordinator.status.frame_trace import (
 )
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
-from proto.announcement import Announcement, host_of, is_loopback
+from proto.announcement import JOIN_FLAG, Announcement, host_of, is_loopback
 from proto.backup import LayerState, PieceJoiner, ReceivedStates, split
 from proto.control import check_version
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
@@ -153,9 +153,7 @@ class ConnectionPolicy:
             )
         if candidate.announcement is not None and announced != self.trust.identity.cluster:
             state = "belongs to another cluster" if announced else "has not joined the cluster"
-            raise AccessError(
-                f"{address} {state}. Start it with --join and a token of this cluster"
-            )
+            raise AccessError(f"{address} {state}. Start it with {JOIN_FLAG}")
         if candidate.node in self.trust.removed:
             raise AccessError(f"{address} was removed from the cluster")
         return self.trust

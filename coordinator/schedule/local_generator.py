@@ -34,10 +34,12 @@ def repair_hint(checkpoint: Checkpoint, *, replace: bool) -> str:
 
     `replace` is set for a head that is present but incomplete or wrong. The sentence has no full stop.
     """
-    if checkpoint.layout == "raw":
+    if checkpoint.layout == "raw" and replace:
         return "Download the checkpoint again, or use the one that Qwen publishes"
     path, copy = str(checkpoint.path), ""
-    if not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
+    if checkpoint.layout == "raw":
+        path, copy = "DIRECTORY", f"mtp-coord convert --hf-path {path} --mlx-path DIRECTORY, then "
+    elif not checkpoint.path.is_dir() or snapshot_of(checkpoint.path):
         # Files in the hub's cache must not be changed, so the head goes into a copy.
         repo, _ = snapshot_of(checkpoint.path) or (path, "")
         path, copy = "DIRECTORY", f"hf download {repo} --local-dir DIRECTORY, then "

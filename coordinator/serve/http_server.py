@@ -30,25 +30,30 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::\d{1,5})?")
 """A name or address, and a port."""
 
 
+CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
+"""Names of this machine in its containers. The domain `internal` is reserved: no website can have a name in it."""
+
+
 class HostCheck:
     """An ASGI app that forwards requests for known hosts to `app` and refuses others with status 421.
 
     `app` may be replaced while the server runs.
-    IP addresses and `localhost` are known, this machine's `name`, and the names in `allowed`. Browsers send the name
-    that the page was opened with, so a foreign page that resolves to this machine has a foreign name.
+    IP addresses, `localhost` and CONTAINER_NAMES are known, this machine's `name`, and the names in `allowed`. Browsers
+    send the name that the page was opened with, so a foreign page that resolves to this machine has a foreign name.
     """
 
     def __init__(self, app: ASGIApp, name: str, allowed: Sequence[str] = ()) -> None:
         self.app = app
         name = name.lower()
         short = name.partition(".")[0]
-        own = {"localhost", name, short, f"{short}.local"}
+        own = {"localhost", name, short, f"{short}.local", *CONTAINER_NAMES}
         self._allowed = own | {host.lower().rstrip(".") for host in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward or refuse one request."""
-        if scope["type"] == "http" and not self.is_known(_host(scope)):
-            text = "Host: unknown name of this server. Use its IP address, or start it with --allowed-host NAME.\n"
+        if scope["type"] == "http" and not self.is_known(host := _host(scope)):
+            text = f"Host: {host!r:.100} is no known name of this server. Use its IP address, or start it with "
+            text += "mtp-coord serve --allowed-host NAME.\n"
             await PlainTextResponse(text, status_code=421)(scope, receive, send)
             return
         await self.app(scope, receive, send)

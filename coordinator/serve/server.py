@@ -51,7 +51,7 @@ from proto import cluster_pb2 as pb
 from proto.announcement import is_loopback, join_address
 from proto.errors import ClusterError, MemoryLimitError, UsageError
 from proto.rpc.listener import bind_listener, own_addresses, warn_once_of_shortage
-from proto.state_dir import write_private
+from proto.state_dir import claim, write_private
 from proto.terminal.console import keep_awake
 from proto.terminal.progress import OnProgress, byte_bar, format_size
 from proto.trust.certificates import (
@@ -142,9 +142,6 @@ def renew_certificate(
 CONVERTED = "models"
 """Folder of the state directory for converted models, which are served by their names."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in proto/terminal/console.py."""
-
 FIRST_WAIT_REPORT = 1.0
 """Seconds before the first line about missing workers. Workers that are up join faster."""
 
@@ -155,7 +152,8 @@ WAIT_REPORT_SECONDS = 10.0
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C. Afterwards everything is closed and the process ends.
 
-    Raises UsageError if the port is not available, and ClusterError if no first plan is possible or the cluster fails.
+    Raises UsageError if the port or the state directory is in use, and ClusterError if no first plan is possible or the
+    cluster fails.
     """
     listener = bind_listener(
         f"--host {options.host} --port {options.port}", options.host, options.port
@@ -163,7 +161,10 @@ async def serve(options: ServeOptions) -> None:
     warn_once_of_shortage(asyncio.get_running_loop())
     # A full collection would read every object of the imported modules and stop all streams for about 0.1 s.
     gc.freeze()
-    trust = open_trust(options)
+    claim(options.state)
+    trust = None
+    if not (options.insecure or options.single_node):
+        trust = ClusterTrust.open(options.state, create=options.join_address is not None)
     server = _Server(options, listener, trust)
     tracer_provider()  # a user learns of missing libraries at the start
     async with AsyncExitStack() as stack:
@@ -175,7 +176,7 @@ async def serve(options: ServeOptions) -> None:
         await _run(server.http, server.url, listener, server.start(stack), options.model)
         if server.failure is not None:
             raise server.failure
-    _leave(INTERRUPTED if server.http.interrupted else 0)
+    _leave(130 if server.http.interrupted else 0)  # as in proto/terminal/console.py
 
 
 class ModelDownload:
@@ -217,16 +218,18 @@ class _Server:
         self.options = options
         self.trust = trust
         self._tls = tls = http_tls(options)
-        self.port: int = listener.getsockname()[1]
-        self.url = _url(listener, tls)
+        host, self.port = listener.getsockname()[:2]
+        self.url = _url(host, self.port, tls)
+        key_ring = KeyRing(
+            options.state, required=not (options.insecure or is_loopback(options.host))
+        )
+        key_ring.admit_owner(_url("127.0.0.1" if host in UNSPECIFIED else host, self.port, tls))
         self.download = ModelDownload(options.model, served_name(options.model))
         self.api_options = ApiOptions(
             options.api_keys,
             options.allowed_origins,
             clamp_max_tokens=options.clamp_max_tokens,
-            key_ring=KeyRing(
-                options.state, required=not (options.insecure or is_loopback(options.host))
-            ),
+            key_ring=key_ring,
         )
         self.journal = Journal(
             options.state / "journal" / "answers.db" if options.journal else None
@@ -398,15 +401,7 @@ async def _report_wait(manager: ClusterManager, url: str) -> None:
         await asyncio.sleep(WAIT_REPORT_SECONDS)
 
 
-def open_trust(options: ServeOptions) -> ClusterTrust | None:
-    """Return the trust of this cluster. A server with --listen makes one if there is none."""
-    if options.insecure or options.single_node:
-        return None
-    return ClusterTrust.open(options.state, create=options.join_address is not None)
-
-
-def _url(listener: socket.socket, tls: TlsFiles | None) -> str:
-    host, port = listener.getsockname()[:2]
+def _url(host: str, port: int, tls: TlsFiles | None) -> str:
     return f"{'https' if tls else 'http'}://{join_address(host, port)}"
 
 

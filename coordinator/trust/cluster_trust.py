@@ -314,7 +314,7 @@ class ClusterTrust:
             token = new_token(self.authority.cluster, self.authority.fingerprint, address)
             seconds = LOCAL_TOKEN_SECONDS / 2
             try:
-                self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES)
+                self.registry.add_token(token, LOCAL_TOKEN_SECONDS, LOCAL_TOKEN_USES, is_local=True)
                 write_private(file, str(token))
             except UsageError as error:  # such as a full disk
                 log.warning("no token for workers of this machine", extra={"error": str(error)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -11,8 +13,14 @@ from pathlib import Path
 
 from coordinator.trust.registry import StateFile
 from proto.errors import AccessError, UsageError
+from proto.state_dir import write_private
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = "mtp-"
+
+OWNER_KEY = Path("keys", "owner.json")
+"""The file in the state directory with the key of its owner, and with the URL of the server that accepts this key."""
 
 
 class Scope(StrEnum):
@@ -44,6 +52,8 @@ class KeyRing:
         self._file = StateFile(state / "keys" / "keys.json", {})
         self._version = -1
         self._keys: list[ApiKey] = []
+        self._owner_file = state / OWNER_KEY
+        self._owner_keys: list[ApiKey] = []
 
     def stored_keys(self) -> list[ApiKey]:
         """Return the keys, read again when the file has changed. Raises UsageError for a damaged file."""
@@ -60,14 +70,14 @@ class KeyRing:
 
     def create(self, name: str, scopes: frozenset[Scope]) -> str:
         """Store a new key and return it. Nothing can show it again. Raises UsageError for a known name."""
-        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        key, digest = _new_key()
         with self._file.changing() as content:
             if name in content:
                 raise UsageError(
                     f"a key named {name!r:.80} exists. Revoke it first or choose a name"
                 )
             content[name] = {
-                "digest": hashlib.sha256(key.encode()).hexdigest(),
+                "digest": digest,
                 "scopes": sorted(scopes),
                 "created": time.time(),
             }
@@ -79,11 +89,23 @@ class KeyRing:
             if content.pop(name, None) is None:
                 raise UsageError(f"no key is named {name!r:.80}. See mtp-coord key list")
 
+    def admit_owner(self, url: str) -> None:
+        """Accept a new key for every call, in a file that only the owner of the state directory can read.
+
+        The commands of `mtp-coord` send it to `url`, the address of this server, and to no other program.
+        """
+        key, digest = _new_key()
+        self._owner_keys = [ApiKey("the owner", digest, frozenset(Scope))]
+        try:
+            write_private(self._owner_file, json.dumps({"url": url, "key": key}))
+        except UsageError as error:  # such as a full disk
+            log.warning("commands on this machine need an API key", extra={"error": str(error)})
+
     def find(self, sent: bytes) -> ApiKey | None:
         """Return the key with the text `sent`, or None. The time does not depend on which key matches."""
         digest = hashlib.sha256(sent).hexdigest()
         found = None
-        for key in self.stored_keys():
+        for key in (*self.stored_keys(), *self._owner_keys):
             if secrets.compare_digest(digest, key.digest):
                 found = key
         return found
@@ -96,3 +118,9 @@ class KeyRing:
                 f"The key {key.name} does not permit this call. It needs the scope {scope}. "
                 f"Create one with mtp-coord key create NAME --scope {scope}"
             )
+
+
+def _new_key() -> tuple[str, str]:
+    """Return a key and its digest."""
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, hashlib.sha256(key.encode()).hexdigest()

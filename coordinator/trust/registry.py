@@ -109,8 +109,10 @@ class Registry:
 
     # ---- tokens
 
-    def add_token(self, token: JoinToken, seconds: float, uses: int) -> None:
-        """Record a new token. Only the public half of its secret is stored."""
+    def add_token(
+        self, token: JoinToken, seconds: float, uses: int, *, is_local: bool = False
+    ) -> None:
+        """Record a new token. Only the public half of its secret is stored. The user did not make a local one."""
         with self._file.changing() as content:
             now = time.time()
             content["tokens"] = {i: t for i, t in content["tokens"].items() if t["expires"] > now}
@@ -118,6 +120,7 @@ class Registry:
                 "verifier": token.verifier,
                 "expires": now + seconds,
                 "uses": uses,
+                "local": is_local,
             }
 
     def use_token(self, token_id: str, proof: bytes, session: bytes, request: str) -> None:
@@ -144,9 +147,9 @@ class Registry:
                 raise UsageError(f"no token has the id {token_id!r:.40}. See mtp-coord token list")
 
     def tokens(self) -> dict[str, dict[str, Any]]:
-        """Return the tokens by id: expiry time and remaining uses."""
-        found: dict[str, dict[str, Any]] = self._file.read()["tokens"]
-        return found
+        """Return the tokens that users made, by id: expiry time and remaining uses."""
+        found = self._file.read()["tokens"]
+        return {token_id: facts for token_id, facts in found.items() if not facts.get("local")}
 
     # ---- the address of the coordinator, for tokens
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proto import errors
+from proto.announcement import JOIN_FLAG
 from proto.errors import CapacityError, ClusterError, RequestError
 
 MAX_CHARACTERS = 200
@@ -37,8 +38,8 @@ CLOSED = "the connection was closed"
 """The text for a connection that the peer closed. A peer that requires TLS closes a connection without it."""
 
 NO_MEMBERS = (
-    "it has no TLS, so it has not joined the cluster. Start it with --join and a token of this cluster",
-    "its certificate is of another cluster, or expired. Start it with --join and a token of this cluster",
+    f"it has no TLS, so it has not joined the cluster. Start it with {JOIN_FLAG}",
+    f"its certificate is of another cluster, or expired. Start it with {JOIN_FLAG}",
     "it is another node of the cluster than expected",
 )
 """The texts for peers that do not prove to be the expected member of the cluster."""

@@ -70,7 +70,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Run two workers and a coordinator with the built-in model. A copy of it is listed beside it."""
     shutil.copytree(checkpoint_dir(), CONVERTED / "copy")
     folder = tmp_path_factory.mktemp("page")
-    with running_cluster(folder, "builtin", 2, "--no-auto-replan") as cluster:
+    state = ("--state-dir", str(CONVERTED.parent))
+    with running_cluster(folder, "builtin", 2, "--no-auto-replan", *state) as cluster:
         yield cluster
     shutil.rmtree(CONVERTED, ignore_errors=True)
 

@@ -207,7 +207,41 @@ def test_a_question_without_an_answer_can_be_asked_again(
     page.get_by_role("button", name="Regenerate").click()
     page.wait_for_selector(".message.streaming")
     page.reload()
-    expect(page.locator(".message.assistant")).to_contain_text(lost)
+    expect(page.locator(".message.assistant")).to_have_text(
+        re.compile("^AnswerReasoning.*" + CLOSED)
+    )
+
+
+CLOSED = "The page was closed before the answer ended."
+
+
+@pytest.mark.parametrize("leave", ["close", "reload", "hide"])
+def test_a_page_that_is_closed_during_an_answer_keeps_what_has_come(
+    opened: WatchedPage, client: ApiClient, leave: str
+) -> None:
+    """A page that is opened again shows the text so far, and says why it ends there."""
+    client.generator.text = "hm</think>Hello world, how are you?"
+    client.generator.hang_after = 4
+    page = opened.page
+    opened.show("chat")
+    begin(page, "Hi")
+    arrived = page.locator(".message.assistant .markdown").last
+    expect(arrived).to_contain_text("Hello")
+    text = arrived.inner_text()
+    context = page.context
+    if leave == "close":
+        page.close()
+    elif leave == "reload":
+        page.reload()
+    else:  # as a phone does before it ends the page
+        page.evaluate("dispatchEvent(new Event('visibilitychange'))")
+    again = context.new_page()
+    again.goto(opened.page.url)
+    again.click("#tab-chat")
+    again.click(".conversations .title:has-text('Hi')")
+    answer = again.locator(".message.assistant")
+    expect(answer.locator(".markdown").last).to_have_text(text)
+    expect(answer).to_contain_text(CLOSED)
 
 
 def test_a_chat_that_is_opened_during_an_answer_can_be_continued(

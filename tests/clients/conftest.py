@@ -13,6 +13,9 @@ HEAD = """\
 `make clients` installs these clients, runs `tests/clients`, and writes this page. Each client runs as a program of its
 own and talks to the API over a socket. The answers are scripted, so the tests show the dialects and not a model.
 
+A client in a Docker container, such as Open WebUI, reaches the server at `http://host.docker.internal:8080/v1`. Start
+the server with `--allowed-host NAME` for a client that uses another name. It gets status 421 otherwise.
+
 * A cell says `yes` if the client got the right result, and `fails` if it did not. An empty cell has no test.
 * "forced tool" names the tool that the model must call. Ollama's API has no such choice.
 * "long" is a prompt of 30,010 tokens, whose words the answer counts.

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from coordinator.cli import PROGRAM, app
+from proto.state_dir import STATE_DIR, claim
 from proto.terminal import console
 from tests.support.processes.processes import WITHOUT_TORCH
 
@@ -131,8 +132,13 @@ def test_a_program_that_ends_at_once_is_not_waited_for(refused: Callable[..., st
 
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
-def test_the_demo_from_start_to_end() -> None:
-    """The demo prints text, accepted drafts and the stages, waits on a terminal, and ends all its processes."""
+def test_the_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo prints text, accepted drafts and the stages, waits on a terminal, and ends all its processes.
+
+    It does so while another coordinator uses the state directory of its user.
+    """
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    claim(tmp_path)
     flags = ("--max-tokens", "24", "--prompt", PROMPT)
     with Terminal() as terminal, demo(*flags, terminal=terminal.program) as process:
         started: dict[int, psutil.Process] = {}

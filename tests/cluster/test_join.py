@@ -23,12 +23,14 @@ from typing import Any
 import psutil
 import pytest
 
+from coordinator.cli.cluster_commands import fetch, parse
 from coordinator.trust.cluster_trust import ClusterTrust
-from coordinator.trust.key_ring import Scope
+from coordinator.trust.key_ring import OWNER_KEY, Scope
 from proto import cluster_pb2 as pb
 from proto import cluster_pb2_grpc as pb_grpc
 from proto.frame import VERSION
 from proto.rpc.channels import open_channel
+from proto.state_dir import STATE_DIR
 from proto.trust.joining import JoinToken, new_token
 from tests.support.processes.own_address import network_address
 from tests.support.processes.processes import (
@@ -169,6 +171,7 @@ def test_two_macs_can_be_tried_on_one_machine(tmp_path: Path) -> None:
         while advice not in alone.text() and time.monotonic() < due:
             time.sleep(0.1)
         assert advice in alone.text()
+        assert "restart this worker with --join TOKEN, from mtp-coord token create" in alone.text()
 
 
 def test_a_worker_that_starts_first_joins_the_cluster_of_its_machine(tmp_path: Path) -> None:
@@ -302,9 +305,13 @@ def test_a_worker_tells_a_false_server_nothing(tmp_path: Path) -> None:
     assert "is not the coordinator of the token" in worker.text()
 
 
-def test_http_off_loopback(host: str, tmp_path: Path) -> None:
-    """HTTP on a network has TLS and needs a key. Keys work at once, by scope, and names are checked."""
+def test_http_off_loopback(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP on a network has TLS and needs a key. Keys work at once, by scope, and names are checked.
+
+    The owner of the state directory asks for the status without a key, as long as the server runs.
+    """
     state = tmp_path / "a"
+    monkeypatch.setenv(STATE_DIR, str(state))
     key = command(state, "key", "create", "laptop")
     process = launch_coordinator(
         tmp_path, "--host", host, "--single-node", "--state-dir", str(state)
@@ -331,7 +338,10 @@ def test_http_off_loopback(host: str, tmp_path: Path) -> None:
             assert _status(coordinator.url + "/v1/models", text, {}, context) == 401
         with pytest.raises((urllib.error.URLError, OSError)):
             urllib.request.urlopen(coordinator.url.replace("https", "http"), timeout=5)
+        assert parse(fetch(coordinator.url, None)).ready
+        owner_key = json.loads((state / OWNER_KEY).read_text())["key"]
     assert key not in process.text()
+    assert owner_key not in process.text()
 
 
 def _status(url: str, key: str, headers: dict[str, str], context: ssl.SSLContext) -> int:

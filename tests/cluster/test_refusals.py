@@ -28,6 +28,7 @@ from tests.cluster.conftest import Pool
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.processes.processes import (
     Process,
+    as_coordinator,
     ending,
     launch_coordinator,
     launch_worker,
@@ -118,6 +119,21 @@ def test_a_coordinator_that_cannot_start(tmp_path: Path, toy: Path) -> None:
             assert status == 2, line
             assert line.startswith("mtp-coord: ")
             assert word in line
+
+
+def test_a_second_coordinator_in_a_state_directory(tmp_path: Path) -> None:
+    """It ends and names the process of the first. The end of that process frees the directory, however it ends."""
+    flags = ("--model", "builtin", "--single-node", "--state-dir", str(tmp_path / "state"))
+    with ending(launch_coordinator(tmp_path, *flags, name="first")) as first:
+        as_coordinator(first)
+        ((status, line),) = in_turn(lambda: launch_coordinator(tmp_path, *flags, name="second"))
+        assert status == 2
+        assert "--state-dir" in line
+        assert f"the coordinator with process id {first.pid} uses it" in line
+        assert first.running
+        first.kill()
+    with ending(launch_coordinator(tmp_path, *flags, name="third")) as third:
+        as_coordinator(third)
 
 
 # ---- clusters that cannot be

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -15,7 +17,9 @@ from typer.testing import CliRunner, Result
 from coordinator.api.context import ApiOptions
 from coordinator.cli import cluster_commands as command
 from coordinator.status.cluster_status import ClusterStatus, NodeStatus
+from coordinator.trust.key_ring import KeyRing, Scope
 from proto.errors import AccessError, NotReadyError, UsageError
+from proto.state_dir import STATE_DIR
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
 
@@ -100,6 +104,51 @@ def test_mistakes_are_explained(url: str) -> None:
     for wrong in ("ftp://x", "http://", "http://x:port", "http://x[/b]"):
         with pytest.raises(UsageError, match="--url"):
             command.fetch(wrong, None)
+
+
+@pytest.fixture
+def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KeyRing, str]]:
+    """Yield the keys and the URL of a server whose state directory is this user's."""
+    ring = KeyRing(tmp_path)
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    with serving(ApiClient(options=ApiOptions(key_ring=ring)).app) as url:
+        ring.admit_owner(url)
+        yield ring, url
+
+
+def test_the_owner_of_the_server_needs_no_key(owned: tuple[KeyRing, str]) -> None:
+    """After `key create`, the owner's commands go on without a key, and other users need one with the scope."""
+    ring, url = owned
+    key = ring.create("laptop", frozenset({Scope.INFERENCE}))
+    for own in (url, url.replace("127.0.0.1", "localhost"), f"{url}/v1"):
+        assert run("--url", own).exit_code == 0
+    with pytest.raises(UsageError, match="needs the scope metrics"):
+        command.fetch(url, key)
+    os.environ[STATE_DIR] += "/of-another-user"
+    with pytest.raises(AccessError, match=STATE_DIR):
+        command.fetch(url, None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_no_other_program_gets_the_owners_key(owned: tuple[KeyRing, str], host: str) -> None:
+    """A program at another port or address, as of another user of this machine, receives no key."""
+    _, url = owned
+    received: list[bytes] = []
+    port = 0 if host == "127.0.0.1" else int(url.rpartition(":")[2])
+    with socket.create_server((host, port)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            received.append(connection.recv(65536))
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(NotReadyError):
+            command.fetch(f"http://{host}:{listener.getsockname()[1]}", None)
+        thread.join(10)
+    assert b"GET /status" in received[0]
+    assert b"uthorization" not in received[0]
 
 
 def test_another_program_does_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ Decided = dict[str, Any]
 Decide = Callable[..., Decided]
 Rows = dict[str, tuple[Sequence[str], Decided]]
 
+HOST = socket.gethostname().partition(".")[0]
+"""The name of a worker at the usual port. Another one of this machine has its port in its name."""
+
 WORKER: Rows = {
     "--layers": (["2-5"], {"layers": Span(2, 6)}),
     "--model": (["builtin"], {"model": find_model("builtin")}),
-    "--listen": (["127.0.0.2:7"], {"host": "127.0.0.2", "port": 7}),
+    "--listen": (["127.0.0.2:7"], {"host": "127.0.0.2", "port": 7, "name": f"{HOST}-7"}),
     "--data-port": (["50506"], {"data_port": 50506}),
     "--name": (["mac-9"], {"name": "mac-9"}),
     "--memory-limit": (["3GB"], {"memory_limit": 3 * 10**9}),
@@ -41,7 +45,7 @@ WORKER: Rows = {
     "--allow-sleep": ([], {"awake": False}),
     "--insecure": (
         ["--listen", "0.0.0.0:7"],
-        {"host": "0.0.0.0", "port": 7, "insecure": True},
+        {"host": "0.0.0.0", "port": 7, "name": f"{HOST}-7", "insecure": True},
     ),
     "--join": (["mtp1.token"], {"join": "mtp1.token"}),
     "--log-level": (["debug"], {"log_level": LogLevel.debug}),

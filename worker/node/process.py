@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from proto.announcement import Announcement, is_loopback, join_address
+from proto.announcement import JOIN_FLAG, Announcement, is_loopback, join_address
 from proto.errors import ClusterError, UsageError
 from proto.kernels import Kernels
 from proto.rpc.channels import add_port
@@ -100,7 +100,7 @@ async def worker_trust(
     if trust is None:
         raise problem or UsageError(
             f"--listen {host} is open to the network, and this machine has joined no cluster. Start mtp-coord serve "
-            "first, if it runs on this machine. Else use --join TOKEN, from mtp-coord token create there, or --insecure"
+            f"first, if it runs on this machine. Else use {JOIN_FLAG} there, or --insecure"
         )
     log.info(
         "member of a cluster",
@@ -232,9 +232,11 @@ async def _serve(
             if token and token != known:
                 return port
             if not advised and time.monotonic() - began > LONELY_SECONDS:
-                found = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+                advice = "" if options.mdns else f" --worker {join_address(options.host, port)}"
+                if joins:
+                    advice += f". If one runs, restart this worker with {JOIN_FLAG}"
                 log.info(
-                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", found
+                    "no coordinator yet. Start one with: mtp-coord serve --model MODEL%s", advice
                 )
                 advised = True
             with contextlib.suppress(TimeoutError):

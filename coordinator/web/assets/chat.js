@@ -12,6 +12,8 @@ const FRAME_MS = 80; // a stream is drawn at most this often
 const TITLE = 48;
 const TINT = "mtp-tint";
 const LOST = "The connection to the coordinator was lost."; // instead of the browser's own words
+const CLOSED = "The page was closed before the answer ended.";
+const LEAVING = ["pagehide", "visibilitychange"]; // a phone may end a hidden page without the first one
 const EXAMPLES = ["What does the function os.path.join do?", "Write a Python function that reverses a list.", "Explain in three sentences what a cache is.", "Give me five names for a small bakery."];
 
 export class ChatView {
@@ -229,10 +231,17 @@ export class ChatView {
     const conversation = this.current;
     const abort = (this.running = new AbortController());
     const body = this.parameters.body(conversation.messages);
-    const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: LOST };
+    const message = { role: "assistant", content: "", reasoning: "", calls: [], seed: body.seed, figures: null, error: null };
     conversation.messages.push(message);
-    this.conversations.save(); // a page that is reloaded now shows this error
-    message.error = null;
+    let left = false;
+    const keep = (event) => { // what has arrived, for a page that is opened again
+      message.error = CLOSED;
+      this.conversations.save();
+      message.error = null;
+      left = event?.type === "pagehide";
+    };
+    keep();
+    for (const type of LEAVING) addEventListener(type, keep);
     setText(this.send, "Stop");
     this.drawList();
     this.drawMessages();
@@ -252,9 +261,10 @@ export class ChatView {
       setText(this.announcement, `Answer complete: ${count(message.figures.tokens ?? 0)} tokens.`);
     } catch (error) {
       if (partial) message.figures = figuresOf(partial);
-      message.error = abort.signal.aborted ? "Stopped." : error instanceof TypeError ? LOST : sentence(error.message);
+      message.error = abort.signal.aborted ? "Stopped." : left ? CLOSED : error instanceof TypeError ? LOST : sentence(error.message);
       setText(this.announcement, message.error);
     }
+    for (const type of LEAVING) removeEventListener(type, keep);
     this.running = null;
     setText(this.send, "Send");
     this.conversations.save();

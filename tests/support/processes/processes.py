@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from proto.state_dir import STATE_DIR
+
 START_SECONDS = 100.0
 """Seconds. Longest wait until a process is ready. Importing MLX takes seconds where processes share a core."""
 
@@ -170,8 +172,12 @@ def as_worker(process: Process, timeout: float = START_SECONDS) -> Worker:
 def launch_coordinator(
     folder: Path, *arguments: str, name: str = "coordinator", **how: Any
 ) -> Process:
-    """Start an `mtp-coord serve` and do not wait. It has no mDNS and a free port unless `arguments` name one."""
+    """Start an `mtp-coord serve` and do not wait. It has no mDNS and a free port unless `arguments` name one.
+
+    Its state directory is its own, because a second coordinator in the same one refuses to start.
+    """
     port = () if "--port" in arguments else ("--port", "0")
+    how["env"] = {STATE_DIR: str(folder / f"{name}-state"), **how.get("env", {})}
     return launch(folder, name, "coordinator.cli", ["serve", *port, "--no-mdns", *arguments], **how)
 
 

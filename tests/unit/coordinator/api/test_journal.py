@@ -121,18 +121,6 @@ async def test_a_full_disk_ends_the_journal_but_not_the_answers(
     assert [r.message.partition(":")[0] for r in warnings] == ["journal off"]
 
 
-async def test_two_coordinators_do_not_share_a_journal(
-    journal: Journal, file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second one keeps its answers in memory and says so, and continues none of the first one's."""
-    journal.save(record("first"))
-    assert len(await journal.unfinished()) == 1
-    second = Journal(file)
-    assert await second.unfinished() == []
-    assert "another coordinator" in vars(caplog.records[-1])["reason"]
-    await second.close()
-
-
 def test_an_unusable_file_is_reported(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged file, or one of a later release, is left alone."""
     file.parent.mkdir(parents=True)

@@ -215,9 +215,39 @@ async def untyped_status(api: ApiClient, path: str, body: Any, headers: dict[str
 
 
 async def test_a_page_of_another_site_is_refused_with_a_key_too() -> None:
-    """A browser may hold a key of the user. Reading stays allowed, and the browser hides the answer."""
+    """A browser may hold a key of the user, and an answer that it hides from the page still takes a connection."""
     api = ApiClient(options=ApiOptions(api_keys=("k",)))
     headers = {"Authorization": "Bearer k", "Origin": FOREIGN}
     body = {"messages": [USER], "max_tokens": 2}
     assert (await api.post("/v1/chat/completions", body, headers=headers)).status_code == 403
-    assert (await api.get("/v1/models", headers=headers)).status_code == 200
+    assert (await api.get("/v1/models", headers=headers)).status_code == 403
+
+
+IMAGE = {"Sec-Fetch-Dest": "image", "Sec-Fetch-Mode": "no-cors"}
+FRAME = {"Sec-Fetch-Dest": "iframe", "Sec-Fetch-Mode": "navigate"}
+LINK = {"Sec-Fetch-Dest": "document", "Sec-Fetch-Mode": "navigate"}
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/responses/resp_1?stream=true", "/status"])
+async def test_a_page_of_another_site_opens_no_stream(path: str) -> None:
+    """Without keys, its scripts, images and frames are refused. The own page and a link from anywhere are not."""
+    api = ApiClient()
+    for headers in (
+        {"Origin": FOREIGN},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site", **IMAGE},
+        {"Sec-Fetch-Site": "same-site", **IMAGE},  # another port of this host
+        {"Sec-Fetch-Site": "cross-site", **FRAME},
+    ):
+        refused = await api.get(path, headers=headers)
+        assert refused.status_code == 403, headers
+        assert "--allowed-origins" in refused.text
+    if path == "/v1/events":
+        api.app.state.live_feed.close()  # an open stream would not end, and a closed feed is a 429
+    own_pages = [{"Sec-Fetch-Site": site} for site in ("same-origin", "none")]
+    for headers in ({}, {"Origin": OWN}, {"Sec-Fetch-Site": "cross-site", **LINK}, *own_pages):
+        assert (await api.get(path, headers=headers)).status_code != 403, headers
+    allowed = ApiClient(options=ApiOptions(allowed_origins=(FOREIGN,)))
+    allowed.app.state.live_feed.close()
+    headers = {"Origin": FOREIGN, "Sec-Fetch-Site": "cross-site"}
+    assert (await allowed.get(path, headers=headers)).status_code != 403

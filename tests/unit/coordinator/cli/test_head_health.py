@@ -12,6 +12,7 @@ from coordinator.cli.checkpoint_commands import HeadHealth, assess_head
 from coordinator.depth.controller import MtpMode
 from coordinator.schedule.local_generator import effective_mtp_mode
 from mtp.builtin import checkpoint_dir
+from mtp.checkpoint.convert.add_head import plan_head_addition
 from mtp.checkpoint.convert.convert import convert
 from mtp.checkpoint.convert.converted_weights import Settings
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -105,3 +106,18 @@ def test_drafts_without_a_complete_head_are_refused_with_a_repair_hint(
     with pytest.raises(UsageError) as raised:
         effective_mtp_mode(Checkpoint.open(path), MtpMode(2))
     assert f"{words} {path} --hf-path RAW-CHECKPOINT. Or use --mtp off" in str(raised.value)
+
+
+def test_a_raw_model_without_a_head_is_sent_to_add_mtp(tmp_path: Path, good: Path) -> None:
+    """A fine-tuned model that was saved without its head gets the two commands, and they work."""
+    path, out = tmp_path / "tuned", tmp_path / "out"
+    shutil.copytree(checkpoint_dir(), path)
+    weights = {n: w for n, w in read_tensors(path).items() if not n.startswith("mtp.")}
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
+    verdict = examined(path).verdict
+    assert verdict.startswith(f"head missing. Run mtp-coord convert --hf-path {path} --mlx-path ")
+    assert verdict.endswith("mtp-coord add-mtp --mlx-path DIRECTORY --hf-path RAW-CHECKPOINT")
+    convert(Checkpoint.open(path), out, Settings(dtype="float32"))
+    source = Checkpoint.open(checkpoint_dir())
+    plan_head_addition(Checkpoint.open(out), source).write(source, lambda done, total: None)
+    assert examined(out).works

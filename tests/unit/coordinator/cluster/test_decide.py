@@ -450,11 +450,13 @@ def test_too_few_required_workers_are_an_error_after_the_wait() -> None:
     """The reason counts the workers and names the flags."""
     planner = planner_for(1)
     settings = Settings(nodes=2, nodes_required=True, wait=20.0, first_wait=20.0)
-    view = happen(View(settings), WorkerJoined(worker("a")), planner).view
-    (end,) = happen(view, TimePassed(), planner, after=20.0).actions
-    assert isinstance(end, GiveUp)
-    assert "1 of 2 workers are ready" in end.reason
-    assert "--alone-ok" in end.reason
+    none = View(settings)
+    for view, ready in ((happen(none, WorkerJoined(worker("a")), planner).view, 1), (none, 0)):
+        (end,) = happen(view, TimePassed(), planner, after=20.0).actions
+        assert isinstance(end, GiveUp)
+        assert f"{ready} of 2 workers are ready" in end.reason
+        assert "--alone-ok" in end.reason
+        assert ("--nodes 1, " in end.reason) == (ready == 1), "without a worker, none helps"
 
 
 def test_after_a_failure_fewer_than_the_required_workers_serve() -> None:

@@ -106,6 +106,7 @@ async def test_workers_inside_and_outside_the_cluster_are_not_mixed(joined_first
     assert refused.state is MemberState.REFUSED
     advice = "Restart it" if joined_first else "b:7000, which has not joined the cluster. Restart"
     assert advice in refused.reason
+    assert refused.reason.endswith("with --join TOKEN, from mtp-coord token create")
 
 
 async def test_a_name_is_shown_without_control_characters_and_cut(

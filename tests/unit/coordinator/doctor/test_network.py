@@ -82,7 +82,9 @@ def test_other_versions_are_named() -> None:
     same = ReachedWorker("same", "a:1", "1.0, mlx 0.32.4")
     other = replace(same, name="other", version="1.0, mlx 0.31.0")
     silent = replace(same, name="silent", version="")
-    assert check_equal_versions(same.version, [same]).verdict is Verdict.OK
+    equal = check_equal_versions(same.version, [same, replace(same, name="on the same machine")])
+    assert equal.verdict is Verdict.OK
+    assert equal.figure == "1.0, mlx 0.32.4, here and in all workers"
     finding = check_equal_versions(same.version, [same, other, silent])
     assert finding.verdict is Verdict.WARN
     assert finding.values["others"] == {"other": other.version, "silent": "unknown"}

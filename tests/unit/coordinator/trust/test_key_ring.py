@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from coordinator.api.context import ApiOptions
 from coordinator.api.request_body import keys_are_set
-from coordinator.trust.key_ring import ApiKey, KeyRing, Scope
+from coordinator.trust.key_ring import OWNER_KEY, ApiKey, KeyRing, Scope
 from proto.errors import AccessError, UsageError
 
 INFERENCE = frozenset({Scope.INFERENCE})
@@ -59,3 +60,19 @@ def test_the_end_of_the_last_key_admits_nobody(tmp_path: Path) -> None:
     (tmp_path / "a" / "keys" / "keys.json").unlink()
     assert keys_are_set(options)
     assert keys_are_set(ApiOptions(key_ring=KeyRing(tmp_path / "b", required=True)))
+
+
+def test_the_owner_of_the_directory_needs_no_named_key(tmp_path: Path) -> None:
+    """A server accepts a key for every call that only its owner can read, and that is new at each start."""
+    file, earlier = tmp_path / OWNER_KEY, b""
+    for _ in range(2):
+        ring = KeyRing(tmp_path)
+        ring.admit_owner("http://127.0.0.1:8080")
+        assert file.stat().st_mode & 0o777 == 0o600
+        text = json.loads(file.read_text())["key"]
+        for scope in Scope:
+            ring.check_scope(found(ring, text), scope)
+        assert not keys_are_set(ApiOptions(key_ring=ring)), "strangers need no key by this"
+        assert ring.find(earlier) is None
+        earlier = text.encode()
+    assert found(ring, text).scopes == frozenset(Scope)
