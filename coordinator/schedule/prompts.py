@@ -221,12 +221,20 @@ class Prompts:
                 return None
         return None
 
+    def queue_position(
+        self, running: Running, waiting: Collection[Sequence], request: GenerationRequest
+    ) -> int | None:
+        """Return the position of `request` in the order of the waiting prompts, from 1 on, or None."""
+        order = (one for one in self._sort_prompts(running, waiting) if one.seq_id not in running)
+        found = (place for place, one in enumerate(order, 1) if one.request is request)
+        return next(found, None)
+
     def next_to_preempt(
         self, running: Running, waiting: Collection[Sequence], room: Capacity, now: float
-    ) -> Sequence | None:
-        """Return the sequence that must give its place to a waiting one of another client, or None.
+    ) -> tuple[Sequence, Sequence] | None:
+        """Return the sequence that must give its place, and the waiting one of another client that gets it, or None.
 
-        It is the one that has its place for the longest time, of the client with the most sequences. That client keeps
+        The first is the one that has its place for the longest time, of the client with the most sequences. That client keeps
         more sequences than the waiting client has then. Only a client without a sequence takes the last one of another.
         """
         prompts = [sequence for sequence in waiting if not sequence.restoring]
@@ -248,7 +256,7 @@ class Prompts:
         ]
         found.sort(key=lambda sequence: (sequence.placed_at, sequence.seq_id))
         freed = sum(sequence.capacity for sequence in found[:spare])
-        return found[0] if found and freed >= missing else None
+        return (found[0], wanted) if found and freed >= missing else None
 
     def record_return(self, sequence: Sequence) -> None:
         """Preempt no sequence for a while if a preempted one has returned and must be computed again."""

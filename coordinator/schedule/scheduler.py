@@ -307,10 +307,11 @@ class Scheduler:
         The sequence waits until nothing of it is in flight. It returns from its tokens, and if its state fits into the
         prefix cache, without computing them again.
         """
-        chosen = self.prompts.next_to_preempt(self.running, self.waiting, self.capacity, now)
+        pair = self.prompts.next_to_preempt(self.running, self.waiting, self.capacity, now)
+        chosen, wanted = pair or (None, None)
         for sequence in self.running.values():
             sequence.preempting = sequence is chosen
-        if chosen is None or chosen.is_in_flight:
+        if chosen is None or wanted is None or chosen.is_in_flight:
             return
         self._queue_commit(chosen)
         self._save_prefix(chosen, chosen.held)
@@ -319,6 +320,8 @@ class Scheduler:
         self.backups.in_flight.pop(chosen.seq_id, None)
         chosen.reset_for_plan()
         chosen.interrupted = False
+        if sum(s.capacity for s in (*self.running.values(), wanted)) <= self.capacity.kv_tokens:
+            self._place_sequence(wanted, now)
         self._queue_sequence(chosen)
 
     def _queue_sequence(self, sequence: Sequence) -> None:
@@ -330,10 +333,13 @@ class Scheduler:
         while sequence := self.prompts.next_to_admit(
             self.running, self.waiting, self.capacity, self.limits, self.stages
         ):
-            self.waiting.remove(sequence)
-            sequence.scheduled_at = sequence.scheduled_at or now
-            sequence.placed_at = now
-            self.running[sequence.seq_id] = sequence
+            self._place_sequence(sequence, now)
+
+    def _place_sequence(self, sequence: Sequence, now: float) -> None:
+        self.waiting.remove(sequence)
+        sequence.scheduled_at = sequence.scheduled_at or now
+        sequence.placed_at = now
+        self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
         """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
