@@ -234,8 +234,9 @@ class Prompts:
     ) -> tuple[Sequence, Sequence] | None:
         """Return the sequence that must give its place, and the waiting one of another client that gets it, or None.
 
-        The first is the one that has its place for the longest time, of the client with the most sequences. That client keeps
-        more sequences than the waiting client has then. Only a client without a sequence takes the last one of another.
+        The first one belongs to the client with the most sequences, and has had its place for the longest time. That
+        client keeps more than the waiting client has then. Only a client without a sequence takes the last one of
+        another.
         """
         prompts = [sequence for sequence in waiting if not sequence.restoring]
         if not prompts or not running or now < self._next_preemption:

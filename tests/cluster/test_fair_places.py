@@ -7,7 +7,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 class Stream:
-    """A streamed completion of `tokens` tokens from the client at `address`. It reads when `lines` is awaited."""
+    """A streamed completion of `tokens` tokens from the client at `address`."""
 
     def __init__(self, port: int, address: str, tokens: int, number: int = 0) -> None:
         self.port, self.address = port, address
@@ -60,6 +59,12 @@ class Stream:
         head += f"Content-Type: application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
         self.writer.write((head + self.body).encode())
 
+    async def open_and_wait(self) -> None:
+        """Send the request and wait for the status, which a request in the queue has after two seconds."""
+        await self.open()
+        async with asyncio.timeout(60):
+            self.lines.append(await self.reader.readline())
+
     def close(self) -> None:
         """Disconnect at once, if connected."""
         if self.writer is not None:
@@ -79,7 +84,8 @@ async def first_tokens(port: int, streams: int, *, read: bool) -> list[float]:
     try:
         await crowd[0].open()
         await crowd[0].read(20)
-        await asyncio.gather(*(stream.open() for stream in crowd[1:]), return_exceptions=True)
+        opening = (stream.open_and_wait() for stream in crowd[1:])
+        await asyncio.gather(*opening, return_exceptions=True)
         if read:
             reading = [asyncio.create_task(stream.read(LONG)) for stream in crowd]
         seconds = []

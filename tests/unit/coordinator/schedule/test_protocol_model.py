@@ -49,9 +49,7 @@ def scheduled(
         else frozenset()
     )
     requests = tuple(
-        GenerationRequest(
-            tuple(truth(i, prompt)), n, stop_tokens=stops, client=clients[i : i + 1]
-        )
+        GenerationRequest(tuple(truth(i, prompt)), n, stop_tokens=stops, client=clients[i : i + 1])
         for i, n in enumerate(lengths)
     )
     coordinator = Scheduled(scheduler, requests, leaves, room)
