@@ -92,13 +92,13 @@ class AnswerWriter(abc.ABC):
         """Return the bytes of `events`."""
         return b"".join(self.write_event(event) for event in events)
 
-    def progress(self, done: int, total: int) -> bytes:
-        """Return a sign of life while the prompt is computed: `done` of `total` tokens."""
-        return sse_comment(f"prefill {done}/{total}")
+    def comment(self, text: str) -> bytes:
+        """Return `text` in a form that clients ignore, as a sign of life. A format without comments has none."""
+        return sse_comment(text)
 
     def keep_alive(self) -> bytes:
         """Return a sign of life while there is nothing to send."""
-        return sse_comment("keep-alive")
+        return self.comment("keep-alive")
 
 
 BACKLOG, BACKLOG_OF_REQUEST = 1024, 256
@@ -119,12 +119,19 @@ class AnswerQueue:
     def __init__(self, generator: Generator, requests: Sequence[GenerationRequest]) -> None:
         self._generator = generator
         self._queue: asyncio.Queue[tuple[int, int, GenerationEvent | Exception]] = asyncio.Queue()
+        self._requests = [*requests]
         self._backlog = BACKLOG + BACKLOG_OF_REQUEST * len(requests)
         self._running: dict[int, Cancel] = {}
         self._generation = [0] * len(requests)
         """The number of times that each request was replaced. Events of a replaced one are dropped."""
         for index, request in enumerate(requests):
             self._start(index, request)
+
+    @property
+    def position(self) -> int | None:
+        """The position in the queue of the request that is next, or None if none waits."""
+        found = map(self._generator.queue_position, self._requests)
+        return min((place for place in found if place is not None), default=None)
 
     async def next_event(self, seconds: float) -> tuple[int, GenerationEvent] | None:
         """Return the next event with the index of its request, or None after `seconds` without an event.
@@ -159,6 +166,7 @@ class AnswerQueue:
             self.cancel_request(index)
 
     def _start(self, index: int, request: GenerationRequest) -> None:
+        self._requests[index] = request
         deliver = partial(self._deliver, index, self._generation[index])
         try:
             self._running[index] = self._generator.submit(request, deliver)
@@ -174,6 +182,9 @@ class AnswerQueue:
             self._queue.put_nowait((index, generation, error))
             self.cancel_request(index)
 
+
+QUEUE_SECONDS = 2.0
+"""Seconds. A stream whose request still waits after this time begins with its position in the queue."""
 
 DISCONNECT_POLL_SECONDS = 0.5
 """Seconds. How often a handler that sends nothing checks whether its client is still connected."""
@@ -262,8 +273,9 @@ class Delivery:
 
     async def stream(self) -> Response:
         """Return the answer as a stream. An error before the first event has its own status, a later one an event."""
-        # A request in a long queue starts its stream after this wait.
-        first = await self.first_event(self._keep_alive)
+        first = await self.first_event(min(QUEUE_SECONDS, self._keep_alive))
+        if first is None and self._queue.position is None:
+            first = await self.first_event(self._keep_alive)
         return AnswerStream(
             self.chunks(first), self._answer.id, self.close, self._writer.media_type
         )
@@ -310,9 +322,11 @@ class Delivery:
     def _sign_of_life(self, item: IndexedEvent) -> bytes:
         match item:
             case None:
-                return self._writer.keep_alive()
+                place = self._queue.position
+                queued = b"" if place is None else self._writer.comment(f"queued {place}")
+                return queued or self._writer.keep_alive()
             case (_, PrefillProgress(done=done, total=total)):
-                return self._writer.progress(done, total)
+                return self._writer.comment(f"prefill {done}/{total}")
             case _:
                 return b""
 

@@ -259,11 +259,7 @@ class LineWriter(AnswerWriter):
         part = self._part("".join(choice.content), "".join(choice.reasoning), calls)
         return {**part, **self._end()}
 
-    def progress(self, done: int, total: int) -> bytes:
-        """See AnswerWriter."""
-        return b""
-
-    def keep_alive(self) -> bytes:
+    def comment(self, text: str) -> bytes:
         """See AnswerWriter."""
         return b""
 

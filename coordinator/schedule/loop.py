@@ -166,6 +166,11 @@ class GenerationLoop:
         self._send_frames()
         return partial(self._cancel_request, sequence.seq_id)
 
+    def queue_position(self, request: GenerationRequest) -> int | None:
+        """See `coordinator.schedule.request.Generator`."""
+        scheduler = self.scheduler
+        return scheduler.prompts.queue_position(scheduler.running, scheduler.waiting, request)
+
     def _cancel_request(self, seq_id: int) -> None:
         """Remove a sequence whose client has left. A finished sequence is removed already."""
         if self._listeners.pop(seq_id, None) is None:

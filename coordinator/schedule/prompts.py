@@ -147,6 +147,15 @@ OTHER_FRAMES = 3
 SHORT_PROMPT = 128
 """Tokens. Prompts up to this length count as equally short, and the oldest of them is first."""
 
+TURN_SECONDS = 1.0
+"""Seconds. A sequence keeps its place so long before it is preempted, so that clients do not only change places."""
+
+PREEMPTION_PAUSE = 3.0
+"""Pause after a preempted sequence returns without its state, over the expected time to compute it again.
+
+So tokens that are computed again take at most a quarter of the time.
+"""
+
 Running = Mapping[int, Sequence]
 
 
@@ -159,12 +168,14 @@ class Prompts:
     """The order of prompts, admitted or waiting, the time that they take, and the tokens that fit into a frame.
 
     Answers that a failure has interrupted come first. Then comes the client with the fewest admitted sequences. Among
-    its prompts the shortest rest is first, by powers of two, and the older one of equals.
+    its prompts preempted answers come first, then the shortest rest, by powers of two, and the older one of equals.
     """
 
     def __init__(self) -> None:
         self.other_frames = 0
         """Prompt frames since the oldest prompt was part of one, up to OTHER_FRAMES."""
+        self._next_preemption = 0.0
+        """Seconds. No sequence is preempted before this time."""
         self._seconds_per_token: deque[float] = deque(maxlen=RECENT_FRAMES)
         """Seconds of a prompt token in the slowest stage, for the newest frames of prompts."""
 
@@ -215,6 +226,50 @@ class Prompts:
                 return None
         return None
 
+    def queue_position(
+        self, running: Running, waiting: Collection[Sequence], request: GenerationRequest
+    ) -> int | None:
+        """Return the position of `request` in the order of the waiting prompts, from 1 on, or None."""
+        order = (one for one in self._sort_prompts(running, waiting) if one.seq_id not in running)
+        found = (place for place, one in enumerate(order, 1) if one.request is request)
+        return next(found, None)
+
+    def next_to_preempt(
+        self, running: Running, waiting: Collection[Sequence], room: Capacity, now: float
+    ) -> tuple[Sequence, Sequence] | None:
+        """Return the sequence that must give its place, and the waiting one of another client that gets it, or None.
+
+        The first one belongs to the client with the most sequences, and has had its place for the longest time. That
+        client keeps more than the waiting client has then. Only a client without a sequence takes the last one of
+        another.
+        """
+        prompts = [sequence for sequence in waiting if not sequence.restoring]
+        if not prompts or not running or now < self._next_preemption:
+            return None
+        admitted = _count_clients(running)
+        wanted = min(prompts, key=lambda sequence: _key(sequence, admitted))
+        most, own = max(admitted.values()), admitted[wanted.request.client]
+        spare = max(most - own - 1, int(not own))
+        missing = sum(one.capacity for one in (*running.values(), wanted)) - room.kv_tokens
+        if not spare or (len(running) < room.sequences and missing <= 0):
+            return None
+        found = [
+            sequence
+            for sequence in running.values()
+            if sequence.admitted
+            and admitted[sequence.request.client] == most
+            and now - sequence.placed_at >= TURN_SECONDS
+        ]
+        found.sort(key=lambda sequence: (sequence.placed_at, sequence.seq_id))
+        freed = sum(sequence.capacity for sequence in found[:spare])
+        return (found[0], wanted) if found and freed >= missing else None
+
+    def record_return(self, sequence: Sequence) -> None:
+        """Preempt no sequence for a while if a preempted one has returned and must be computed again."""
+        seconds = self.expected_seconds(sequence.prompt_left) or 0.0
+        pause = sequence.placed_at + PREEMPTION_PAUSE * seconds
+        self._next_preemption = max(self._next_preemption, pause)
+
     def next_chunks(
         self,
         running: Running,
@@ -247,7 +302,7 @@ class Prompts:
                 break
             chunks.append((sequence, chunk))
             left -= min(chunk, sequence.prompt_left)
-        oldest = min(prompts, key=lambda sequence: sequence.seq_id)
+        oldest = _find_oldest(prompts, running)
         served = any(sequence is oldest for sequence, _ in chunks)
         self.other_frames = 0 if served else min(OTHER_FRAMES, self.other_frames + 1)
         return chunks
@@ -256,20 +311,36 @@ class Prompts:
         """Return the prompts in the order in which the next frame takes them."""
         prompts = [sequence for sequence in running.values() if sequence.prefilling]
         prompts += [sequence for sequence in waiting if not sequence.restoring]
-        admitted = Counter(sequence.request.client for sequence in running.values())
+        admitted = _count_clients(running)
         prompts.sort(key=lambda sequence: _key(sequence, admitted))
         if prompts and self.other_frames >= OTHER_FRAMES:
-            oldest = min(prompts, key=lambda sequence: sequence.seq_id)
+            oldest = _find_oldest(prompts, running)
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         return prompts
 
 
-def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, int, int]:
+def _count_clients(running: Running) -> Counter[str]:
+    return Counter(sequence.request.client for sequence in running.values())
+
+
+def _find_oldest(prompts: Collection[Sequence], running: Running) -> Sequence:
+    """Return the oldest of `prompts` that is admitted or belongs to the waiting client with the fewest sequences."""
+    admitted = _count_clients(running)
+    counts = [admitted[one.request.client] for one in prompts if one.seq_id not in running]
+    fewest = min(counts, default=0)
+    found = (
+        one for one in prompts if one.seq_id in running or admitted[one.request.client] == fewest
+    )
+    return min(found, key=lambda sequence: sequence.seq_id)
+
+
+def _key(sequence: Sequence, admitted: Counter[str]) -> tuple[bool, int, bool, int, int]:
     rest = max(SHORT_PROMPT, sequence.prompt_left)
     return (
-        not sequence.emitted,
+        not sequence.interrupted,
         admitted[sequence.request.client],
+        not sequence.emitted,
         (rest - 1).bit_length(),
         sequence.seq_id,
     )

@@ -114,6 +114,10 @@ class Generator(Protocol):
         """
         ...
 
+    def queue_position(self, request: GenerationRequest) -> int | None:
+        """Return the position of `request` among the waiting ones, 1 for the next one, or None if it does not wait."""
+        ...
+
 
 async def generate(
     generator: Generator, request: GenerationRequest

@@ -197,8 +197,9 @@ class Scheduler:
         self._step_costs = StepCostMeter(stages)
         running = sorted(self.running.values(), key=lambda sequence: sequence.seq_id)
         self.running.clear()
-        for sequence in running:
+        for place, sequence in enumerate(running):
             sequence.reset_for_plan()
+            sequence.interrupted = place < capacity.sequences
         self.waiting.extendleft(reversed(running))
         for sequence in self.waiting:
             sequence.expected_prefix = 0
@@ -238,9 +239,7 @@ class Scheduler:
         sequence = Sequence(self._next_seq, request, now)
         self._next_seq += 1
         self.backups.start_from_prefix(sequence)
-        entry = self.prefixes.find_entry(sequence.tokens)
-        sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
-        self.waiting.append(sequence)
+        self._queue_sequence(sequence)
         return sequence
 
     def cancel_sequence(self, seq_id: int) -> None:
@@ -269,6 +268,7 @@ class Scheduler:
 
     def next_frame(self, now: float) -> Frame | None:
         """Return the next frame to send, or None if there is no work or the pipeline is full."""
+        self._preempt(now)
         self._admit_waiting(now)
         self.backups.choose_due(self.running.values(), now)
         record = FrameInFlight(self.next_number, now, alone=not self.in_flight)
@@ -283,13 +283,45 @@ class Scheduler:
         self.in_flight.append(record)
         return frame
 
+    def _preempt(self, now: float) -> None:
+        """Take a place from the client with the most for another one that waits.
+
+        The sequence waits until nothing of it is in flight. It returns from its tokens, and if its state fits into the
+        prefix cache, without computing them again.
+        """
+        pair = self.prompts.next_to_preempt(self.running, self.waiting, self.capacity, now)
+        chosen, wanted = pair or (None, None)
+        for sequence in self.running.values():
+            sequence.preempting = sequence is chosen
+        if chosen is None or wanted is None or chosen.is_in_flight:
+            return
+        self._queue_commit(chosen)
+        self._save_prefix(chosen, chosen.held)
+        self.ops.append(Evict(chosen.seq_id))
+        del self.running[chosen.seq_id]
+        self.backups.in_flight.pop(chosen.seq_id, None)
+        chosen.reset_for_plan()
+        chosen.interrupted = False
+        if sum(s.capacity for s in (*self.running.values(), wanted)) <= self.capacity.kv_tokens:
+            self._place_sequence(wanted, now)
+        self._queue_sequence(chosen)
+
+    def _queue_sequence(self, sequence: Sequence) -> None:
+        entry = self.prefixes.find_entry(sequence.tokens)
+        sequence.expected_prefix = 0 if entry is None else len(entry.tokens)
+        self.waiting.append(sequence)
+
     def _admit_waiting(self, now: float) -> None:
         while sequence := self.prompts.next_to_admit(
             self.running, self.waiting, self.capacity, self.limits, self.stages
         ):
-            self.waiting.remove(sequence)
-            sequence.scheduled_at = sequence.scheduled_at or now
-            self.running[sequence.seq_id] = sequence
+            self._place_sequence(sequence, now)
+
+    def _place_sequence(self, sequence: Sequence, now: float) -> None:
+        self.waiting.remove(sequence)
+        sequence.scheduled_at = sequence.scheduled_at or now
+        sequence.placed_at = now
+        self.running[sequence.seq_id] = sequence
 
     def _next_micro_batch(self, record: FrameInFlight) -> list[Segment]:
         """Return windows of the sequences that waited longest, or none if the pipeline has no room."""
@@ -441,6 +473,8 @@ class Scheduler:
         elif (entry := self.prefixes.find_entry(prompt)) is not None:
             self.ops.append(RestorePrefix(sequence.seq_id, entry.number))
             sequence.start_after(len(entry.tokens))
+        if sequence.placed_at > sequence.scheduled_at and not sequence.interrupted:
+            self.prompts.record_return(sequence)
         sequence.prefix_boundaries = self.prefixes.boundaries(
             prompt, sequence.scheduled_tokens, sequence.request.turn
         )

@@ -117,6 +117,8 @@ class LiveFeed:
         self.collect: CollectTraces | None = None
         """The source of exact times, if the server has one."""
         self._status: Json = {}
+        self._encoded = b""
+        """The snapshot for pages that open before the next message, or nothing. It is encoded for the first of them."""
         self._new_events: list[ClusterEvent] = []
         """The events since the last message."""
         self._new_samples: list[Sample] = []
@@ -183,6 +185,7 @@ class LiveFeed:
         return status
 
     def _publish(self, status: ClusterStatus) -> None:
+        self._encoded = b""
         events, self._new_events = self._new_events, []
         samples, self._new_samples = self._new_samples, []
         if not self._subscribers:
@@ -245,6 +248,10 @@ class LiveFeed:
                 queue.put_nowait(message)
 
     def _snapshot(self) -> bytes:
+        self._encoded = self._encoded or self._encode_snapshot()
+        return self._encoded
+
+    def _encode_snapshot(self) -> bytes:
         if not self._status:
             self._status = status_fields(self.source.status(), self.history.traffic())
         return _message(

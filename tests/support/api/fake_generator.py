@@ -44,6 +44,8 @@ class FakeGenerator:
     end: FinishReason = "stop"
     pause: float = 0.0
     answer: Callable[[GenerationRequest], str] | None = None
+    position: int | None = None
+    """The position of every request in the queue."""
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -65,6 +67,10 @@ class FakeGenerator:
             task.cancel()
 
         return cancel
+
+    def queue_position(self, request: GenerationRequest) -> int | None:
+        """Return the scripted position. See Generator."""
+        return self.position
 
     async def _deliver_all(
         self, request: GenerationRequest, deliver: Callable[[GenerationEvent], None]

@@ -68,6 +68,9 @@ class Ledger:
     def answered(self, frame: Frame) -> Ledger:
         """Record a frame that the last stage passes on."""
         decided = dict(self.decided)
+        for op in frame.ops:
+            if isinstance(op, Evict):  # a preempted sequence begins again from its tokens
+                decided.pop(op.seq_id, None)
         for segment, outcome in zip(frame.segments, frame.outcomes, strict=True):
             # The text may have ended before a window that continues, so only a header commits it.
             if segment.open and not outcome.cancelled and not segment.continues:

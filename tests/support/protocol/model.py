@@ -77,6 +77,12 @@ class Scheduled:
         """Epoch of the present plan."""
         return self.scheduler.epoch
 
+    @property
+    def is_preempting(self) -> bool:
+        """True while a sequence is about to give its place to another client, or waits for its return."""
+        waiting = (one.window_count and not one.interrupted for one in self.scheduler.waiting)
+        return any(waiting) or any(one.preempting for one in self.scheduler.running.values())
+
     def clone(self) -> Scheduled:
         """Return a copy that shares no mutable state."""
         plan = (self.scheduler.limits, self.scheduler.controller, self.room)
@@ -486,6 +492,7 @@ def _successors(world: World, path: tuple[str, ...], walk: Walk) -> Iterator[tup
             scripts += chooser.following()
             walk.steps += 1
             walk.met[name.partition("(")[0].partition(" ")[0]] += 1
+            walk.met["preempt"] += following.coordinator.is_preempting
             yield name, following
 
 

@@ -36,6 +36,8 @@ class Drive:
         mode = MtpMode(depth) if mtp is None else MtpMode.parse(mtp)
         self.scheduler = Scheduler(limits, Controller(mode))
         self.now = 0.0
+        self.frame_seconds = 1.0
+        """Seconds from one returned frame to the next."""
         self.backup_seconds = 0.0
         """Seconds that the transfer of a backup takes."""
         self.events: dict[int, list[GenerationEvent]] = defaultdict(list)
@@ -89,8 +91,8 @@ class Drive:
         return frames
 
     def back(self) -> Frame:
-        """Return the oldest frame to the scheduler, a second later."""
-        self.now += 1.0
+        """Return the oldest frame to the scheduler, `frame_seconds` later."""
+        self.now += self.frame_seconds
         frame = self.stage.come_back()
         outcome = self.scheduler.apply_outcomes(frame, self.now)
         if outcome.backup is not None:

@@ -232,12 +232,13 @@ class Simulation:
         mtp: str = "off",
         last: FakeLastStage | None = None,
         frame: int | None = None,
+        room: Capacity = ROOM,
     ) -> None:
         self.timing = timing
         self.clock: Callable[[], float] = asyncio.get_running_loop().time
         limits = Limits(context=2**18, prefill_chunk=chunk, step_tokens=frame or chunk)
         self.scheduler = Scheduler(limits, Controller(MtpMode.parse(mtp)))
-        pipeline = SimulatedPipeline(timing, last or FakeLastStage())
+        pipeline = SimulatedPipeline(timing, last or FakeLastStage(), capacity=room)
         self.loop = GenerationLoop(OnePipeline(pipeline), self.scheduler, self.clock)
 
     async def __aenter__(self) -> Simulation:

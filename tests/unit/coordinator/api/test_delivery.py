@@ -154,6 +154,23 @@ async def test_silence_is_filled_with_keep_alives() -> None:
     await client.disconnect()
 
 
+@pytest.mark.parametrize(
+    ("path", "word"), [("/v1/completions", b": queued 3\n\n"), ("/api/generate", b"")]
+)
+async def test_a_stream_in_the_queue_says_its_position(path: str, word: bytes) -> None:
+    """The comment has the request's position. A format without comments is silent."""
+    served = api(keep_alive=0.02, position=3, hang_after=0)
+    client = DisconnectingClient(served, path, {"model": "tiny", "prompt": "Hi", "stream": True})
+    async with asyncio.timeout(PATIENCE):
+        await served.generator.hanging.acquire()
+    if word:
+        await client.wait_for(2 * word)
+    else:
+        await asyncio.sleep(0.1)
+        assert not client.received
+    await client.disconnect()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 2])
 async def test_a_client_that_disconnects_cancels_its_requests(

@@ -68,6 +68,19 @@ async def test_a_page_gets_a_snapshot_and_then_only_changes() -> None:
     assert feed.subscribers == 0
 
 
+async def test_pages_that_open_together_share_one_snapshot() -> None:
+    """Pages that open between two looks cost one encoding. A later page gets a new snapshot."""
+    source = ChangingStatus()
+    feed = source.feed()
+    async with asyncio.timeout(SECONDS):
+        together = [await anext(feed.subscribe()) for _ in range(3)]
+        assert together[0] is together[1] is together[2]
+        source.current = ClusterStatus(ready=True, model="tiny", running=1)
+        feed.publish_changes()
+        _, later = parse(await anext(feed.subscribe()))
+    assert later["status"]["running"] == 1
+
+
 async def test_pages_share_one_encoded_message() -> None:
     """Ten pages cost one look at the status and one encoding."""
     source = ChangingStatus()
