@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api import (
     anthropic,
@@ -69,9 +71,29 @@ def create_app(
             allow_origins=list(api.options.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
         )
     return app
+
+
+class IgnoredFieldsHeader:
+    """The middleware that names the unknown fields of a request in the header of its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            """Send `message`, with the header if it begins the answer."""
+            if message["type"] == "http.response.start":
+                notes = scope.get("state", {}).get("notes")
+                if notes is not None and notes.unknown:
+                    names = ", ".join(sorted(notes.unknown))
+                    MutableHeaders(scope=message)["X-Ignored-Fields"] = names
+                    scope["app"].state.api.log_unknown_fields(notes.unknown)
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
 
 
 def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
@@ -85,6 +107,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
     app.router.routes += page_routes
+    app.add_middleware(IgnoredFieldsHeader)
     install_error_handlers(app, ERROR_FORMATS)
     return app
 

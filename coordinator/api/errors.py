@@ -31,23 +31,6 @@ ErrorFormat = Callable[[Exception], Json]
 """A function that returns the error body of a dialect."""
 
 
-class ContextLengthError(RequestError):
-    """The prompt, or prompt and answer together, exceed the `limit` in tokens of the context or of the K/V memory.
-
-    `max_tokens` is None if the prompt alone exceeds it.
-    """
-
-    code = "context_length_exceeded"
-
-    def __init__(
-        self, message: str, param: str, *, prompt: int, max_tokens: int | None, limit: int
-    ) -> None:
-        super().__init__(message, param=param)
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.limit = limit
-
-
 class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
@@ -125,8 +108,6 @@ def request_error(error: ValidationError) -> RequestError:
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
-    if found["type"] == "extra_forbidden":
-        return RequestError(f"{name}: this server does not support the field. Omit it.", param=name)
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     if found["type"].startswith("union_tag"):
@@ -147,12 +128,22 @@ def _type_error(name: str, context: Mapping[str, str]) -> RequestError:
     )
 
 
+_NO_EMBEDDINGS = (
+    "this server computes no embeddings. Use one with an embedding model, such as Ollama."
+)
+_ABSENT = {
+    "embed": _NO_EMBEDDINGS,
+    "embeddings": _NO_EMBEDDINGS,
+    "compact": "this server compacts no conversations. Send a summary of the conversation as the input.",
+}
+"""The answers to paths that other servers have, by their last part."""
+
+
 def _routing_error(request: Request, error: HTTPException) -> HTTPException:
     """Return `error` with a message that helps if the router raised it."""
     path, method = request.scope["path"], request.method
-    if error.status_code == 404 and path.rpartition("/")[2] in ("embed", "embeddings"):
-        message = f"{path}: this server computes no embeddings. Use one with an embedding model, such as Ollama."
-        return HTTPException(404, message, error.headers)
+    if error.status_code in (404, 405) and (absent := _ABSENT.get(path.rpartition("/")[2])):
+        return HTTPException(404, f"{path}: {absent}")
     if error.status_code == 404 and error.detail == "Not Found":
         message = f"{path}: path not found. docs/API.md lists the paths."
         return HTTPException(404, message, error.headers)
@@ -173,6 +164,8 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
+        if isinstance(error, RequestError) and (notes := getattr(request.state, "notes", None)):
+            error.param = notes.synonyms.get(error.param, error.param)
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator
@@ -21,8 +21,9 @@ from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, se
 from coordinator.api.errors import field_error, message_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.model_catalog import ModelFacts
-from coordinator.api.request_body import Body, Many, Seed, StopString, hint, read_body
+from coordinator.api.request_body import READ, Body, Many, Seed, StopStrings, read_body
 from coordinator.api.request_settings import (
+    TAG,
     ChatRequest,
     GenerationSettings,
     check_model,
@@ -34,14 +35,6 @@ from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import RequestError
-
-TAG = ":latest"
-"""The tag that Ollama's clients add to a name without one."""
-
-
-def check_name(api: Api, name: str) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError if `name`, with or without the usual tag, is not served."""
-    check_model(api, name if api.model.answers_to(name) else name.removesuffix(TAG))
 
 
 def tagged_name(name: str) -> str:
@@ -67,31 +60,17 @@ def ollama_error(error: Exception) -> Json:
 class Options(Body):
     """Sampling and limits."""
 
+    place: ClassVar[str] = "options."
     num_predict: int | None = Field(None, ge=-2)
     temperature: float | None = None
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Seed | None = None
-    stop: list[StopString] | None = Field(None, max_length=64)
-
-    # Options of Ollama's own runner. The cluster decides these things when it plans.
-    num_ctx: int | None = hint("options.num_ctx")
-    num_batch: int | None = hint("options.num_batch")
-    num_gpu: int | None = hint("options.num_gpu")
-    main_gpu: int | None = hint("options.main_gpu")
-    num_thread: int | None = hint("options.num_thread")
-    num_keep: int | None = hint("options.num_keep")
-    numa: bool | None = hint("options.numa")
-    low_vram: bool | None = hint("options.low_vram")
-    use_mmap: bool | None = hint("options.use_mmap")
-    use_mlock: bool | None = hint("options.use_mlock")
-    f16_kv: bool | None = hint("options.f16_kv")
-
-    repeat_last_n: Literal[-1] | None = None
+    stop: StopStrings | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -124,18 +103,8 @@ class ModelBody(Body):
     model: str
     stream: bool | None = None
     options: Options | None = None
-    keep_alive: str | float | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: Literal["", "json"] | Json | None = None
-
-    @field_validator("keep_alive", mode="after")
-    @classmethod
-    def _model_stays_loaded(cls, value: str | float | None) -> str | float | None:
-        if str(value).rstrip("smh") in ("0", "0.0"):
-            raise ValueError(
-                "0 would unload the model, which this server keeps until it ends. Omit the field."
-            )
-        return value
 
     @property
     def output(self) -> OutputFormat | None:
@@ -170,10 +139,10 @@ class MessageCall(Body):
 class Message(Body):
     """One message."""
 
+    place: ClassVar[str] = "messages[]."
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -222,12 +191,6 @@ class GenerateBody(ModelBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-
-    # Accepted only without content.
-    suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    context: Annotated[list[int], Field(max_length=0)] | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ShowBody(Body):
@@ -331,7 +294,7 @@ async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     body = await read_body(request, ChatBody)
     api = api_of(request)
-    check_name(api, body.model)
+    check_model(api, body.model)
     if not body.messages:
         return _loaded(api, {"message": {"role": "assistant", "content": ""}})
 
@@ -349,7 +312,7 @@ async def generate(request: Request) -> Response:
     """Generate the answer to a prompt, or with `raw` the continuation of a text."""
     body = await read_body(request, GenerateBody)
     api, prompt = api_of(request), body.prompt
-    check_name(api, body.model)
+    check_model(api, body.model)
     if not prompt:
         return _loaded(api, {"response": ""})
 
@@ -405,13 +368,13 @@ NEVER = 253402300799.0
 """Seconds since 1970 at the end of the year 9999: the model is not unloaded while the server runs."""
 
 
-@router.get("/api/version")
+@router.api_route("/api/version", methods=READ)
 async def version() -> Response:
     """Return the version of the API."""
     return JSONResponse({"version": OLLAMA_VERSION})
 
 
-@router.get("/api/tags")
+@router.api_route("/api/tags", methods=READ)
 async def tags(request: Request) -> Response:
     """List the served model and its aliases, then the other models on this machine."""
     api = api_of(request)
@@ -442,7 +405,7 @@ async def show(request: Request) -> Response:
     name = body.model or body.name
     if name is None:
         raise RequestError("model: required. Send the model's name.", param="model")
-    check_name(api, name)
+    check_model(api, name)
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []

@@ -19,7 +19,6 @@ from coordinator.api.request_settings import (
     call_message,
     check_model,
     check_prompt,
-    reasoning_of,
 )
 from coordinator.text.calls import Json
 
@@ -36,22 +35,27 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, ChatBody)
     check_model(api, body.model)
-    thinking, budget = reasoning_of(body.reasoning_effort)
+    thinking, budget = body.thinking
+    variables = body.chat_template_kwargs or {}
+    for name in [each for each in variables if not api.tokenizer.uses_variable(each)]:
+        request.state.notes.add_unknown(f"chat_template_kwargs.{name}")
+        del variables[name]
     tools = [tool.for_template() for tool in body.tools or ()]
     chat = ChatRequest(
         messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
         settings=body.settings(),
         tools=[] if body.tool_choice == "none" else tools,
-        template_kwargs=body.chat_template_kwargs or {},
+        template_kwargs=variables,
         thinking=thinking,
         reasoning_budget=budget,
         one_call=body.parallel_tool_calls is False,
         forced_tool=body.forced_tool,
         output=body.output,
+        continue_final=bool(body.continue_final_message),
         user=body.user,
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"))
-    writer = ChatWriter(answer, api.tokenizer, body.stream_options)
+    writer = ChatWriter(answer, api.tokenizer, body)
     return PreparedAnswer(answer, writer, bool(body.stream))
 
 
@@ -79,9 +83,11 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     body = await read_body(request, CompletionBody)
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
-    answer = await text_answer(api, body.settings(), prompts, new_id("cmpl-"), user=body.user)
+    answer = await text_answer(
+        api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=body.output
+    )
     echoes = [_text(api, choice.request.prompt) for choice in answer.choices] if body.echo else ()
-    writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)
+    writer = CompletionWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, stream=bool(body.stream))
 
 

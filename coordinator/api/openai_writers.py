@@ -9,7 +9,7 @@ from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedCall
 from coordinator.api.delivery import AnswerWriter, sse_data
 from coordinator.api.errors import error_body
 from coordinator.api.generated_answer import GeneratedAnswer
-from coordinator.api.openai_schemas import StreamOptions
+from coordinator.api.openai_schemas import ChatBody, GenerationBody, StreamOptions
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.tokenizer import Tokenizer
@@ -91,18 +91,21 @@ DONE = b"data: [DONE]\n\n"
 class ChunkWriter(AnswerWriter):
     """The writer of both completion endpoints.
 
-    `kind` and `chunk_kind` are OpenAI's names of the object, whole and streamed.
+    `kind` and `chunk_kind` are OpenAI's names of the object, whole and streamed. `prompt_on_top` is True if the tokens
+    of the prompt stand beside the choices.
     """
 
     kind: str
     chunk_kind: str
+    prompt_on_top = False
 
-    def __init__(
-        self, answer: GeneratedAnswer, tokenizer: Tokenizer, options: StreamOptions | None = None
-    ) -> None:
+    def __init__(self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: GenerationBody) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
-        self._options = options or StreamOptions()
+        self._options = body.stream_options or StreamOptions()
+        self._token_ids = bool(body.return_token_ids)
+        self._shown: dict[int, int] = {}
+        """The number of token ids that each choice has shown."""
 
     @abc.abstractmethod
     def choice_result(self, index: int) -> Json:
@@ -115,7 +118,9 @@ class ChunkWriter(AnswerWriter):
     def whole(self) -> Json:
         """See AnswerWriter."""
         choices = [self.choice_result(choice.index) for choice in self._answer.choices]
-        return {**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)}
+        return self._add_token_ids(
+            {**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)}
+        )
 
     def write_event(self, event: AnswerEvent) -> bytes:
         """See AnswerWriter."""
@@ -135,12 +140,24 @@ class ChunkWriter(AnswerWriter):
 
     def chunk(self, entry: Json) -> bytes:
         """Return one chunk with the entry of one choice."""
-        chunk = {**self._head(self.chunk_kind), "choices": [entry]}
+        chunk = self._add_token_ids({**self._head(self.chunk_kind), "choices": [entry]})
         if self._options.continuous_usage_stats:
             chunk["usage"] = usage_of(self._answer)
         elif self._options.include_usage:
             chunk["usage"] = None
         return sse_data(chunk)
+
+    def _add_token_ids(self, body: Json) -> Json:
+        """Add to each choice its tokens since its last entry, and first the prompt's, as vLLM does."""
+        for entry in body["choices"] if self._token_ids else ():
+            index = entry["index"]
+            choice, shown = self._answer.choices[index], self._shown.get(index)
+            entry["token_ids"] = choice.generated[shown or 0 :]
+            if shown is None:
+                place = body if self.prompt_on_top else entry
+                place["prompt_token_ids"] = list(choice.request.prompt)
+            self._shown[index] = len(choice.generated)
+        return body
 
     def _head(self, kind: str) -> Json:
         answer = self._answer
@@ -157,10 +174,15 @@ class ChatWriter(ChunkWriter):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    prompt_on_top = True
+
+    def __init__(self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: ChatBody) -> None:
+        super().__init__(answer, tokenizer, body)
+        self._echoed = body.echoed
 
     def opening(self) -> bytes:
         """See AnswerWriter."""
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": self._echoed}
         return b"".join(
             self.chunk(self._entry(choice.index, role)) for choice in self._answer.choices
         )
@@ -168,7 +190,7 @@ class ChatWriter(ChunkWriter):
     def choice_result(self, index: int) -> Json:
         """See ChunkWriter."""
         choice = self._answer.choices[index]
-        message: Json = {"role": "assistant", "content": "".join(choice.content)}
+        message: Json = {"role": "assistant", "content": "".join([self._echoed, *choice.content])}
         if choice.reasoning:
             message["reasoning_content"] = "".join(choice.reasoning)
         if calls := choice.shown_calls:
@@ -236,10 +258,10 @@ class CompletionWriter(ChunkWriter):
         self,
         answer: GeneratedAnswer,
         tokenizer: Tokenizer,
-        options: StreamOptions | None = None,
+        body: GenerationBody,
         echoes: Sequence[str] = (),
     ) -> None:
-        super().__init__(answer, tokenizer, options)
+        super().__init__(answer, tokenizer, body)
         self._echoes = echoes
 
     def opening(self) -> bytes:
