@@ -126,7 +126,9 @@ def starting_app(
     api = Api(absent, absent, absent, status, options, model_loader=loader)
     app = _new_app(api, (operations.router, page.router, models.load_router))
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
+    @app.api_route(
+        "/{path:path}", methods=["GET", "HEAD", "POST"], dependencies=[Depends(require_key)]
+    )
     async def refuse(request: Request) -> None:
         """Answer 503 with the state of the download."""
         detail = reason or f"The server is starting: {status.status().detail}."
