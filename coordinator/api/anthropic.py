@@ -16,7 +16,8 @@ from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import field_error, message_of, status_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id
-from coordinator.api.request_body import Body, Many, StopStrings, read_body
+from coordinator.api.openai_schemas import SamplingBody
+from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
     BUDGETS,
     ChatRequest,
@@ -45,14 +46,12 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
 
 
 class RedactedThinkingBlock(Body):
     """Encrypted reasoning of another model, which this model cannot read."""
 
     type: Literal["redacted_thinking"]
-    data: str
 
 
 class ToolUseBlock(Body):
@@ -237,15 +236,11 @@ class PromptBody(Body):
         return "\n\n".join(block.text for block in blocks)
 
 
-class MessagesBody(PromptBody):
+class MessagesBody(PromptBody, SamplingBody):
     """The body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: StopStrings | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=0)
 
 
 def internal_request(body: PromptBody) -> ChatRequest:
@@ -255,10 +250,8 @@ def internal_request(body: PromptBody) -> ChatRequest:
     """
     settings = GenerationSettings()
     if isinstance(body, MessagesBody):
-        settings = GenerationSettings(
-            sampling={"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k},
+        settings = body.sampling_settings(
             max_tokens=body.max_tokens,
-            stop_strings=body.stop_sequences or (),
             field_names={"prompt": "messages", "parameters": "input_schema"},
         )
     thinking, choice = body.thinking, body.tool_choice

@@ -76,24 +76,20 @@ def create_app(
     return app
 
 
-class IgnoredFieldsHeader:
-    """The middleware that names the unknown fields of a request in the header of its answer."""
+def name_ignored_fields(app: ASGIApp) -> ASGIApp:
+    """Return `app` with a header in each answer that names the unknown fields of the request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_header(message: Message) -> None:
-            """Send `message`, with the header if it begins the answer."""
-            if message["type"] == "http.response.start":
-                notes = scope.get("state", {}).get("notes")
-                if notes is not None and notes.unknown:
-                    names = ", ".join(sorted(notes.unknown))
-                    MutableHeaders(scope=message)["X-Ignored-Fields"] = names
-                    scope["app"].state.api.log_unknown_fields(notes.unknown)
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            notes = scope.get("state", {}).get("notes")
+            if notes and notes.unknown and message["type"] == "http.response.start":
+                header = ", ".join(sorted(notes.unknown))
+                MutableHeaders(scope=message)["X-Ignored-Fields"] = header
             await send(message)
 
-        await self._app(scope, receive, send_with_header)
+        await app(scope, receive, send_named)
+
+    return serve
 
 
 def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
@@ -107,7 +103,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
     app.router.routes += page_routes
-    app.add_middleware(IgnoredFieldsHeader)
+    app.add_middleware(name_ignored_fields)
     install_error_handlers(app, ERROR_FORMATS)
     return app
 
@@ -126,9 +122,7 @@ def starting_app(
     api = Api(absent, absent, absent, status, options, model_loader=loader)
     app = _new_app(api, (operations.router, page.router, models.load_router))
 
-    @app.api_route(
-        "/{path:path}", methods=["GET", "HEAD", "POST"], dependencies=[Depends(require_key)]
-    )
+    @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse(request: Request) -> None:
         """Answer 503 with the state of the download."""
         detail = reason or f"The server is starting: {status.status().detail}."

@@ -82,9 +82,6 @@ class LargeWork:
             self.open_bytes -= reserved
 
 
-MAX_LOGGED_FIELDS = 256
-"""Unknown request fields after which the log shows no more of them, because clients choose their names."""
-
 CollectTrace = Callable[[float], Awaitable[dict[str, Any]]]
 """A function that returns the answer of `/trace` for the last seconds."""
 
@@ -132,15 +129,6 @@ class Api:
     large_work: LargeWork = field(default_factory=LargeWork)
     vocabulary: bytes = b""
     """The packed vocabulary of the tokenizer, if it is known already."""
-    logged_fields: set[str] = field(default_factory=set)
-    """Names of request fields that the log has shown."""
-
-    def log_unknown_fields(self, names: set[str]) -> None:
-        """Log each name of an ignored request field once."""
-        new = names - self.logged_fields
-        if new and len(self.logged_fields) < MAX_LOGGED_FIELDS:
-            self.logged_fields.update(new)
-            log.info("unknown request fields ignored", extra={"fields": sorted(new)})
 
     @cached_property
     def metrics(self) -> Metrics:

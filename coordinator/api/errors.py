@@ -128,22 +128,14 @@ def _type_error(name: str, context: Mapping[str, str]) -> RequestError:
     )
 
 
-_NO_EMBEDDINGS = (
-    "this server computes no embeddings. Use one with an embedding model, such as Ollama."
-)
-_ABSENT = {
-    "embed": _NO_EMBEDDINGS,
-    "embeddings": _NO_EMBEDDINGS,
-    "compact": "this server compacts no conversations. Send a summary of the conversation as the input.",
-}
-"""The answers to paths that other servers have, by their last part."""
-
-
 def _routing_error(request: Request, error: HTTPException) -> HTTPException:
     """Return `error` with a message that helps if the router raised it."""
     path, method = request.scope["path"], request.method
-    if error.status_code in (404, 405) and (absent := _ABSENT.get(path.rpartition("/")[2])):
-        return HTTPException(404, f"{path}: {absent}")
+    if error.status_code == 404 and path.rpartition("/")[2] in ("embed", "embeddings"):
+        message = f"{path}: this server computes no embeddings. Use one with an embedding model, such as Ollama."
+        return HTTPException(404, message, error.headers)
+    if path == "/v1/responses/compact":
+        return HTTPException(404, f"{path}: this server compacts no conversations. Send a summary.")
     if error.status_code == 404 and error.detail == "Not Found":
         message = f"{path}: path not found. docs/API.md lists the paths."
         return HTTPException(404, message, error.headers)
@@ -165,7 +157,7 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
         if isinstance(error, RequestError) and (notes := getattr(request.state, "notes", None)):
-            error.param = notes.synonyms.get(error.param, error.param)
+            notes.rename_field(error)
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator
@@ -21,7 +21,8 @@ from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, se
 from coordinator.api.errors import field_error, message_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.model_catalog import ModelFacts
-from coordinator.api.request_body import READ, Body, Many, Seed, StopStrings, read_body
+from coordinator.api.openai_schemas import SamplingBody
+from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
     TAG,
     ChatRequest,
@@ -57,42 +58,17 @@ def ollama_error(error: Exception) -> Json:
     return {"error": message_of(error)}
 
 
-class Options(Body):
+class Options(SamplingBody):
     """Sampling and limits."""
 
     place: ClassVar[str] = "options."
     num_predict: int | None = Field(None, ge=-2)
-    temperature: float | None = None
-    top_k: int | None = Field(None, ge=-1)
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Seed | None = None
-    stop: StopStrings | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_is_a_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
     def settings(self, prompt_field: str) -> GenerationSettings:
         """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
         limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
-        return GenerationSettings(
-            sampling={
-                "temperature": self.temperature,
-                "top_k": self.top_k,
-                "top_p": self.top_p,
-                "min_p": self.min_p,
-                "repetition_penalty": self.repeat_penalty,
-                "presence_penalty": self.presence_penalty,
-                "frequency_penalty": self.frequency_penalty,
-            },
-            seed=self.seed,
+        return self.sampling_settings(
             max_tokens=limit,
-            stop_strings=self.stop or (),
             field_names={"prompt": prompt_field, "max_tokens": "options.num_predict"},
         )
 
@@ -124,15 +100,12 @@ class CallFunction(Body):
 
     name: str
     arguments: Json
-    index: int | None = None
-    description: str | None = None
 
 
 class MessageCall(Body):
     """A call in the history."""
 
     id: str | None = None
-    type: Literal["function"] | None = None
     function: CallFunction
 
 
@@ -198,7 +171,6 @@ class ShowBody(Body):
 
     model: str | None = None
     name: str | None = None
-    verbose: bool | None = None
 
 
 class LineWriter(AnswerWriter):
@@ -368,13 +340,13 @@ NEVER = 253402300799.0
 """Seconds since 1970 at the end of the year 9999: the model is not unloaded while the server runs."""
 
 
-@router.api_route("/api/version", methods=READ)
+@router.api_route("/api/version", methods=["GET", "HEAD"])
 async def version() -> Response:
     """Return the version of the API."""
     return JSONResponse({"version": OLLAMA_VERSION})
 
 
-@router.api_route("/api/tags", methods=READ)
+@router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> Response:
     """List the served model and its aliases, then the other models on this machine."""
     api = api_of(request)

@@ -55,7 +55,9 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
         user=body.user,
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"))
-    writer = ChatWriter(answer, api.tokenizer, body)
+    repeated = body.echo and body.continue_final_message
+    echoes = [body.messages[-1].text] * len(answer.choices) if repeated else []
+    writer = ChatWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, bool(body.stream))
 
 

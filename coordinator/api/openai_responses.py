@@ -22,7 +22,6 @@ from coordinator.api.request_body import (
     Body,
     Label,
     Many,
-    Seed,
     TokenLimit,
     number_in_query,
     read_body,
@@ -30,7 +29,6 @@ from coordinator.api.request_body import (
 )
 from coordinator.api.request_settings import (
     ChatRequest,
-    GenerationSettings,
     ReasoningEffort,
     call_message,
     check_model,
@@ -134,10 +132,6 @@ class TextOptions(Body):
     verbosity: str | None = None
 
 
-class StreamOptions(Body):
-    """Options of a stream, all of them hints."""
-
-
 class ResponsesBody(SamplingBody):
     """The body of `POST /v1/responses`."""
 
@@ -148,14 +142,12 @@ class ResponsesBody(SamplingBody):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tools: (
         Many[Annotated[Tool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None
     ) = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: TokenLimit | None = None
-    seed: Seed | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     user: Label | None = None
@@ -481,9 +473,7 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> Cha
     ]
     return ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
-        settings=GenerationSettings(
-            sampling=body.sampling,
-            seed=body.seed,
+        settings=body.sampling_settings(
             max_tokens=body.max_output_tokens,
             field_names={"prompt": "input", "max_tokens": "max_output_tokens"},
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,15 +27,13 @@ from coordinator.api.request_settings import (
     template_tool,
 )
 from coordinator.text.calls import Json
-from coordinator.text.grammars import ANY_OBJECT, FormatKind, OutputFormat
+from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from proto.errors import RequestError
 
 
 class JsonSchema(Body):
     """The schema of an answer. The server always enforces it."""
 
-    name: str | None = None
-    description: str | None = None
     schema_: Json | None = Field(None, alias="schema")
 
 
@@ -62,8 +60,14 @@ class ResponseFormat(Body):
         return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
 
 
+Stop = Annotated[
+    StopString | StopStrings,
+    shape("a string of 1 to 256 characters, or a list of at most 64 of them"),
+]
+
+
 class SamplingBody(Body):
-    """The fields that are fields of SamplingParams."""
+    """The fields of sampling that all dialects share."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -75,16 +79,20 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    @property
-    def sampling(self) -> Json:
-        """The sampling parameters of the internal request."""
-        return {name: getattr(self, name) for name in SamplingBody.model_fields}
+    seed: Seed | None = None
+    stop: Stop | None = None
+
+    def sampling_settings(self, **others: Any) -> GenerationSettings:
+        """Return the settings of the internal request with these fields and `others`."""
+        fields = SamplingBody.model_fields.keys() - {"seed", "stop"}
+        return GenerationSettings(
+            sampling={name: getattr(self, name) for name in fields},
+            seed=self.seed,
+            stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            **others,
+        )
 
 
-Stop = Annotated[
-    StopString | StopStrings,
-    shape("a string of 1 to 256 characters, or a list of at most 64 of them"),
-]
 Prompt = Annotated[
     str | Many[str] | Many[int] | Many[list[int]],
     shape("a string, a list of strings, a list of token ids, or a list of such lists"),
@@ -120,14 +128,6 @@ class StreamOptions(Body):
     """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
 
 
-GUIDES: dict[str, FormatKind] = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-}
-"""vLLM's fields for the format of the content."""
-
-
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
@@ -135,11 +135,9 @@ class GenerationBody(SamplingBody):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stop | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     max_tokens: TokenLimit | None = None
-    seed: Seed | None = None
     logit_bias: dict[str, float] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -152,35 +150,28 @@ class GenerationBody(SamplingBody):
     @property
     def output(self) -> OutputFormat | None:
         """The format of the content. Raises RequestError if the client sent several."""
-        sent = [self.response_format.output() if self.response_format else None]
-        for name, kind in GUIDES.items():
-            content = getattr(self, name)
-            sent.append(None if content is None else OutputFormat(kind, content, name))
-        formats = [each for each in sent if each is not None]
-        if len(formats) > 1:
-            names = " and ".join(each.param for each in formats)
-            raise RequestError(f"{names}: two formats. Send one.", param=formats[1].param)
+        found = [self.response_format.output() if self.response_format else None]
+        if self.guided_json is not None:
+            found.append(OutputFormat("json_schema", self.guided_json, "guided_json"))
+        if self.guided_regex is not None:
+            found.append(OutputFormat("regex", self.guided_regex, "guided_regex"))
+        if self.guided_choice is not None:
+            found.append(OutputFormat("choice", self.guided_choice, "guided_choice"))
+        formats = [each for each in found if each is not None]
+        for other in formats[1:]:
+            raise RequestError(f"{other.param}: a second format. Send one.", param=other.param)
         return formats[0] if formats else None
 
-    def generation_settings(
-        self, prompt_field: str, limit_field: str, logprobs: int | None
-    ) -> GenerationSettings:
+    def generation_settings(self, prompt_field: str, logprobs: int | None) -> GenerationSettings:
         """Return the settings of the internal request. `logprobs` is the number of alternatives of each token."""
-        return GenerationSettings(
-            sampling=self.sampling,
+        return self.sampling_settings(
             logit_bias=self.logit_bias or {},
             n=self.n or 1,
-            seed=self.seed,
-            max_tokens=getattr(self, limit_field),
-            stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            max_tokens=self.max_tokens,
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
-            field_names={
-                "prompt": prompt_field,
-                "max_tokens": limit_field,
-                "parameters": "function.parameters",
-            },
+            field_names={"prompt": prompt_field, "parameters": "function.parameters"},
         )
 
 
@@ -196,7 +187,6 @@ class MessageToolCall(Body):
 
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
     function: FunctionCall
 
 
@@ -284,7 +274,6 @@ class ChatBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     thinking_budget: TokenLimit | None = None
-    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
@@ -294,16 +283,11 @@ class ChatBody(GenerationBody):
     def _fields_agree(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "has no effect without logprobs")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and self.max_tokens != self.max_completion_tokens:
-            raise field_error("max_completion_tokens", "differs from max_tokens. Send one of them.")
-        for switch in (
-            self.enable_thinking,
-            (self.chat_template_kwargs or {}).get(THINKING_SWITCH),
-        ):
-            if None not in (switch, self.thinking[0]) and switch != self.thinking[0]:
-                name = "reasoning_effort" if self.reasoning_effort else THINKING_SWITCH
-                raise field_error(name, f"conflicts with {THINKING_SWITCH}. Send one of them.")
+        variable = (self.chat_template_kwargs or {}).get(THINKING_SWITCH)
+        switches = [reasoning_of(self.reasoning_effort)[0], self.enable_thinking, variable]
+        if len({str(each) for each in switches if each is not None}) > 1:
+            name = "reasoning_effort" if self.reasoning_effort else THINKING_SWITCH
+            raise field_error(name, f"conflicts with {THINKING_SWITCH}. Send one of them.")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise field_error("continue_final_message", "requires a last message of the assistant")
         if self.add_generation_prompt is False and not self.continue_final_message:
@@ -323,21 +307,13 @@ class ChatBody(GenerationBody):
     def thinking(self) -> tuple[bool | None, int | None]:
         """Whether the model reasons, None for the template's default, and the maximum number of reasoning tokens."""
         thinking, budget = reasoning_of(self.reasoning_effort)
-        return (
-            self.enable_thinking if thinking is None else thinking,
-            self.thinking_budget or budget,
-        )
-
-    @property
-    def echoed(self) -> str:
-        """The text of the last message, if the answer repeats it."""
-        return self.messages[-1].text if self.echo and self.continue_final_message else ""
+        switch = self.enable_thinking if thinking is None else thinking
+        return switch, self.thinking_budget or budget
 
     def settings(self) -> GenerationSettings:
         """Return the settings of the internal request."""
-        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
-        return self.generation_settings("messages", limit, alternatives)
+        return self.generation_settings("messages", alternatives)
 
 
 class CompletionBody(GenerationBody):
@@ -364,4 +340,4 @@ class CompletionBody(GenerationBody):
 
     def settings(self) -> GenerationSettings:
         """Return the settings of the internal request."""
-        return self.generation_settings("prompt", "max_tokens", self.logprobs)
+        return self.generation_settings("prompt", self.logprobs)

@@ -9,7 +9,7 @@ from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedCall
 from coordinator.api.delivery import AnswerWriter, sse_data
 from coordinator.api.errors import error_body
 from coordinator.api.generated_answer import GeneratedAnswer
-from coordinator.api.openai_schemas import ChatBody, GenerationBody, StreamOptions
+from coordinator.api.openai_schemas import GenerationBody, StreamOptions
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.tokenizer import Tokenizer
@@ -92,16 +92,23 @@ class ChunkWriter(AnswerWriter):
     """The writer of both completion endpoints.
 
     `kind` and `chunk_kind` are OpenAI's names of the object, whole and streamed. `prompt_on_top` is True if the tokens
-    of the prompt stand beside the choices.
+    of the prompt stand beside the choices. With `echoes`, each choice's text begins with one of them.
     """
 
     kind: str
     chunk_kind: str
     prompt_on_top = False
 
-    def __init__(self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: GenerationBody) -> None:
+    def __init__(
+        self,
+        answer: GeneratedAnswer,
+        tokenizer: Tokenizer,
+        body: GenerationBody,
+        echoes: Sequence[str],
+    ) -> None:
         super().__init__(answer)
         self._tokenizer = tokenizer
+        self._echoes = echoes or [""] * len(answer.choices)
         self._options = body.stream_options or StreamOptions()
         self._token_ids = bool(body.return_token_ids)
         self._shown: dict[int, int] = {}
@@ -176,21 +183,20 @@ class ChatWriter(ChunkWriter):
     chunk_kind = "chat.completion.chunk"
     prompt_on_top = True
 
-    def __init__(self, answer: GeneratedAnswer, tokenizer: Tokenizer, body: ChatBody) -> None:
-        super().__init__(answer, tokenizer, body)
-        self._echoed = body.echoed
-
     def opening(self) -> bytes:
         """See AnswerWriter."""
-        role = {"role": "assistant", "content": self._echoed}
         return b"".join(
-            self.chunk(self._entry(choice.index, role)) for choice in self._answer.choices
+            self.chunk(self._entry(index, {"role": "assistant", "content": text}))
+            for index, text in enumerate(self._echoes)
         )
 
     def choice_result(self, index: int) -> Json:
         """See ChunkWriter."""
         choice = self._answer.choices[index]
-        message: Json = {"role": "assistant", "content": "".join([self._echoed, *choice.content])}
+        message: Json = {
+            "role": "assistant",
+            "content": "".join([self._echoes[index], *choice.content]),
+        }
         if choice.reasoning:
             message["reasoning_content"] = "".join(choice.reasoning)
         if calls := choice.shown_calls:
@@ -249,31 +255,21 @@ def _call(call: GeneratedCall, arguments: str) -> Json:
 
 
 class CompletionWriter(ChunkWriter):
-    """The writer of `POST /v1/completions`. With `echoes`, each choice's text begins with its prompt."""
+    """The writer of `POST /v1/completions`."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        answer: GeneratedAnswer,
-        tokenizer: Tokenizer,
-        body: GenerationBody,
-        echoes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(answer, tokenizer, body)
-        self._echoes = echoes
-
     def opening(self) -> bytes:
         """See AnswerWriter."""
         return b"".join(
-            self.chunk(self._entry(index, text)) for index, text in enumerate(self._echoes)
+            self.chunk(self._entry(index, text)) for index, text in enumerate(self._echoes) if text
         )
 
     def choice_result(self, index: int) -> Json:
         """See ChunkWriter."""
         choice = self._answer.choices[index]
-        text = (self._echoes[index] if self._echoes else "") + "".join(choice.content)
+        text = self._echoes[index] + "".join(choice.content)
         return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
 
     def choice_entry(self, event: AnswerEvent) -> Json:

@@ -223,9 +223,6 @@ def require_json(request: Request) -> None:
         raise RequestError(f"{request.url.path}: send the header Content-Type: application/json")
 
 
-READ = ["GET", "HEAD"]
-"""The methods of paths that some clients ask with HEAD."""
-
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """The methods that change nothing and generate nothing."""
 

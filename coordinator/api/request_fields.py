@@ -6,70 +6,67 @@ docs/API.md shows the table, and a test compares both. The fields of a body are 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from coordinator.api.errors import field_error
 from coordinator.text.calls import Json
+from proto.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 HINTS = frozenset(
     """
-    metadata prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier service_tier verbosity
-    prediction store include truncation client_metadata context_management max_tool_calls moderation modalities
-    web_search_options include_obfuscation cache_control strict defer_loading eager_input_streaming caller
-    max_uses allowed_domains blocked_domains user_location tools[].web_search parsed parsed_arguments annotations
-    citations reasoning_details provider_specific_fields thinking_blocks generate_summary reasoning.summary
-    reasoning.exclude thinking.display display include_reasoning
-
-    priority request_id cache_salt kv_transfer_params vllm_xargs mm_processor_kwargs media_io_kwargs add_special_tokens
-    spaces_between_special_tokens length_penalty early_stopping guided_decoding_backend guided_whitespace_pattern
-
-    cache_prompt id_slot slot_id n_keep n_discard min_keep samplers timings_per_token return_progress response_fields
-    preserved_tokens repeat_last_n penalize_nl dynatemp_exponent mirostat_tau mirostat_eta dry_base dry_allowed_length
-    dry_penalty_last_n dry_sequence_breakers ttl draft_model
-
-    num_ctx num_batch num_gpu main_gpu num_thread num_keep numa low_vram use_mmap use_mlock f16_kv penalize_newline
-    vocab_only logits_all keep_alive truncate shift
-
-    chat_id session_id id files features filter_ids tool_ids tool_servers background_tasks
-
-    max_length max_tokens_second truncation_length add_bos_token dynatemp_low dynatemp_high dynatemp_min dynatemp_max
-    smoothing_curve temperature_last sampler_priority sampler_order speculative_ngram rep_pen_range rep_pen_slope
-    rep_pen_size repetition_penalty_range trim_stop api_type api_server bypass_status_check provider allow_fallbacks
+    stream_options name description index signature verbose metadata prompt_cache_key prompt_cache_retention
+    prompt_cache_options safety_identifier service_tier verbosity prediction store include truncation
+    client_metadata context_management max_tool_calls moderation modalities web_search_options
+    include_obfuscation cache_control strict defer_loading eager_input_streaming caller max_uses allowed_domains
+    blocked_domains user_location tools[].web_search parsed parsed_arguments annotations citations
+    reasoning_details provider_specific_fields thinking_blocks reasoning.summary reasoning.exclude
+    thinking.display display include_reasoning priority request_id cache_salt kv_transfer_params vllm_xargs
+    mm_processor_kwargs media_io_kwargs add_special_tokens spaces_between_special_tokens length_penalty
+    early_stopping guided_decoding_backend guided_whitespace_pattern cache_prompt id_slot slot_id n_keep
+    min_keep samplers timings_per_token return_progress response_fields preserved_tokens repeat_last_n
+    penalize_nl dynatemp_exponent mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n
+    dry_sequence_breakers ttl draft_model num_ctx num_batch num_gpu main_gpu num_thread num_keep numa low_vram
+    use_mmap use_mlock f16_kv penalize_newline vocab_only logits_all keep_alive truncate shift chat_id
+    session_id id files features filter_ids tool_ids tool_servers background_tasks max_length max_tokens_second
+    truncation_length add_bos_token dynatemp_low dynatemp_high dynatemp_min dynatemp_max smoothing_curve
+    temperature_last sampler_priority sampler_order speculative_ngram rep_pen_range rep_pen_slope
+    repetition_penalty_range type
     """.split()
 )
 """Fields that are accepted without effect, of OpenAI and Anthropic, vLLM, llama.cpp and LM Studio, Ollama, Open WebUI
 and SillyTavern. `GET /v1/models` lists them as `ignored_fields`."""
 
-_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
-    (
-        (),
-        """bad_words banned_strings banned_tokens custom_token_bans allowed_token_ids logits_processors lora
+_REFUSED = {
+    "": """
+        bad_words banned_strings banned_tokens custom_token_bans allowed_token_ids logits_processors lora
         grammar grammar_string grammar_triggers guided_grammar structured_outputs.grammar structural_tag
-        structured_outputs.structural_tag negative_prompt chat_template template documents functions suffix context
-        images audio refusal prompt_logprobs prompt_embeds prompt conversation container mcp_servers""",
-    ),
-    (
-        (0,),
-        """min_tokens min_length mirostat mirostat_mode dynatemp_range dry_multiplier n_probs top_logprobs logprobs
-        top_a skew smoothing_factor epsilon_cutoff eta_cutoff no_repeat_ngram_size penalty_alpha repetition_decay""",
-    ),
-    ((0, -1), "nsigma top_n_sigma t_max_predict_ms truncate_prompt_tokens"),
-    (
-        (1,),
-        "best_of num_beams typical_p typical tfs tfs_z guidance_scale encoder_repetition_penalty",
-    ),
-    ((True,), "skip_special_tokens do_sample"),
-    (
-        (False,),
-        """use_beam_search include_stop_str_in_output return_tokens_as_token_ids post_sampling_probs grammar_lazy
-        dynamic_temperature""",
-    ),
-    (("auto", "none"), "function_call"),
-)
-NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
+        structured_outputs.structural_tag negative_prompt chat_template template documents functions suffix
+        context images audio refusal prompt_logprobs prompt_embeds prompt conversation container mcp_servers""",
+    "0": """
+        min_tokens min_length mirostat mirostat_mode dynatemp_range dry_multiplier n_probs top_logprobs
+        logprobs top_a skew smoothing_factor epsilon_cutoff eta_cutoff no_repeat_ngram_size penalty_alpha
+        repetition_decay""",
+    "0 -1": "nsigma top_n_sigma t_max_predict_ms truncate_prompt_tokens",
+    "1": """
+        best_of num_beams typical_p typical tfs tfs_z guidance_scale encoder_repetition_penalty""",
+    "true": "skip_special_tokens do_sample",
+    "false": """
+        use_beam_search include_stop_str_in_output return_tokens_as_token_ids post_sampling_probs
+        grammar_lazy dynamic_temperature""",
+    '"auto" "none"': "function_call",
+}
+NEUTRAL = {
+    name: [json.loads(value) for value in values.split()]
+    for values, names in _REFUSED.items()
+    for name in names.split()
+}
 """The values without effect of fields that would change the answer in a way that this server cannot. An empty text,
 list or object has no effect for any of them. Other values are refused."""
 
@@ -92,12 +89,10 @@ SYNONYMS = {
 
 _SYNONYMS = [(name, target) for target, names in SYNONYMS.items() for name in names.split()]
 
-_OBJECTS = {
-    name.partition(".")[0] for name in {*HINTS, *dict(_SYNONYMS)} if re.match(r"\w+\.", name)
-}
+_OBJECTS = ("reasoning", "thinking", "structured_outputs")
 """Fields whose members have rows of their own in the table."""
 
-_SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
+SWITCH = {"enabled": True, "adaptive": True, "disabled": False}
 """The values of `thinking.type`, as `enable_thinking` has them."""
 
 MAX_UNKNOWN = 32
@@ -134,13 +129,12 @@ class FieldNotes:
 
     def _apply_row(self, name: str, value: Any, known: Json, names: Set[str], place: str) -> None:
         """Apply the table to one field that is not in `names`. A synonym is added to `known`."""
-        paths = {place + name, name}
         if value is None:
             return
+        paths = {place + name, name}
         for path, target in _SYNONYMS:
             if path in paths and target in names:
-                if name == "thinking.type":
-                    value = _SWITCH.get(str(value), value)
+                value = SWITCH.get(str(value), value) if name == "thinking.type" else value
                 if known.get(target) not in (None, value):
                     raise field_error(name, f"differs from {target}. Send one of them.")
                 known[target] = value
@@ -152,16 +146,28 @@ class FieldNotes:
             self.add_unknown(place + name)
 
     def add_unknown(self, path: str) -> None:
-        """Record an ignored field, in characters that a header may have."""
+        """Record an ignored field, in characters that a header may have, and log it once."""
         if len(self.unknown) < MAX_UNKNOWN:
-            self.unknown.add(re.sub(r"[^\w.\[\]-]", "?", path, flags=re.ASCII)[:64])
+            printable = re.sub(r"[^\w.\[\]-]", "?", path, flags=re.ASCII)[:64]
+            self.unknown.add(printable)
+            _log_unknown(printable)
+
+    def rename_field(self, error: RequestError) -> None:
+        """Give the field of `error` the name that the client wrote."""
+        if sent := self.synonyms.get(error.param or ""):
+            error.public = re.sub(rf"\b{error.param}\b", sent, error.public)
+            error.param = sent
+
+
+@lru_cache(1024)
+def _log_unknown(name: str) -> None:
+    log.info("unknown request field ignored", extra={"field": name})
 
 
 def _check_neutral(name: str, value: Any) -> None:
-    neutral = NEUTRAL[name]
-    if value in (None, "", [], {}) or value in neutral:
+    if value in (*NEUTRAL[name], "", [], {}):
         return
     if name in ("images", "audio"):
         raise field_error(name, f"this model reads text only. Omit the {name}.")
-    values = "".join(f" or send {json.dumps(each)}" for each in neutral[:1])
+    values = "".join(f" or send {json.dumps(each)}" for each in NEUTRAL[name][:1])
     raise field_error(name, f"{value!r:.40} is not supported. Omit the field{values}.")

@@ -208,10 +208,9 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     if prompt >= limit:
         raise ContextLengthError(
             f"{prompt_name}: {prompt} tokens leave no room for an answer in {bound} of {limit} tokens. Shorten it.",
+            prompt,
+            limit,
             param=prompt_name,
-            prompt=prompt,
-            max_tokens=None,
-            limit=limit,
         )
     room = limit - prompt
     if settings.max_tokens and api.options.clamp_max_tokens:
@@ -220,10 +219,10 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
         raise ContextLengthError(
             f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed {bound} of {limit} tokens. "
             f"Lower {limit_name}.",
+            prompt,
+            limit,
             param=limit_name,
-            prompt=prompt,
             max_tokens=settings.max_tokens,
-            limit=limit,
         )
     return settings.max_tokens or min(api.options.default_max_tokens, room)
 

@@ -39,12 +39,10 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
     def __init__(
-        self, message: str, *, param: str, prompt: int, max_tokens: int | None, limit: int
+        self, message: str, prompt: int, limit: int, *, param: str, max_tokens: int | None = None
     ) -> None:
         super().__init__(message, param=param)
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.limit = limit
+        self.prompt, self.limit, self.max_tokens = prompt, limit, max_tokens
 
 
 @dataclass(frozen=True)
@@ -246,13 +244,9 @@ class Tokenizer:
             tokens += max(0, len(piece) - CUT_TOKENS)
             if tokens > limit:
                 prompt = tokens * len(text) // min(len(text), start + PIECE_CHARACTERS)
+                problem = f"the prompt: about {prompt} tokens exceed the model's context length"
                 raise ContextLengthError(
-                    f"the prompt: about {prompt} tokens exceed the model's context length of {limit} tokens. "
-                    "Shorten it.",
-                    param="prompt",
-                    prompt=prompt,
-                    max_tokens=None,
-                    limit=limit,
+                    f"{problem} of {limit} tokens. Shorten it.", prompt, limit, param="prompt"
                 )
 
     def control_id(self, text: str) -> int | None:
