@@ -21,23 +21,22 @@ log = logging.getLogger(__name__)
 
 HINTS = frozenset(
     """
-    stream_options name description index signature verbose metadata prompt_cache_key prompt_cache_retention
-    prompt_cache_options safety_identifier service_tier verbosity prediction store include truncation
-    client_metadata context_management max_tool_calls moderation modalities web_search_options
-    include_obfuscation cache_control strict defer_loading eager_input_streaming caller max_uses allowed_domains
-    blocked_domains user_location tools[].web_search parsed parsed_arguments annotations citations
-    reasoning_details provider_specific_fields thinking_blocks reasoning.summary reasoning.exclude
-    thinking.display display include_reasoning priority request_id cache_salt kv_transfer_params vllm_xargs
-    mm_processor_kwargs media_io_kwargs add_special_tokens spaces_between_special_tokens length_penalty
-    early_stopping guided_decoding_backend guided_whitespace_pattern cache_prompt id_slot slot_id n_keep
-    min_keep samplers timings_per_token return_progress response_fields preserved_tokens repeat_last_n
-    penalize_nl dynatemp_exponent mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n
-    dry_sequence_breakers ttl draft_model num_ctx num_batch num_gpu main_gpu num_thread num_keep numa low_vram
-    use_mmap use_mlock f16_kv penalize_newline vocab_only logits_all keep_alive truncate shift chat_id
-    session_id id files features filter_ids tool_ids tool_servers background_tasks max_length max_tokens_second
-    truncation_length add_bos_token dynatemp_low dynatemp_high dynatemp_min dynatemp_max smoothing_curve
-    temperature_last sampler_priority sampler_order speculative_ngram rep_pen_range rep_pen_slope
-    repetition_penalty_range type
+    add_bos_token add_special_tokens allowed_domains annotations background_tasks blocked_domains cache_control
+    cache_prompt cache_salt caller chat_id citations client_metadata context_management defer_loading description
+    display draft_model dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent
+    dynatemp_high dynatemp_low dynatemp_max dynatemp_min eager_input_streaming early_stopping f16_kv features files
+    filter_ids guided_decoding_backend guided_whitespace_pattern id id_slot include include_obfuscation
+    include_reasoning index keep_alive kv_transfer_params length_penalty logits_all low_vram main_gpu max_length
+    max_tokens_second max_tool_calls max_uses media_io_kwargs metadata min_keep mirostat_eta mirostat_tau
+    mm_processor_kwargs modalities moderation n_keep name num_batch num_ctx num_gpu num_keep num_thread numa parsed
+    parsed_arguments penalize_newline penalize_nl prediction preserved_tokens priority prompt_cache_key
+    prompt_cache_options prompt_cache_retention provider_specific_fields reasoning.exclude reasoning.summary
+    reasoning_details rep_pen_range rep_pen_slope repeat_last_n repetition_penalty_range request_id response_fields
+    return_progress safety_identifier sampler_order sampler_priority samplers service_tier session_id shift signature
+    slot_id smoothing_curve spaces_between_special_tokens speculative_ngram store stream_options strict
+    temperature_last thinking.display thinking_blocks timings_per_token tool_ids tool_servers tools[].web_search
+    truncate truncation truncation_length ttl type use_mlock use_mmap user_location verbose verbosity vllm_xargs
+    vocab_only web_search_options
     """.split()
 )
 """Fields that are accepted without effect, of OpenAI and Anthropic, vLLM, llama.cpp and LM Studio, Ollama, Open WebUI

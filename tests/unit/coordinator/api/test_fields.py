@@ -19,7 +19,7 @@ from tests.support.api.api_client import USER, ApiClient
 
 PAGE = (Path(__file__).parents[4] / "docs" / "API.md").read_text()
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
