@@ -1,13 +1,10 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens` of Anthropic's API.
-
-Unknown fields are rejected by name; hints are in `request_body`.
-"""
+"""`POST /v1/messages` and `/v1/messages/count_tokens` of Anthropic's API."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
@@ -17,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 from coordinator.api.choice import AnswerEvent, ChoiceEnd
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
-from coordinator.api.errors import ContextLengthError, field_error, message_of, status_of
+from coordinator.api.errors import field_error, message_of, status_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id
-from coordinator.api.request_body import Body, Many, StopString, hint, read_body
+from coordinator.api.openai_schemas import SamplingBody
+from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
     BUDGETS,
     ChatRequest,
@@ -33,9 +31,7 @@ from coordinator.api.request_settings import (
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import OutputFormat
-
-MAX_STOP = 64
-"""Maximum number of stop sequences: the end of the text is compared with each of them at every token."""
+from coordinator.text.tokenizer import ContextLengthError
 
 
 class TextBlock(Body):
@@ -43,8 +39,6 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-    citations: None = None
-    cache_control: Any | None = hint("cache_control")
 
 
 class ThinkingBlock(Body):
@@ -52,14 +46,12 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
 
 
 class RedactedThinkingBlock(Body):
     """Encrypted reasoning of another model, which this model cannot read."""
 
     type: Literal["redacted_thinking"]
-    data: str
 
 
 class ToolUseBlock(Body):
@@ -69,8 +61,6 @@ class ToolUseBlock(Body):
     id: str
     name: str
     input: Any
-    cache_control: Any | None = hint("cache_control")
-    caller: Any | None = None
 
 
 class ToolResultBlock(Body):
@@ -80,7 +70,6 @@ class ToolResultBlock(Body):
     tool_use_id: str
     content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: Any | None = hint("cache_control")
 
 
 Block = Annotated[
@@ -92,6 +81,7 @@ Block = Annotated[
 class Message(Body):
     """One message. System messages may stand anywhere."""
 
+    place: ClassVar[str] = "messages[]."
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
@@ -127,18 +117,11 @@ BASH_SCHEMA: Json = {
 class Tool(Body):
     """A tool of the client. Anthropic's web search, which its own agents offer, is left out of the prompt."""
 
+    place: ClassVar[str] = "tools[]."
     name: str
     type: str | None = None
     description: str | None = None
     input_schema: Json | None = None
-    max_uses: int | None = hint("tools[].web_search")
-    allowed_domains: list[str] | None = hint("tools[].web_search")
-    blocked_domains: list[str] | None = hint("tools[].web_search")
-    user_location: Json | None = hint("tools[].web_search")
-    strict: bool | None = hint("tools[].strict")
-    eager_input_streaming: bool | None = hint("tools[].eager_input_streaming")
-    defer_loading: Literal[False] | None = None
-    cache_control: Any | None = hint("cache_control")
 
     @model_validator(mode="after")
     def _type_is_known(self) -> Tool:
@@ -182,7 +165,6 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: str | None = None
 
 
 class OutputSchema(Body):
@@ -210,8 +192,6 @@ class PromptBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputSchema | None = None
-    context_management: Json | None = hint("context_management")
-    cache_control: Any | None = hint("cache_control")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> PromptBody:
@@ -256,17 +236,11 @@ class PromptBody(Body):
         return "\n\n".join(block.text for block in blocks)
 
 
-class MessagesBody(PromptBody):
+class MessagesBody(PromptBody, SamplingBody):
     """The body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOP)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=0)
-    metadata: Json | None = hint("metadata")
-    service_tier: str | None = hint("service_tier")
 
 
 def internal_request(body: PromptBody) -> ChatRequest:
@@ -276,10 +250,8 @@ def internal_request(body: PromptBody) -> ChatRequest:
     """
     settings = GenerationSettings()
     if isinstance(body, MessagesBody):
-        settings = GenerationSettings(
-            sampling={"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k},
+        settings = body.sampling_settings(
             max_tokens=body.max_tokens,
-            stop_strings=body.stop_sequences or (),
             field_names={"prompt": "messages", "parameters": "input_schema"},
         )
     thinking, choice = body.thinking, body.tool_choice

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api import (
     anthropic,
@@ -70,9 +72,25 @@ def create_app(
             allow_origins=list(api.options.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
         )
     return app
+
+
+def name_ignored_fields(app: ASGIApp) -> ASGIApp:
+    """Return `app` with a header in each answer that names the unknown fields of the request."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            notes = scope.get("state", {}).get("notes")
+            if notes and notes.unknown and message["type"] == "http.response.start":
+                header = ", ".join(sorted(notes.unknown))
+                MutableHeaders(scope=message)["X-Ignored-Fields"] = header
+            await send(message)
+
+        await app(scope, receive, send_named)
+
+    return serve
 
 
 def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None = None) -> FastAPI:
@@ -86,6 +104,7 @@ def _new_app(api: Api, routers: Sequence[APIRouter], frames: FrameRecords | None
         app.include_router(router, dependencies=[Depends(require_key)])
     app.include_router(operations.open_router)
     app.router.routes += page_routes
+    app.add_middleware(name_ignored_fields)
     install_error_handlers(app, ERROR_FORMATS)
     return app
 

@@ -293,8 +293,9 @@ class Delivery:
         """Yield the stream from its first event on. An error is its last event."""
         try:
             while True:
-                content = self._sign_of_life(item) + self._writer.write(self._apply(item))
-                if content := self._after_opening(content):
+                events = self._apply(item)  # before the opening, which knows the cached tokens
+                content = self._opening() + self._sign_of_life(item) + self._writer.write(events)
+                if content:
                     yield content
                 if self._answer.done:
                     break
@@ -305,19 +306,17 @@ class Delivery:
             if not isinstance(error, ClusterError):
                 log.exception("stream failed", extra={"request_id": self._answer.id})
             self.outcome = _outcome(error)
-            yield self._after_opening(self._writer.error(error))
+            yield self._opening() + self._writer.error(error)
 
     def _next_requests(self) -> list[GenerationRequest]:
         if self._answer.done:
             return []
         return [choice.next_request for choice in self._answer.choices]
 
-    def _after_opening(self, content: bytes) -> bytes:
-        """Return `content`, preceded by the stream's opening the first time. The opening knows the cached tokens."""
-        if self._opened:
-            return content
-        self._opened = True
-        return self._writer.opening() + content
+    def _opening(self) -> bytes:
+        """Return the stream's opening, the first time."""
+        opened, self._opened = self._opened, True
+        return b"" if opened else self._writer.opening()
 
     def _sign_of_life(self, item: IndexedEvent) -> bytes:
         match item:

@@ -31,23 +31,6 @@ ErrorFormat = Callable[[Exception], Json]
 """A function that returns the error body of a dialect."""
 
 
-class ContextLengthError(RequestError):
-    """The prompt, or prompt and answer together, exceed the `limit` in tokens of the context or of the K/V memory.
-
-    `max_tokens` is None if the prompt alone exceeds it.
-    """
-
-    code = "context_length_exceeded"
-
-    def __init__(
-        self, message: str, param: str, *, prompt: int, max_tokens: int | None, limit: int
-    ) -> None:
-        super().__init__(message, param=param)
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.limit = limit
-
-
 class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
@@ -125,8 +108,6 @@ def request_error(error: ValidationError) -> RequestError:
     if found["type"] == FIELD:
         where = (*where, found["ctx"]["field"])
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
-    if found["type"] == "extra_forbidden":
-        return RequestError(f"{name}: this server does not support the field. Omit it.", param=name)
     if found["type"] == "json_invalid":
         return RequestError(f"request body: invalid JSON: {found['ctx']['error']}")
     if found["type"].startswith("union_tag"):
@@ -153,6 +134,8 @@ def _routing_error(request: Request, error: HTTPException) -> HTTPException:
     if error.status_code == 404 and path.rpartition("/")[2] in ("embed", "embeddings"):
         message = f"{path}: this server computes no embeddings. Use one with an embedding model, such as Ollama."
         return HTTPException(404, message, error.headers)
+    if path == "/v1/responses/compact":
+        return HTTPException(404, f"{path}: this server compacts no conversations. Send a summary.")
     if error.status_code == 404 and error.detail == "Not Found":
         message = f"{path}: path not found. docs/API.md lists the paths."
         return HTTPException(404, message, error.headers)
@@ -173,6 +156,8 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> 
         path = request.scope["path"]
         if isinstance(error, HTTPException):
             error = _routing_error(request, error)
+        if isinstance(error, RequestError) and (notes := getattr(request.state, "notes", None)):
+            notes.rename_field(error)
         for prefix, error_format in formats.items():
             if path.startswith(prefix):
                 return error_response(error, error_format)

@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 from coordinator.api.context import Api, api_of
 from coordinator.api.errors import ModelNotLoadedError
 from coordinator.api.model_catalog import ModelLoader
-from coordinator.api.request_body import HINTS, Body, read_body, require_json
+from coordinator.api.request_body import Body, read_body, require_json
+from coordinator.api.request_fields import HINTS
 from coordinator.api.request_settings import check_model
 from coordinator.text.calls import Json
 from coordinator.text.tokenizer import ModelInfo
@@ -51,7 +52,7 @@ class LoadBody(Body):
     model: str = Field(min_length=1, max_length=200)
 
 
-@router.get("/v1/models")
+@router.api_route("/v1/models", methods=["GET", "HEAD"])
 async def models(request: Request) -> Response:
     """List the served model under its id and the names of --served-model-name, then those that can be loaded."""
     api = api_of(request)
@@ -78,7 +79,7 @@ async def load_model(request: Request) -> Response:
     return JSONResponse(asdict(report), status_code=202)
 
 
-@router.get("/v1/models/{name:path}")
+@router.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
 async def model(request: Request, name: str) -> Response:
     """Describe the model with the id or alias `name`."""
     api = api_of(request)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator
@@ -21,8 +21,10 @@ from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, se
 from coordinator.api.errors import field_error, message_of
 from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.model_catalog import ModelFacts
-from coordinator.api.request_body import Body, Many, Seed, StopString, hint, read_body
+from coordinator.api.openai_schemas import SamplingBody
+from coordinator.api.request_body import Body, Many, read_body
 from coordinator.api.request_settings import (
+    TAG,
     ChatRequest,
     GenerationSettings,
     check_model,
@@ -34,14 +36,6 @@ from coordinator.text.chat_parser import Content, Reasoning
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
 from coordinator.text.tokenizer import ModelInfo
 from proto.errors import RequestError
-
-TAG = ":latest"
-"""The tag that Ollama's clients add to a name without one."""
-
-
-def check_name(api: Api, name: str) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError if `name`, with or without the usual tag, is not served."""
-    check_model(api, name if api.model.answers_to(name) else name.removesuffix(TAG))
 
 
 def tagged_name(name: str) -> str:
@@ -64,56 +58,17 @@ def ollama_error(error: Exception) -> Json:
     return {"error": message_of(error)}
 
 
-class Options(Body):
+class Options(SamplingBody):
     """Sampling and limits."""
 
+    place: ClassVar[str] = "options."
     num_predict: int | None = Field(None, ge=-2)
-    temperature: float | None = None
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Seed | None = None
-    stop: list[StopString] | None = Field(None, max_length=64)
-
-    # Options of Ollama's own runner. The cluster decides these things when it plans.
-    num_ctx: int | None = hint("options.num_ctx")
-    num_batch: int | None = hint("options.num_batch")
-    num_gpu: int | None = hint("options.num_gpu")
-    main_gpu: int | None = hint("options.main_gpu")
-    num_thread: int | None = hint("options.num_thread")
-    num_keep: int | None = hint("options.num_keep")
-    numa: bool | None = hint("options.numa")
-    low_vram: bool | None = hint("options.low_vram")
-    use_mmap: bool | None = hint("options.use_mmap")
-    use_mlock: bool | None = hint("options.use_mlock")
-    f16_kv: bool | None = hint("options.f16_kv")
-
-    repeat_last_n: Literal[-1] | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_is_a_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
     def settings(self, prompt_field: str) -> GenerationSettings:
         """Return the settings of the internal request. A negative `num_predict` means no limit of the client."""
         limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
-        return GenerationSettings(
-            sampling={
-                "temperature": self.temperature,
-                "top_k": self.top_k,
-                "top_p": self.top_p,
-                "min_p": self.min_p,
-                "repetition_penalty": self.repeat_penalty,
-                "presence_penalty": self.presence_penalty,
-                "frequency_penalty": self.frequency_penalty,
-            },
-            seed=self.seed,
+        return self.sampling_settings(
             max_tokens=limit,
-            stop_strings=self.stop or (),
             field_names={"prompt": prompt_field, "max_tokens": "options.num_predict"},
         )
 
@@ -124,18 +79,8 @@ class ModelBody(Body):
     model: str
     stream: bool | None = None
     options: Options | None = None
-    keep_alive: str | float | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: Literal["", "json"] | Json | None = None
-
-    @field_validator("keep_alive", mode="after")
-    @classmethod
-    def _model_stays_loaded(cls, value: str | float | None) -> str | float | None:
-        if str(value).rstrip("smh") in ("0", "0.0"):
-            raise ValueError(
-                "0 would unload the model, which this server keeps until it ends. Omit the field."
-            )
-        return value
 
     @property
     def output(self) -> OutputFormat | None:
@@ -155,25 +100,22 @@ class CallFunction(Body):
 
     name: str
     arguments: Json
-    index: int | None = None
-    description: str | None = None
 
 
 class MessageCall(Body):
     """A call in the history."""
 
     id: str | None = None
-    type: Literal["function"] | None = None
     function: CallFunction
 
 
 class Message(Body):
     """One message."""
 
+    place: ClassVar[str] = "messages[]."
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -223,19 +165,12 @@ class GenerateBody(ModelBody):
     system: str | None = None
     raw: bool | None = None
 
-    # Accepted only without content.
-    suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    context: Annotated[list[int], Field(max_length=0)] | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
-
 
 class ShowBody(Body):
     """The body of `POST /api/show`. Older clients send `name`."""
 
     model: str | None = None
     name: str | None = None
-    verbose: bool | None = None
 
 
 class LineWriter(AnswerWriter):
@@ -327,7 +262,7 @@ async def chat(request: Request) -> Response:
     """Generate the next message of a conversation."""
     body = await read_body(request, ChatBody)
     api = api_of(request)
-    check_name(api, body.model)
+    check_model(api, body.model)
     if not body.messages:
         return _loaded(api, {"message": {"role": "assistant", "content": ""}})
 
@@ -345,7 +280,7 @@ async def generate(request: Request) -> Response:
     """Generate the answer to a prompt, or with `raw` the continuation of a text."""
     body = await read_body(request, GenerateBody)
     api, prompt = api_of(request), body.prompt
-    check_name(api, body.model)
+    check_model(api, body.model)
     if not prompt:
         return _loaded(api, {"response": ""})
 
@@ -401,13 +336,13 @@ NEVER = 253402300799.0
 """Seconds since 1970 at the end of the year 9999: the model is not unloaded while the server runs."""
 
 
-@router.get("/api/version")
+@router.api_route("/api/version", methods=["GET", "HEAD"])
 async def version() -> Response:
     """Return the version of the API."""
     return JSONResponse({"version": OLLAMA_VERSION})
 
 
-@router.get("/api/tags")
+@router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> Response:
     """List the served model and its aliases, then the other models on this machine."""
     api = api_of(request)
@@ -438,7 +373,7 @@ async def show(request: Request) -> Response:
     name = body.model or body.name
     if name is None:
         raise RequestError("model: required. Send the model's name.", param="model")
-    check_name(api, name)
+    check_model(api, name)
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []

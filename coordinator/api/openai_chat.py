@@ -1,27 +1,33 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`, and the formats of their answers, whole and streamed."""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedCall
 from coordinator.api.context import Api
-from coordinator.api.delivery import PreparedAnswer, serve_answer
-from coordinator.api.generated_answer import chat_answer, new_id, text_answer
-from coordinator.api.openai_schemas import ChatBody, CompletionBody, Message
-from coordinator.api.openai_writers import ChatWriter, CompletionWriter
-from coordinator.api.request_body import read_body
-from coordinator.api.request_settings import (
-    ChatRequest,
-    call_message,
-    check_model,
-    check_prompt,
-    reasoning_of,
+from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_data
+from coordinator.api.errors import error_body
+from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
+from coordinator.api.openai_schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+    StreamOptions,
 )
-from coordinator.text.calls import Json
+from coordinator.api.request_body import read_body
+from coordinator.api.request_settings import ChatRequest, call_message, check_model, check_prompt
+from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
+from coordinator.text.chat_parser import Content, Reasoning
+from coordinator.text.tokenizer import Tokenizer
+from proto.frame import TokenLogprob
 
 router = APIRouter()
 
@@ -36,22 +42,29 @@ async def prepare(api: Api, request: Request) -> PreparedAnswer:
     """Read the body and render the conversation. Raises RequestError, naming the invalid field."""
     body = await read_body(request, ChatBody)
     check_model(api, body.model)
-    thinking, budget = reasoning_of(body.reasoning_effort)
+    thinking, budget = body.thinking
+    variables = body.chat_template_kwargs or {}
+    for name in [each for each in variables if not api.tokenizer.uses_variable(each)]:
+        request.state.notes.add_unknown(f"chat_template_kwargs.{name}")
+        del variables[name]
     tools = [tool.for_template() for tool in body.tools or ()]
     chat = ChatRequest(
         messages=[template_message(each, api.tokenizer.tool_markers) for each in body.messages],
         settings=body.settings(),
         tools=[] if body.tool_choice == "none" else tools,
-        template_kwargs=body.chat_template_kwargs or {},
+        template_kwargs=variables,
         thinking=thinking,
         reasoning_budget=budget,
         one_call=body.parallel_tool_calls is False,
         forced_tool=body.forced_tool,
         output=body.output,
+        continue_final=bool(body.continue_final_message),
         user=body.user,
     )
     answer = await chat_answer(api, chat, new_id("chatcmpl-"))
-    writer = ChatWriter(answer, api.tokenizer, body.stream_options)
+    repeated = body.echo and body.continue_final_message
+    echoes = [body.messages[-1].text] * len(answer.choices) if repeated else []
+    writer = ChatWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, bool(body.stream))
 
 
@@ -79,9 +92,11 @@ async def prepare_completion(api: Api, request: Request) -> PreparedAnswer:
     body = await read_body(request, CompletionBody)
     check_model(api, body.model)
     prompts = [await _tokens(api, prompt) for prompt in body.prompts]
-    answer = await text_answer(api, body.settings(), prompts, new_id("cmpl-"), user=body.user)
+    answer = await text_answer(
+        api, body.settings(), prompts, new_id("cmpl-"), user=body.user, output=body.output
+    )
     echoes = [_text(api, choice.request.prompt) for choice in answer.choices] if body.echo else ()
-    writer = CompletionWriter(answer, api.tokenizer, body.stream_options, echoes)
+    writer = CompletionWriter(answer, api.tokenizer, body, echoes)
     return PreparedAnswer(answer, writer, stream=bool(body.stream))
 
 
@@ -93,3 +108,283 @@ async def _tokens(api: Api, prompt: str | list[int]) -> tuple[int, ...]:
 
 def _text(api: Api, tokens: tuple[int, ...]) -> str:
     return b"".join(map(api.tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+
+
+def usage_of(answer: GeneratedAnswer) -> Json:
+    """Return the `usage` of an answer so far. A prompt counts once for all its choices."""
+    completion = answer.completion_tokens
+    accepted = sum(choice.accepted for choice in answer.choices)
+    details = {
+        "reasoning_tokens": sum(choice.reasoning_tokens for choice in answer.choices),
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(c.drafted for c in answer.choices) - accepted,
+    }
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": answer.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens_details": details,
+    }
+
+
+LOWEST = -9999.0
+"""The value for minus infinity, which JSON cannot represent; OpenAI documents this number."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> Json:
+    """Return `logprobs` of a chat choice, with an entry for every token, also of reasoning and calls."""
+    content = [
+        {
+            **_token(tokenizer, entry.token, entry.logprob),
+            "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offsets: Sequence[int]
+) -> Json:
+    """Return `logprobs` of a text completion. `offsets` count characters of the choice's text."""
+    top = [{_name(tokenizer, token): _finite(value) for token, value in e.top} for e in entries]
+    return {
+        "tokens": [_name(tokenizer, entry.token) for entry in entries],
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": list(offsets),
+    }
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
+    content = tokenizer.token_bytes(token)
+    return {
+        "token": content.decode("utf-8", "replace"),
+        "logprob": _finite(logprob),
+        "bytes": list(content),
+    }
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    """Return the token's text, or its bytes if they are not whole characters, so that all names differ."""
+    content = tokenizer.token_bytes(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST) if logprob == logprob else LOWEST
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkWriter(AnswerWriter):
+    """The writer of both completion endpoints.
+
+    `kind` and `chunk_kind` are OpenAI's names of the object, whole and streamed. `prompt_on_top` is True if the tokens
+    of the prompt stand beside the choices. With `echoes`, each choice's text begins with one of them.
+    """
+
+    kind: str
+    chunk_kind: str
+    prompt_on_top = False
+
+    def __init__(
+        self,
+        answer: GeneratedAnswer,
+        tokenizer: Tokenizer,
+        body: GenerationBody,
+        echoes: Sequence[str],
+    ) -> None:
+        super().__init__(answer)
+        self._tokenizer = tokenizer
+        self._echoes = echoes or [""] * len(answer.choices)
+        self._options = body.stream_options or StreamOptions()
+        self._token_ids = bool(body.return_token_ids)
+        self._shown: dict[int, int] = {}
+        """The number of token ids that each choice has shown."""
+
+    @abc.abstractmethod
+    def choice_result(self, index: int) -> Json:
+        """Return the entry of a complete choice in `choices`."""
+
+    @abc.abstractmethod
+    def choice_entry(self, event: AnswerEvent) -> Json:
+        """Return the entry of an event in a chunk's `choices`. A CallEnd has none."""
+
+    def whole(self) -> Json:
+        """See AnswerWriter."""
+        choices = [self.choice_result(choice.index) for choice in self._answer.choices]
+        return self._add_token_ids(
+            {**self._head(self.kind), "choices": choices, "usage": usage_of(self._answer)}
+        )
+
+    def write_event(self, event: AnswerEvent) -> bytes:
+        """See AnswerWriter."""
+        # The next chunk shows that a call has ended.
+        return b"" if isinstance(event.part, CallEnd) else self.chunk(self.choice_entry(event))
+
+    def closing(self) -> bytes:
+        """See AnswerWriter."""
+        if not self._options.include_usage:
+            return DONE
+        last = {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(self._answer)}
+        return sse_data(last) + DONE
+
+    def error(self, error: Exception) -> bytes:
+        """See AnswerWriter."""
+        return sse_data(error_body(error))
+
+    def chunk(self, entry: Json) -> bytes:
+        """Return one chunk with the entry of one choice."""
+        chunk = self._add_token_ids({**self._head(self.chunk_kind), "choices": [entry]})
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = usage_of(self._answer)
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return sse_data(chunk)
+
+    def _add_token_ids(self, body: Json) -> Json:
+        """Add to each choice its tokens since its last entry, and first the prompt's, as vLLM does."""
+        for entry in body["choices"] if self._token_ids else ():
+            index = entry["index"]
+            choice, shown = self._answer.choices[index], self._shown.get(index)
+            entry["token_ids"] = choice.generated[shown or 0 :]
+            if shown is None:
+                place = body if self.prompt_on_top else entry
+                place["prompt_token_ids"] = list(choice.request.prompt)
+            self._shown[index] = len(choice.generated)
+        return body
+
+    def _head(self, kind: str) -> Json:
+        answer = self._answer
+        return {
+            "id": answer.id,
+            "object": kind,
+            "created": answer.created,
+            "model": answer.model,
+        }
+
+
+class ChatWriter(ChunkWriter):
+    """The writer of `POST /v1/chat/completions`."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prompt_on_top = True
+
+    def opening(self) -> bytes:
+        """See AnswerWriter."""
+        return b"".join(
+            self.chunk(self._entry(index, {"role": "assistant", "content": text}))
+            for index, text in enumerate(self._echoes)
+        )
+
+    def choice_result(self, index: int) -> Json:
+        """See ChunkWriter."""
+        choice = self._answer.choices[index]
+        message: Json = {
+            "role": "assistant",
+            "content": "".join([self._echoes[index], *choice.content]),
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if calls := choice.shown_calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_call(call, call.arguments) for call in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def choice_entry(self, event: AnswerEvent) -> Json:
+        """See ChunkWriter."""
+        reason: str | None = None
+        match event.part:
+            case Content(text):
+                delta: Json = {"content": text}
+            case Reasoning(text):
+                delta = {"reasoning_content": text}
+            case CallStart() if event.call:
+                delta = {"tool_calls": [{"index": event.call.index, **_call(event.call, "")}]}
+            case CallArguments(text) if event.call:
+                part = {"index": event.call.index, "function": {"arguments": text}}
+                delta = {"tool_calls": [part]}
+            case ChoiceEnd(reason):
+                delta = {}
+            case _:
+                raise AssertionError("the end of a call has no chunk")
+        entry = self._entry(event.choice, delta, event.logprobs, reason)
+        if self._options.token_origins and reason is None:
+            entry["token_origins"] = event.origins
+        return entry
+
+    def _entry(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Sequence[TokenLogprob] = (),
+        finish_reason: str | None = None,
+    ) -> Json:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(logprobs),
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json | None:
+        return chat_logprobs(self._tokenizer, entries) if entries else None
+
+
+def _call(call: GeneratedCall, arguments: str) -> Json:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class CompletionWriter(ChunkWriter):
+    """The writer of `POST /v1/completions`."""
+
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def opening(self) -> bytes:
+        """See AnswerWriter."""
+        return b"".join(
+            self.chunk(self._entry(index, text)) for index, text in enumerate(self._echoes) if text
+        )
+
+    def choice_result(self, index: int) -> Json:
+        """See ChunkWriter."""
+        choice = self._answer.choices[index]
+        text = self._echoes[index] + "".join(choice.content)
+        return self._entry(index, text, choice.logprobs, choice.offsets, choice.finish_reason)
+
+    def choice_entry(self, event: AnswerEvent) -> Json:
+        """See ChunkWriter."""
+        if isinstance(event.part, Content):
+            return self._entry(event.choice, event.part.text, event.logprobs, event.offsets)
+        reason = self._answer.choices[event.choice].finish_reason
+        return self._entry(event.choice, "", finish_reason=reason)
+
+    def _entry(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob] = (),
+        offsets: Sequence[int] = (),
+        finish_reason: str | None = None,
+    ) -> Json:
+        found = completion_logprobs(self._tokenizer, logprobs, offsets) if logprobs else None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": found,
+            "finish_reason": finish_reason,
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
@@ -17,19 +17,18 @@ from coordinator.api.delivery import PreparedAnswer
 from coordinator.api.errors import field_error
 from coordinator.api.generated_answer import ID_LENGTH, GeneratedAnswer, chat_answer, new_id
 from coordinator.api.journal import Record
+from coordinator.api.openai_schemas import SamplingBody
 from coordinator.api.request_body import (
     Body,
     Label,
     Many,
-    Seed,
-    hint,
+    TokenLimit,
     number_in_query,
     read_body,
     shape,
 )
 from coordinator.api.request_settings import (
     ChatRequest,
-    GenerationSettings,
     ReasoningEffort,
     call_message,
     check_model,
@@ -53,12 +52,13 @@ from proto.errors import RequestError
 class Tool(Body):
     """A function that the model may call."""
 
+    place: ClassVar[str] = "tools[]."
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: Json | None = None
-    strict: bool | None = hint("tools[].strict")
-    defer_loading: bool | None = hint("tools[].defer_loading")
+    strict: bool | None = None
+    """Repeated in the response, without effect."""
 
 
 class LeftOutTool(Body):
@@ -77,7 +77,7 @@ class LeftOutTool(Body):
         "apply_patch",
         "tool_search",
         "image_generation",
-    ] = hint("tools[].web_search")
+    ]
 
 
 class NamespaceTool(Body):
@@ -112,8 +112,7 @@ class Reasoning(Body):
     """The effort of the reasoning. Summaries are not made: the reasoning itself is in the output."""
 
     effort: ReasoningEffort | None = None
-    summary: str | None = hint("reasoning.summary")
-    generate_summary: str | None = hint("reasoning.summary")
+    summary: str | None = None
 
 
 class TextFormat(Body):
@@ -127,19 +126,13 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """The format of the text, and a hint."""
+    """The format of the text, and a hint that the response repeats."""
 
     format: TextFormat | None = None
-    verbosity: str | None = hint("verbosity")
+    verbosity: str | None = None
 
 
-class StreamOptions(Body):
-    """Options of a stream."""
-
-    include_obfuscation: Literal[False] | None = None
-
-
-class ResponsesBody(Body):
+class ResponsesBody(SamplingBody):
     """The body of `POST /v1/responses`."""
 
     model: str | None = None
@@ -149,31 +142,17 @@ class ResponsesBody(Body):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tools: (
         Many[Annotated[Tool | NamespaceTool | LeftOutTool, Field(discriminator="type")]] | None
     ) = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: Seed | None = None
+    max_output_tokens: TokenLimit | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     user: Label | None = None
-
-    include: list[Literal["reasoning.encrypted_content"]] | None = hint("include")
-    metadata: Json | None = hint("metadata")
-    prompt_cache_key: str | None = hint("prompt_cache_key")
-    prompt_cache_retention: str | None = hint("prompt_cache_retention")
-    safety_identifier: str | None = hint("safety_identifier")
-    service_tier: str | None = hint("service_tier")
-    client_metadata: Json | None = hint("client_metadata")
-
-    # Accepted only at the default value, because clients send it.
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    metadata: Json | None = None
+    """Repeated in the response, without effect."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponsesBody:
@@ -229,7 +208,6 @@ class TextPart(Body):
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
 
 
@@ -495,9 +473,7 @@ def _internal_request(api: Api, body: ResponsesBody, history: list[Item]) -> Cha
     ]
     return ChatRequest(
         messages=template_messages(body.instructions, history, api.tokenizer.tool_markers),
-        settings=GenerationSettings(
-            sampling={"temperature": body.temperature, "top_p": body.top_p},
-            seed=body.seed,
+        settings=body.sampling_settings(
             max_tokens=body.max_output_tokens,
             field_names={"prompt": "input", "max_tokens": "max_output_tokens"},
         ),

@@ -1,72 +1,98 @@
-"""The fields of OpenAI's request bodies for chat and text completions. Unknown fields are rejected by name."""
+"""The fields of OpenAI's request bodies for chat and text completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from coordinator.api.errors import field_error
-from coordinator.api.request_body import Body, Label, Many, Seed, StopString, hint, shape
+from coordinator.api.request_body import (
+    Body,
+    Label,
+    Many,
+    Seed,
+    StopString,
+    StopStrings,
+    TokenLimit,
+    shape,
+)
 from coordinator.api.request_settings import (
     MAX_CHOICES,
+    THINKING_SWITCH,
     GenerationSettings,
     ReasoningEffort,
+    reasoning_of,
     template_tool,
 )
 from coordinator.text.calls import Json
 from coordinator.text.grammars import ANY_OBJECT, OutputFormat
+from proto.errors import RequestError
 
 
 class JsonSchema(Body):
     """The schema of an answer. The server always enforces it."""
 
-    name: str | None = None
-    description: str | None = None
     schema_: Json | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """The format of an answer's content."""
+    """The format of an answer's content. llama.cpp's clients send the schema without `json_schema`."""
 
+    place: ClassVar[str] = "response_format."
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Json | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _schema_fits_the_type(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise field_error("json_schema", "required with the type json_schema, and only then")
+        if (self.json_schema or self.schema_) is None and self.type == "json_schema":
+            raise field_error("json_schema", "required with the type json_schema")
         return self
 
     def output(self) -> OutputFormat | None:
         """Return the internal format."""
         if self.type == "text":
             return None
-        schema = None if self.json_schema is None else self.json_schema.schema_
+        schema = self.json_schema.schema_ if self.json_schema else self.schema_
         param = "response_format" + (".json_schema.schema" if self.json_schema else "")
         return OutputFormat("json_schema", ANY_OBJECT if schema is None else schema, param)
 
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-"""The body's fields that are fields of SamplingParams."""
-
-
 Stop = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=4)],
-    shape("a string of 1 to 256 characters, or a list of at most 4 of them"),
+    StopString | StopStrings,
+    shape("a string of 1 to 256 characters, or a list of at most 64 of them"),
 ]
+
+
+class SamplingBody(Body):
+    """The fields of sampling that all dialects share."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, description="0, and -1 as vLLM writes it, mean no limit")
+    min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    seed: Seed | None = None
+    stop: Stop | None = None
+
+    def sampling_settings(self, **others: Any) -> GenerationSettings:
+        """Return the settings of the internal request with these fields and `others`."""
+        fields = SamplingBody.model_fields.keys() - {"seed", "stop"}
+        return GenerationSettings(
+            sampling={name: getattr(self, name) for name in fields},
+            seed=self.seed,
+            stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            **others,
+        )
+
+
 Prompt = Annotated[
     str | Many[str] | Many[int] | Many[list[int]],
     shape("a string, a list of strings, a list of token ids, or a list of such lists"),
@@ -95,75 +121,57 @@ ToolChoice = Annotated[
 class StreamOptions(Body):
     """Options of a stream."""
 
+    place: ClassVar[str] = "stream_options."
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
     token_origins: bool | None = None
     """Our extension: each chunk of a chat has one letter for each of its tokens, `d` for an accepted draft."""
 
 
-class GenerationBody(Body):
+class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stop | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    seed: Seed | None = None
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, description="0, and -1 as vLLM writes it, mean no limit")
-    min_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    max_tokens: TokenLimit | None = None
     logit_bias: dict[str, float] | None = None
-
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Json | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     user: Label | None = None
 
-    metadata: Json | None = hint("metadata")
-    prompt_cache_key: str | None = hint("prompt_cache_key")
-    prompt_cache_retention: str | None = hint("prompt_cache_retention")
-    safety_identifier: str | None = hint("safety_identifier")
-    service_tier: str | None = hint("service_tier")
-    store: bool | None = hint("store")
-    verbosity: str | None = hint("verbosity")
-    prediction: Json | None = hint("prediction")
+    @property
+    def output(self) -> OutputFormat | None:
+        """The format of the content. Raises RequestError if the client sent several."""
+        found = [self.response_format.output() if self.response_format else None]
+        if self.guided_json is not None:
+            found.append(OutputFormat("json_schema", self.guided_json, "guided_json"))
+        if self.guided_regex is not None:
+            found.append(OutputFormat("regex", self.guided_regex, "guided_regex"))
+        if self.guided_choice is not None:
+            found.append(OutputFormat("choice", self.guided_choice, "guided_choice"))
+        formats = [each for each in found if each is not None]
+        for other in formats[1:]:
+            raise RequestError(f"{other.param}: a second format. Send one.", param=other.param)
+        return formats[0] if formats else None
 
-    @model_validator(mode="after")
-    def _required_fields_are_set(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "has no effect without stream")
-        if self.xtc_threshold is not None and self.xtc_probability is None:
-            raise field_error("xtc_threshold", "has no effect without xtc_probability")
-        return self
-
-    def generation_settings(
-        self, prompt_field: str, limit_field: str, logprobs: int | None
-    ) -> GenerationSettings:
+    def generation_settings(self, prompt_field: str, logprobs: int | None) -> GenerationSettings:
         """Return the settings of the internal request. `logprobs` is the number of alternatives of each token."""
-        return GenerationSettings(
-            sampling={name: getattr(self, name) for name in SAMPLING},
+        return self.sampling_settings(
             logit_bias=self.logit_bias or {},
             n=self.n or 1,
-            seed=self.seed,
-            max_tokens=getattr(self, limit_field),
-            stop_strings=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            max_tokens=self.max_tokens,
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
-            field_names={
-                "prompt": prompt_field,
-                "max_tokens": limit_field,
-                "parameters": "function.parameters",
-            },
+            field_names={"prompt": prompt_field, "parameters": "function.parameters"},
         )
 
 
@@ -172,7 +180,6 @@ class FunctionCall(Body):
 
     name: str
     arguments: str
-    parsed_arguments: Any | None = hint("parsed_arguments")
 
 
 class MessageToolCall(Body):
@@ -180,7 +187,6 @@ class MessageToolCall(Body):
 
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
     function: FunctionCall
 
 
@@ -189,12 +195,10 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
-    cache_control: Any | None = hint("cache_control")
 
 
 _ROLE_OF_FIELD = {
     "reasoning_content": "assistant",
-    "reasoning_details": "assistant",
     "tool_calls": "assistant",
     "tool_call_id": "tool",
 }
@@ -207,6 +211,7 @@ class Message(Body):
     Messages that OpenAI's client returned may be sent back with their null fields.
     """
 
+    place: ClassVar[str] = "messages[]."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
@@ -219,22 +224,13 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_details: list[Any] | None = hint("reasoning_details")
-    provider_specific_fields: Any | None = hint("provider_specific_fields")
-    thinking_blocks: list[Any] | None = hint("thinking_blocks")
-    cache_control: Any | None = hint("cache_control")
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    parsed: Any | None = hint("parsed")
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message requires content")
         for field, role in _ROLE_OF_FIELD.items():
-            if getattr(self, field) is not None and self.role != role:
+            if getattr(self, field) and self.role != role:
                 raise field_error(field, f"has no effect in a message of the role {self.role}")
         return self
 
@@ -251,15 +247,14 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: Json | None = None
-    strict: bool | None = hint("tools[].strict")
 
 
 class Tool(Body):
     """A tool that the model may call."""
 
+    place: ClassVar[str] = "tools[]."
     type: Literal["function"]
     function: Function
-    cache_control: Any | None = hint("cache_control")
 
     def for_template(self) -> Json:
         """Return the tool as chat templates read it, without hints."""
@@ -277,24 +272,26 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
     reasoning_effort: ReasoningEffort | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
+    enable_thinking: bool | None = None
+    thinking_budget: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "has no effect without logprobs")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and self.max_tokens != self.max_completion_tokens:
-            raise field_error("max_completion_tokens", "differs from max_tokens. Send one of them.")
-        if self.reasoning_effort and "enable_thinking" in (self.chat_template_kwargs or {}):
-            raise field_error(
-                "reasoning_effort",
-                "conflicts with chat_template_kwargs.enable_thinking. Send one of them.",
-            )
+        variable = (self.chat_template_kwargs or {}).get(THINKING_SWITCH)
+        switches = [reasoning_of(self.reasoning_effort)[0], self.enable_thinking, variable]
+        if len({str(each) for each in switches if each is not None}) > 1:
+            name = "reasoning_effort" if self.reasoning_effort else THINKING_SWITCH
+            raise field_error(name, f"conflicts with {THINKING_SWITCH}. Send one of them.")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise field_error("continue_final_message", "requires a last message of the assistant")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise field_error("add_generation_prompt", "false requires continue_final_message")
         if self.forced_tool is not None and not self.tools:
             raise field_error("tool_choice", "requires tools")
         return self
@@ -307,15 +304,16 @@ class ChatBody(GenerationBody):
         return "" if self.tool_choice == "required" else None
 
     @property
-    def output(self) -> OutputFormat | None:
-        """The format of the content."""
-        return None if self.response_format is None else self.response_format.output()
+    def thinking(self) -> tuple[bool | None, int | None]:
+        """Whether the model reasons, None for the template's default, and the maximum number of reasoning tokens."""
+        thinking, budget = reasoning_of(self.reasoning_effort)
+        switch = self.enable_thinking if thinking is None else thinking
+        return switch, self.thinking_budget or budget
 
     def settings(self) -> GenerationSettings:
         """Return the settings of the internal request."""
-        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
-        return self.generation_settings("messages", limit, alternatives)
+        return self.generation_settings("messages", alternatives)
 
 
 class CompletionBody(GenerationBody):
@@ -323,10 +321,6 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
-    # Accepted only with the values that change nothing, which some clients send.
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionBody:
@@ -346,4 +340,4 @@ class CompletionBody(GenerationBody):
 
     def settings(self) -> GenerationSettings:
         """Return the settings of the internal request."""
-        return self.generation_settings("prompt", "max_tokens", self.logprobs)
+        return self.generation_settings("prompt", self.logprobs)

@@ -1,4 +1,4 @@
-"""The body of a request: keys, bounds on its size and its values, hints, and the thread for large bodies."""
+"""The body of a request: keys, bounds on its size and its values, and the thread for large bodies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,8 +15,10 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
@@ -24,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.api.context import LARGE_BYTES, ApiOptions, api_of
 from coordinator.api.errors import request_error
+from coordinator.api.request_fields import FieldNotes
 from coordinator.trust.key_ring import Scope
 from proto.errors import AccessError, ClusterError, RequestError
 
@@ -81,9 +84,27 @@ def number_in_query(request: Request, name: str, default: int) -> int:
 
 
 class Body(BaseModel):
-    """A JSON object that rejects unknown fields and converts no types: `"1"` is not a number, `1` is not a boolean."""
+    """A JSON object without conversion of types: `"1"` is not a number, `1` is not a boolean.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    `request_fields` decides about fields that the class does not have. `place` is the path of the object, with a dot.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    place: ClassVar[str] = ""
+    names: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Collect the names of the fields, as clients write them."""
+        cls.names = frozenset(each.alias or name for name, each in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_fields(cls, sent: Any, info: ValidationInfo) -> Any:
+        if not isinstance(sent, dict) or cls.model_config.get("extra") == "allow":
+            return sent
+        notes = info.context if isinstance(info.context, FieldNotes) else FieldNotes()
+        return notes.translate(sent, cls.names, cls.place)
 
 
 B = TypeVar("B", bound=Body)
@@ -106,7 +127,18 @@ Label = Annotated[str, AfterValidator(_check_label)]
 """A client's name for the log."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-"""A stop string. The end of the text is compared with it at every token."""
+StopStrings = Annotated[list[StopString], Field(max_length=64)]
+"""Stop strings. The end of the text is compared with each of them at every token."""
+
+
+def _check_limit(limit: int) -> int | None:
+    if limit == 0:
+        raise ValueError("send 1 or more, or -1 for no limit")
+    return limit if limit > 0 else None
+
+
+TokenLimit = Annotated[int, Field(ge=-2), AfterValidator(_check_limit)]
+"""A number of tokens, None for a negative one: llama.cpp's and LM Studio's clients send it for no limit."""
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
@@ -122,16 +154,6 @@ def shape(description: str) -> WrapValidator:
             raise PydanticCustomError("shape", "send {what}", {"what": description}) from error
 
     return WrapValidator(check)
-
-
-HINTS: set[str] = set()
-"""The fields that this server accepts without effect. `GET /v1/models` lists them as `ignored_fields`."""
-
-
-def hint(name: str) -> Any:
-    """Return a pydantic field that is listed under `name` and has no effect."""
-    HINTS.add(name)
-    return Field(None)
 
 
 ADMIN_PATHS = frozenset({"/replan", "/trace", "/v1/models/load"})
@@ -245,15 +267,16 @@ async def read_body(request: Request, kind: type[B]) -> B:
                 400, "request body: the client disconnected while sending"
             ) from None
 
-        parse = partial(parse_body, kind, content)
+        request.state.notes = FieldNotes()
+        parse = partial(parse_body, kind, content, request.state.notes)
         large = len(content) > LARGE_BYTES
         return await api.large_work.run(len(content), parse) if large else parse()
 
 
-def parse_body(kind: type[B], content: bytes | bytearray) -> B:
+def parse_body(kind: type[B], content: bytes | bytearray, notes: FieldNotes) -> B:
     """Return `content` as a `kind`. Raises RequestError for invalid content."""
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate_json(content, context=notes)
     except ValidationError as error:
         raise request_error(error) from error
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, Literal
 
 from coordinator.api.context import Api
-from coordinator.api.errors import ContextLengthError, ModelNotLoadedError, UnknownModelError
+from coordinator.api.errors import ModelNotLoadedError, UnknownModelError
 from coordinator.schedule.prompts import most_waiting
 from coordinator.schedule.request import GenerationRequest
 from coordinator.text.calls import Json
 from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
-from coordinator.text.tokenizer import ChatPrompt
+from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
 from proto.errors import RequestError
 from proto.params import SamplingParams
 
@@ -64,18 +64,29 @@ class GenerationSettings:
         return self.field_names.get(engine_name, engine_name)
 
 
+TAG = ":latest"
+"""The tag that Ollama's clients add to a name without one."""
+
+
 def check_model(api: Api, name: str | None) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model."""
-    if name is not None and not api.model.answers_to(name):
-        if api.model_loader is not None and api.model_loader.can_load(name):
-            raise ModelNotLoadedError(
-                f"model: {name!r} is not loaded, {api.model.id!r} is. Change the model with mtp-coord load or POST "
-                "/v1/models/load.",
-                param="model",
-            )
-        raise UnknownModelError(
-            f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
+    """Raise UnknownModelError or ModelNotLoadedError if `name` is not the served model. None means the served model.
+
+    The name may have the tag of Ollama's clients, which `/api/tags` lists.
+    """
+    if name is None or api.model.answers_to(name):
+        return
+    plain = name.removesuffix(TAG)
+    if api.model.answers_to(plain):
+        return
+    if api.model_loader is not None and api.model_loader.can_load(plain):
+        raise ModelNotLoadedError(
+            f"model: {plain!r} is not loaded, {api.model.id!r} is. Change the model with mtp-coord load or POST "
+            "/v1/models/load.",
+            param="model",
         )
+    raise UnknownModelError(
+        f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model"
+    )
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -117,7 +128,8 @@ def requests_of(
             param="n",
         )
     params = replace(_sampling_params(api, settings), **forced)
-    seed = settings.seed if settings.seed is not None else secrets.randbits(64)
+    # vLLM, llama.cpp and Ollama read -1 as no seed.
+    seed = settings.seed if settings.seed not in (None, -1) else secrets.randbits(64)
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         limit = _token_limit(api, settings, len(prompt))
@@ -196,10 +208,9 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
     if prompt >= limit:
         raise ContextLengthError(
             f"{prompt_name}: {prompt} tokens leave no room for an answer in {bound} of {limit} tokens. Shorten it.",
-            prompt_name,
-            prompt=prompt,
-            max_tokens=None,
-            limit=limit,
+            prompt,
+            limit,
+            param=prompt_name,
         )
     room = limit - prompt
     if settings.max_tokens and api.options.clamp_max_tokens:
@@ -208,10 +219,10 @@ def _token_limit(api: Api, settings: GenerationSettings, prompt: int) -> int:
         raise ContextLengthError(
             f"{limit_name}: {settings.max_tokens} and a prompt of {prompt} tokens exceed {bound} of {limit} tokens. "
             f"Lower {limit_name}.",
-            limit_name,
-            prompt=prompt,
+            prompt,
+            limit,
+            param=limit_name,
             max_tokens=settings.max_tokens,
-            limit=limit,
         )
     return settings.max_tokens or min(api.options.default_max_tokens, room)
 
@@ -228,7 +239,8 @@ class ChatRequest:
     whose arguments are objects. `tools` are function tools in OpenAI's format. `thinking` switches reasoning on or
     off, where None leaves it to the template; `reasoning_budget` is its maximum number of tokens. With `one_call` the
     answer ends after its first tool call. `forced_tool` is the tool that the answer must call, or an empty string for
-    any tool. `output` is the format of the content, which a forced call replaces. `user` is a label for the log.
+    any tool. `output` is the format of the content, which a forced call replaces. With `continue_final` the answer
+    continues the last message. `user` is a label for the log.
     """
 
     messages: Sequence[Json]
@@ -240,6 +252,7 @@ class ChatRequest:
     one_call: bool = False
     forced_tool: str | None = None
     output: OutputFormat | None = None
+    continue_final: bool = False
     user: str | None = None
 
 
@@ -251,9 +264,13 @@ async def render_chat(api: Api, chat: ChatRequest) -> ChatPrompt:
     kwargs = dict(chat.template_kwargs)
     if chat.thinking is not None and api.tokenizer.uses_variable(THINKING_SWITCH):
         kwargs[THINKING_SWITCH] = chat.thinking
-    render = partial(api.tokenizer.chat_prompt, tools=chat.tools, template_kwargs=kwargs)
+    render = partial(api.tokenizer.chat_prompt, continue_final=chat.continue_final)
     size = sum(len(message.get("content") or "") for message in chat.messages)
-    return await api.large_work.run(size, partial(render, chat.messages))
+    try:
+        return await api.large_work.run(size, partial(render, chat.messages, chat.tools, kwargs))
+    except ContextLengthError as error:
+        error.param = chat.settings.client_name("prompt")
+        raise
 
 
 def template_tool(name: str, description: str | None, parameters: Any) -> Json:

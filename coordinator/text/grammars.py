@@ -66,7 +66,7 @@ def _members(schema: Json, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", schema[name]
 
 
-FormatKind = Literal["json_schema", "lark"]
+FormatKind = Literal["json_schema", "lark", "regex", "choice"]
 
 WHITESPACE = " ?"
 """The whitespace between JSON tokens. More of it has no meaning, and a model may repeat it until the answer's limit."""
@@ -74,7 +74,9 @@ WHITESPACE = " ?"
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of an answer's content. `content` is a schema or, for forced calls, a Lark grammar.
+    """The format of an answer's content.
+
+    `content` is a schema, a regular expression, a list of texts or, for forced calls, a Lark grammar.
 
     `param` is the client's field that holds the content, for errors.
     """
@@ -129,6 +131,12 @@ def _grammar_text(output: OutputFormat) -> str:
             return str(LLMatcher.grammar_from_json_schema(schema, defaults=options))
         case "lark":
             return str(LLMatcher.grammar_from_lark(str(output.content)))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(output.content))
+        case "choice":
+            return str(
+                LLMatcher.grammar_from_lark("start: " + " | ".join(map(_text, output.content)))
+            )
 
 
 MAX_CALLS = 16

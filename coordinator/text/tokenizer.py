@@ -30,6 +30,21 @@ from proto.errors import CheckpointError, RequestError
 from proto.params import SamplingParams
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or prompt and answer together, beyond the `limit` in tokens of the context or of the K/V memory.
+
+    `max_tokens` is None if the prompt alone exceeds it.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, prompt: int, limit: int, *, param: str, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt, self.limit, self.max_tokens = prompt, limit, max_tokens
+
+
 @dataclass(frozen=True)
 class Piece:
     """Final text, the tokens whose text begins in it, and each token's offset in the whole text.
@@ -219,14 +234,19 @@ class Tokenizer:
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise RequestError once the first pieces of `text` have more than `limit` tokens."""
+        """Raise ContextLengthError once the first pieces of `text` have more than `limit` tokens.
+
+        Its number of tokens is an estimate from these pieces.
+        """
         tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = self._encode_text(text[start : start + PIECE_CHARACTERS]).ids
             tokens += max(0, len(piece) - CUT_TOKENS)
             if tokens > limit:
-                raise RequestError(
-                    f"text: more than {limit} tokens, the model's context. Shorten it."
+                prompt = tokens * len(text) // min(len(text), start + PIECE_CHARACTERS)
+                problem = f"the prompt: about {prompt} tokens exceed the model's context length"
+                raise ContextLengthError(
+                    f"{problem} of {limit} tokens. Shorten it.", prompt, limit, param="prompt"
                 )
 
     def control_id(self, text: str) -> int | None:
@@ -239,15 +259,22 @@ class Tokenizer:
         messages: Sequence[Json],
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
     ) -> ChatPrompt:
         """Render a chat with the checkpoint's template, up to the point where the answer begins.
 
+        With `continue_final` the answer continues the last message instead of a new one.
         Raises RequestError if the template rejects the messages, ignores tools, or does not use a given variable.
         """
         kwargs = dict(template_kwargs or {})
         self._check_template(kwargs, bool(tools))
-        prompt = self._render(messages, tools, kwargs, answer=True)
-        history = self._render(messages, tools, kwargs, answer=False)
+        if continue_final:
+            kwargs["continue_final_message"] = True
+        prompt = self._render(messages, tools, kwargs, answer=not continue_final)
+        kwargs.pop("continue_final_message", None)
+        before = messages[:-1] if continue_final else messages
+        history = self._render(before, tools, kwargs, answer=False) if before else ""
         thinking = False
         if self._wrapper.has_thinking:
             # Only the text the template adds for the answer counts: a message may contain the markers.

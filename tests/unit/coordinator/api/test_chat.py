@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -284,3 +285,50 @@ async def test_a_stream_tells_the_origin_of_each_token_on_request() -> None:
     )
     plain = await api.stream()
     assert not any("token_origins" in entry for chunk in plain.data for entry in chunk["choices"])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_token_ids_are_returned_as_vllm_does(n: int) -> None:
+    """The ids of a stream add up to those of the answer, with the tokens of a stop string. The prompt's come once."""
+    api = api_saying("hm\n</think>\n\nHello STOP there")
+    asked: Any = {"return_token_ids": True, "stop": "STOP", "n": n, "seed": 1}
+    whole = (await api.chat(**asked)).json()
+    prompt = list(api.generator.requests[0].prompt)
+    generated = list(tiny_tokenizer().encode("hm\n</think>\n\nHello STOP"))
+    assert whole["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in whole["choices"]] == [generated] * n
+    events = await api.stream(**asked)
+    assert events.data[0]["prompt_token_ids"] == prompt
+    assert [
+        chunk["prompt_token_ids"] for chunk in events.data[n:] if "prompt_token_ids" in chunk
+    ] == []
+    entries = [entry for chunk in events.data for entry in chunk["choices"]]
+    for index in range(n):
+        ids = [entry["token_ids"] for entry in entries if entry["index"] == index]
+        assert list(chain(*ids)) == generated
+    plain = (await api.chat()).json()
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+async def test_the_last_message_is_continued() -> None:
+    """The prompt ends with the text of the assistant's message, which `echo` repeats before the answer."""
+    history = [USER, {"role": "assistant", "content": "The answer is"}]
+    asked: Any = {
+        "messages": history,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    api = api_saying(" 42.")
+    for echo, text in ((False, " 42."), (True, "The answer is 42.")):
+        answer = (await api.chat(**asked, echo=echo)).json()
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+        events = await api.stream(**asked, echo=echo)
+        assert "".join(events.deltas("content")) == text
+    (request, *_) = api.generator.requests
+    prompt = b"".join(map(tiny_tokenizer().token_bytes, request.prompt)).decode()
+    assert prompt.endswith("The answer is")
+    before = b"".join(map(tiny_tokenizer().token_bytes, request.prompt[: request.turn])).decode()
+    assert before.endswith("<|im_end|>\n"), "the prefix cache may keep the turns before"
+    alone = await api.chat(**{**asked, "messages": history[1:]})
+    assert alone.status_code == 200, alone.text

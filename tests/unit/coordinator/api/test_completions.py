@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -89,3 +90,22 @@ async def test_ignore_eos_and_stop_token_ids_reach_the_engine() -> None:
     await api.complete(stop_token_ids=[3])
     (end,) = tiny_tokenizer().encode("<|im_end|>")
     assert [request.stop_tokens for request in api.generator.requests] == [{3}, {3, end}]
+
+
+async def test_token_ids_are_returned_as_vllm_does() -> None:
+    """Each choice has the ids of its prompt, in its first chunk only, and of its text."""
+    api = api_saying("one two three")
+    asked: Any = {"prompt": ["a", "ab"], "return_token_ids": True}
+    prompts = [list(tiny_tokenizer().encode(text)) for text in asked["prompt"]]
+    generated = list(tiny_tokenizer().encode("one two three"))
+    whole = (await api.complete(**asked)).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in whole] == prompts
+    assert [choice["token_ids"] for choice in whole] == [generated] * 2
+    events = await api.stream("/v1/completions", **asked)
+    entries = [entry for chunk in events.data for entry in chunk["choices"]]
+    for index, prompt in enumerate(prompts):
+        first, *rest = [entry for entry in entries if entry["index"] == index]
+        assert first["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in entry for entry in rest)
+        ids = [entry["token_ids"] for entry in (first, *rest)]
+        assert list(chain(*ids)) == generated

@@ -42,7 +42,7 @@ HINTS: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"verbosity": "low"}, "verbosity"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
-    ({"tools": [STRICT]}, "tools[].strict"),
+    ({"tools": [STRICT]}, "strict"),
     ({"tools": [{**TOOL, **MARK}]}, "cache_control"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]}]},

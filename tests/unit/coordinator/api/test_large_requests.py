@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from pydantic import ValidationError
 from coordinator.api import context, request_body
 from coordinator.api.context import LARGE_BYTES, LargeWork
 from coordinator.api.errors import request_error
+from coordinator.text.tokenizer import Tokenizer
 from proto.errors import RequestError
 from tests.support.api.api_client import PATIENCE, ApiClient
+from tests.support.api.fake_generator import FakeGenerator
+from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -139,3 +144,35 @@ async def test_the_memory_of_large_bodies_is_bounded(monkeypatch: pytest.MonkeyP
         response = await http.post("/v1/completions", json=large)
         assert response.status_code == 400  # longer than the context
     assert work.open_bytes == 0
+
+
+@pytest.mark.parametrize("words", [600, 60_000])
+async def test_a_prompt_of_any_length_beyond_the_context_has_the_known_words(
+    words: int, tmp_path: Path
+) -> None:
+    """Agents compact their history by OpenAI's code and Anthropic's words, also far beyond the context."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path))
+    tokenizer.limit_tokens(500)
+    api = ApiClient(FakeGenerator(tokenizer))
+    text = "some words " * (words // 2)
+    messages = [{"role": "user", "content": text}]
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/responses", {"input": text}, "input"),
+    ):
+        response = await api.post(path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            400,
+            "context_length_exceeded",
+            param,
+        )
+        assert "500 tokens" in error["message"]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        response = await api.post(path, {"messages": messages, "max_tokens": 5})
+        if words > 600 or not path.endswith("count_tokens"):
+            message = response.json()["error"]["message"]
+            assert re.fullmatch(r"prompt is too long: (\d+) tokens > 500 maximum", message)
+    response = await api.post("/api/generate", {"model": "tiny", "prompt": text, "raw": True})
+    assert (response.status_code, "500 tokens" in response.text) == (400, True)

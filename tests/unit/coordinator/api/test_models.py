@@ -92,11 +92,32 @@ async def test_models_on_the_machine_are_listed() -> None:
 async def test_a_request_for_a_model_that_is_not_loaded(path: str, body: dict[str, Any]) -> None:
     """The refusal says how to load the model."""
     api, _ = served()
-    name = "owner/big:latest" if path.startswith("/api") else "owner/big"
-    refused = await api.post(path, {**body, "model": name})
-    assert refused.status_code == 409
-    assert "mtp-coord load" in refused.text
+    for name in ("owner/big:latest", "owner/big"):
+        refused = await api.post(path, {**body, "model": name})
+        assert refused.status_code == 409
+        assert "mtp-coord load" in refused.text
+    assert (await api.post(path, {**body, "model": "tiny:latest"})).status_code == 200
     assert (await api.post(path, {**body, "model": "unknown"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/tiny", "/api/tags", "/api/version", "/"]
+)
+async def test_head_answers_as_get_does(path: str) -> None:
+    """Clients ask with HEAD whether the server is there."""
+    async with ApiClient().http() as client:
+        head, get = await client.head(path), await client.get(path)
+    assert head.status_code == get.status_code == 200
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+async def test_paths_of_other_servers_say_what_is_absent() -> None:
+    """Compaction and embeddings are a 404 that says so, although other methods have similar paths."""
+    api = ApiClient()
+    for path, word in (("/v1/responses/compact", "compacts"), ("/v1/embeddings", "embeddings")):
+        response = await api.post(path, {"input": "x"})
+        assert response.status_code == 404
+        assert word in response.json()["error"]["message"]
 
 
 async def test_load_needs_the_scope_admin(tmp_path: Any) -> None:

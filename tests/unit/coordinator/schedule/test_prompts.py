@@ -243,7 +243,7 @@ def test_one_client_never_holds_the_last_place(
 
 
 def test_a_client_alone_keeps_all_places() -> None:
-    """Nothing is preempted while nobody else waits, nor between clients with equal parts."""
+    """Nothing is preempted while no other client waits, nor between clients with equal parts."""
     drive = Drive(room=TWO)
     for _ in range(4):
         drive.submit(tokens=20, client="a")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.text.tokenizer import PIECE_CHARACTERS, Tokenizer
+from coordinator.text.tokenizer import PIECE_CHARACTERS, ContextLengthError, Tokenizer
 from mtp.builtin import checkpoint_dir
 from proto.errors import RequestError
 
@@ -37,11 +37,13 @@ def test_a_long_text_is_refused_before_most_of_it_is_encoded(tokenizer: Tokenize
     piece = time.process_time() - started
     tokenizer.limit_tokens(8192)
     started = time.process_time()
-    with pytest.raises(RequestError, match="more than 8192 tokens"):
+    with pytest.raises(RequestError, match="context length of 8192 tokens"):
         tokenizer.encode(text)
     assert time.process_time() - started < 10 * piece + 0.5
-    with pytest.raises(RequestError, match="more than 8192 tokens"):
+    with pytest.raises(ContextLengthError) as error:
         tokenizer.chat_prompt([{"role": "user", "content": text}])
+    tokenizer.limit_tokens(len(text))
+    assert error.value.prompt == pytest.approx(len(tokenizer.encode(text)), rel=0.01)
 
 
 def test_a_long_text_that_fits_is_encoded_as_a_whole(tokenizer: Tokenizer) -> None:
