@@ -203,7 +203,8 @@ ARROWS: dict[str, set[str]] = {
 COMPOSITION_ROOTS = {
     "coordinator.doctor.step",
     "coordinator.pipeline.local_pipeline",
-    "coordinator.doctor.machine",
+    "coordinator.doctor.checks",
+    "coordinator.doctor.diagnosis",
 }
 """The modules of `coordinator` that import `worker`: they run stages in this process, or measure this machine."""
 
