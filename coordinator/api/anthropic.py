@@ -14,11 +14,10 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer, chat_answer, new_id
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, serve_answer, sse_event
 from coordinator.api.errors import ContextLengthError, field_error, message_of, status_of
-from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id
 from coordinator.api.request_body import Body, Many, StopString, hint, read_body
 from coordinator.api.request_settings import (
     BUDGETS,

@@ -17,8 +17,7 @@ from coordinator.api.model_catalog import ModelLoader
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
-from coordinator.text.grammar_process import GrammarProcess
-from coordinator.text.grammars import pack_vocabulary
+from coordinator.text.grammars import GrammarProcess, pack_vocabulary
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from coordinator.trust.cluster_trust import Invitation
 from coordinator.trust.key_ring import KeyRing

@@ -10,7 +10,7 @@ from typing import Any, cast
 from coordinator.cluster.manager import ClusterManager
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.pipeline.worker_client import WorkerClient
-from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
+from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.status.cluster_status import (

@@ -15,11 +15,17 @@ from pydantic import Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.api.choice import AnswerEvent, GeneratedCall
+from coordinator.api.choice import (
+    AnswerEvent,
+    GeneratedAnswer,
+    GeneratedCall,
+    chat_answer,
+    new_id,
+    text_answer,
+)
 from coordinator.api.context import Api, api_of
 from coordinator.api.delivery import AnswerWriter, PreparedAnswer, json_line, serve_answer
 from coordinator.api.errors import field_error, message_of
-from coordinator.api.generated_answer import GeneratedAnswer, chat_answer, new_id, text_answer
 from coordinator.api.model_catalog import ModelFacts
 from coordinator.api.request_body import Body, Many, Seed, StopString, hint, read_body
 from coordinator.api.request_settings import (

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.api.choice import chat_answer, new_id, text_answer
 from coordinator.api.context import Api
 from coordinator.api.delivery import PreparedAnswer, serve_answer
-from coordinator.api.generated_answer import chat_answer, new_id, text_answer
 from coordinator.api.openai_schemas import ChatBody, CompletionBody, Message
 from coordinator.api.openai_writers import ChatWriter, CompletionWriter
 from coordinator.api.request_body import read_body

@@ -5,10 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedCall
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer, GeneratedCall
 from coordinator.api.delivery import AnswerWriter, sse_data
 from coordinator.api.errors import error_body
-from coordinator.api.generated_answer import GeneratedAnswer
 from coordinator.api.openai_schemas import StreamOptions
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning

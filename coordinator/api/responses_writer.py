@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from coordinator.api.choice import AnswerEvent, ChoiceEnd
+from coordinator.api.choice import AnswerEvent, ChoiceEnd, GeneratedAnswer
 from coordinator.api.delivery import AnswerWriter, sse_event
 from coordinator.api.errors import error_body
-from coordinator.api.generated_answer import GeneratedAnswer
 from coordinator.text.calls import CallArguments, CallEnd, CallStart, Json
 from coordinator.text.chat_parser import Content, Reasoning
 

@@ -55,7 +55,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key": ("trust_commands", "Create, list or revoke the API keys of HTTP clients."),
     "ca": ("trust_commands", "Rotate the certificate authority of the cluster."),
     "models": (
-        "models_command",
+        "checkpoint_commands",
         "List the models on this machine that can be served, and the problems of the others.",
     ),
     "inspect": (

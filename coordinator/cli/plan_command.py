@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coordinator.cli.options import ModelArgument, ModelOption, required_model
-from coordinator.planning.capacity import plan_capacity, reserve_bytes
-from coordinator.planning.model_costs import model_costs
+from coordinator.planning.capacity import model_costs, plan_capacity, reserve_bytes
 from coordinator.planning.plan import NodeSpec, StagePlan, Workload, make_plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone

@@ -42,7 +42,7 @@ from coordinator.serve.served_parts import (
     served_name,
 )
 from coordinator.status.cluster_status import ClusterStatus
-from coordinator.status.request_spans import flush_spans, tracer_provider
+from coordinator.status.metrics import flush_spans, tracer_provider
 from coordinator.trust.authority import Authority
 from coordinator.trust.cluster_trust import ClusterTrust, make_invitation
 from coordinator.trust.key_ring import KeyRing

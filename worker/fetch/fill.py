@@ -5,11 +5,15 @@ All functions block and run on a separate thread. A call that was interrupted at
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,9 +22,12 @@ from pathlib import Path
 from mtp.checkpoint.format.shard import Entry, ShardWriter, TensorInfo
 from mtp.checkpoint.hub.repo import HubRepo
 from proto import cluster_pb2 as pb
-from proto.errors import CheckpointError, ProtocolError
+from proto.errors import CheckpointError, ClusterError, DeadlineError, ProtocolError
+from proto.rpc.listener import first_message
+from proto.rpc.status_codes import to_status
 from proto.terminal.progress import format_size
 from proto.wire import STORED_BYTES
+from worker.engine.engine_thread import run_into
 from worker.fetch.span_copy import SpanCopy
 
 PROGRESS_SECONDS = 0.5
@@ -227,3 +234,80 @@ class _Filling:
     def _check_stop(self, seconds: float = 0.0) -> None:
         if self.stop.wait(seconds) if seconds else self.stop.is_set():
             raise StoppedError
+
+
+log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 60.0
+"""Seconds. Maximum wait for the coordinator's next message: it reads or hashes a tensor."""
+
+DRAIN_SECONDS = 10.0
+"""Seconds for which a coordinator may still send messages after a refusal."""
+
+
+async def provide(
+    requests: AsyncIterator[pb.Weights], renew_lease: Callable[[pb.Coordinator, int], object]
+) -> AsyncGenerator[pb.WeightsReply, None]:
+    """Yield the replies of one call. `renew_lease` leases this worker to the coordinator, or raises BusyError.
+
+    Every other error is the last reply.
+    """
+    offer = (await first_message(requests)).offer
+    renew_lease(offer.coordinator, offer.lease_ms)
+    loop = asyncio.get_running_loop()
+    replies: asyncio.Queue[pb.WeightsReply | None] = asyncio.Queue()
+    filled: asyncio.Future[int] = loop.create_future()
+    filled.add_done_callback(lambda _: replies.put_nowait(None))
+    stop = threading.Event()
+
+    def pull() -> pb.Weights:
+        """Return the next message, from the thread that fills the copy."""
+        coming = asyncio.run_coroutine_threadsafe(_next(requests), loop)
+        try:
+            return coming.result(SILENCE_SECONDS)
+        except CancelledError:
+            raise ProtocolError("the coordinator ended the call") from None
+        except TimeoutError:
+            coming.cancel()
+            raise DeadlineError(
+                f"the coordinator sent no weights for {SILENCE_SECONDS:g} s"
+            ) from None
+
+    def send_reply(reply: pb.WeightsReply) -> None:
+        """Queue a reply, from the thread that fills the copy."""
+        loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+    work = partial(run_into, filled, partial(fill, offer, pull, send_reply, stop))
+    # A daemon thread, so that a worker that ends does not wait for a hub.
+    threading.Thread(target=work, name="weights", daemon=True).start()
+    try:
+        while (reply := await replies.get()) is not None:
+            yield reply
+        received = await filled
+        log.info("weights received", extra={"received": format_size(received)})
+        yield pb.WeightsReply(kept=pb.WeightsKept(received=received))
+    except ClusterError as error:
+        log.warning("weights refused", extra={"error": str(error)})
+        yield _refusal(error)
+        # Wait until the coordinator has read the reply. A call that ends during its writes loses the reply.
+        with suppress(TimeoutError, ClusterError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while True:
+                    await _next(requests)
+    finally:
+        stop.set()
+
+
+def _refusal(error: ClusterError) -> pb.WeightsReply:
+    status = to_status(error)
+    refused = pb.WeightsRefused(code=status.code, details=status.details)
+    for key, value in status.metadata:
+        refused.metadata[key] = value.encode() if isinstance(value, str) else value
+    return pb.WeightsReply(refused=refused)
+
+
+async def _next(requests: AsyncIterator[pb.Weights]) -> pb.Weights:
+    try:
+        return await anext(requests)
+    except StopAsyncIteration:
+        raise ProtocolError("the coordinator ended the call early") from None

@@ -31,7 +31,7 @@ from proto.rpc.listener import MAX_TRANSFERS, first_message
 from worker.engine import hardware
 from worker.engine.backup import ReceivedBackup, layer_states
 from worker.engine.stage_engine import StageEngine
-from worker.fetch.provide import provide
+from worker.fetch.fill import provide
 from worker.node.access import CallGuard
 from worker.node.node import Lease, WorkerNode
 

@@ -17,6 +17,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import infer_quant_config
 
+from mtp.checkpoint.convert.convert import (
+    HEAD_FILE,
+    check_free_space,
+    save_config,
+    save_index,
+    shard_writer,
+    write_shard,
+)
 from mtp.checkpoint.convert.converted_weights import (
     SAFETENSORS,
     Choice,
@@ -27,19 +35,11 @@ from mtp.checkpoint.convert.converted_weights import (
     group_parameters,
 )
 from mtp.checkpoint.convert.foreign import PackedSource
-from mtp.checkpoint.convert.output import (
-    HEAD_FILE,
-    check_free_space,
-    save_config,
-    save_index,
-    shard_writer,
-    write_shard,
-)
 from mtp.checkpoint.convert.unpack import read_source_part
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.names import Source, is_head
 from mtp.checkpoint.format.parts import read_part
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError, UsageError
 from proto.terminal.progress import OnProgress
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.names import Source, Transform, is_shifted_norm, join_names, module_path
-from mtp.head.mtp_head import MTPHead
+from mtp.head.drafter import MTPHead
 from proto.errors import CheckpointError
 from proto.span import Span
 from proto.wire import STORED_NAMES
