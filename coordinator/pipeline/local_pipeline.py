@@ -23,7 +23,7 @@ from coordinator.planning.capacity import (
     whole_model_capacity,
 )
 from coordinator.status.cluster_status import NodeStatus
-from coordinator.status.frame_trace import COORDINATOR, ProcessTrace, process_trace
+from coordinator.status.frame_records import COORDINATOR, ProcessTrace, process_trace
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.head.draft_vocabulary import DraftVocabularySize
 from proto import cluster_pb2 as pb

@@ -91,20 +91,15 @@ def write_shard(
         groups.reverse()
         while groups:
             group = groups.pop()
-            _write_group(writer, group)
+            mx.eval(group.arrays)
+            for array in group.arrays:
+                flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+                writer.write(np.array(flat, copy=False).data)
             on_group(group)
             del group
             mx.clear_cache()
 
     writer.complete(write_all)
-
-
-def _write_group(writer: ShardWriter, group: Group) -> None:
-    """Compute and write one group."""
-    mx.eval(group.arrays)
-    for array in group.arrays:
-        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-        writer.write(np.array(flat, copy=False).data)
 
 
 def check_free_space(path: Path, needed: int) -> None:
@@ -117,30 +112,15 @@ def check_free_space(path: Path, needed: int) -> None:
         )
 
 
-def write_index(path: Path, shards: dict[str, ShardWriter]) -> None:
-    """Write the index that maps each tensor to its file."""
-    weight_map = {entry.name: file for file, writer in shards.items() for entry in writer.entries}
-    total = sum(writer.nbytes for writer in shards.values())
-    save_index(path, {"total_size": total}, weight_map)
-
-
-def save_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
-    """Write the index `weight_map`, from tensor name to file name, into the directory `path`."""
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+def save_index(path: Path, nbytes: int, weight_map: dict[str, str]) -> None:
+    """Write the index of `nbytes` of tensors, from tensor name to file name, into the directory `path`."""
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     replace_text(path / INDEX, json.dumps(index, indent=2))
 
 
 def save_config(path: Path, config: dict[str, Any]) -> None:
     """Write config.json with sorted keys, as mlx-lm writes it."""
     replace_text(path / "config.json", json.dumps(dict(sorted(config.items())), indent=2))
-
-
-def copy_beside(source: Path, path: Path) -> None:
-    """Copy the tokenizer and the other small files of a checkpoint."""
-    for pattern in _BESIDE:
-        for file in source.glob(pattern):
-            if not any(file.match(name) for name in _NOT_BESIDE):
-                replace_bytes(path / file.name, file.read_bytes())
 
 
 JOURNAL = "conversion.json"
@@ -182,7 +162,9 @@ def convert(
     _open(path, {"source": source.fingerprint(), "settings": asdict(settings)})
     ways: Counter[str] = Counter()
     resumed, nbytes, dtypes = _write(path, weights, on_progress, shard_bytes, ways)
-    copy_beside(source.path, path)
+    for file in (file for pattern in _BESIDE for file in source.path.glob(pattern)):
+        if not any(file.match(name) for name in _NOT_BESIDE):
+            replace_bytes(path / file.name, file.read_bytes())
     save_config(path, _config(source, weights))
     (path / JOURNAL).unlink()
     return ConversionResult(path, nbytes, resumed, source.mtp.complete, dtypes, ways)
@@ -242,7 +224,8 @@ def _write(
     for name, groups in files.items():
         if name not in finished:
             write_shard(writers[name], groups, on_group)
-    write_index(path, writers)
+    weight_map = {entry.name: file for file, writer in writers.items() for entry in writer.entries}
+    save_index(path, total, weight_map)
     return resumed, total, tuple(sorted(dtypes))
 
 
