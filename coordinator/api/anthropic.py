@@ -399,7 +399,6 @@ class MessageWriter(AnswerWriter):
         """The type of the open block."""
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         (choice,) = self._answer.choices
         content: list[Json] = []
         if choice.reasoning:
@@ -415,26 +414,21 @@ class MessageWriter(AnswerWriter):
         return {**self._message(content), **self._stop(), "usage": self._usage()}
 
     def opening(self) -> bytes:
-        """See AnswerWriter."""
         unfinished = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _event("message_start", message={**self._message([]), **unfinished})
 
     def keep_alive(self) -> bytes:
-        """See AnswerWriter."""
         return _event("ping")
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         return _event("message_delta", delta=self._stop(), usage=self._usage()) + _event(
             "message_stop"
         )
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         return sse_event("error", anthropic_error(error))
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         match event.part:
             case Content(text):
                 opened = self._open({"type": "text", "text": ""})

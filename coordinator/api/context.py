@@ -65,7 +65,6 @@ class LargeWork:
         reserved = 0
 
         def reserve(count: int) -> None:
-            """Reserve `count` more bytes."""
             nonlocal reserved
             if self.open_bytes + count > MAX_OPEN_BYTES:
                 raise CapacityError(

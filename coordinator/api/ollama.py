@@ -259,30 +259,24 @@ class LineWriter(AnswerWriter):
         self._flat = flat
 
     def whole(self) -> Json:
-        """See AnswerWriter."""
         (choice,) = self._answer.choices
         calls = [_call(call) for call in choice.complete_calls]
         part = self._part("".join(choice.content), "".join(choice.reasoning), calls)
         return {**part, **self._end()}
 
     def progress(self, done: int, total: int) -> bytes:
-        """See AnswerWriter."""
         return b""
 
     def keep_alive(self) -> bytes:
-        """See AnswerWriter."""
         return b""
 
     def closing(self) -> bytes:
-        """See AnswerWriter."""
         return json_line({**self._part(), **self._end()})
 
     def error(self, error: Exception) -> bytes:
-        """See AnswerWriter."""
         return json_line(ollama_error(error))
 
     def write_event(self, event: AnswerEvent) -> bytes:
-        """See AnswerWriter."""
         match event.part:
             case Content(text):
                 part = self._part(text=text)

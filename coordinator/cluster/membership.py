@@ -312,7 +312,6 @@ class Membership:
         """Ask every watched worker about `model`. Return a member, or the reason for a refusal, by address."""
 
         async def describe(address: str, client: WorkerClient) -> Member | str:
-            """Describe one worker."""
             try:
                 info = await client.describe(model.ref)
             except ClusterError as error:

@@ -70,7 +70,6 @@ class ServedModel:
         )
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
-            """Return the plan of `epoch` over `members`."""
             speeds = _speeds(members)
             nodes = [
                 NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned) for m in members

@@ -79,7 +79,6 @@ def stock_steps(checkpoint: Checkpoint) -> BuildStep:
     cache: Any = make_prompt_cache(loaded)
 
     def build() -> list[mx.array]:
-        """Return the lazy arrays of the next step."""
         x = loaded.language_model.model(mx.ones((1, 1), mx.uint32), cache=cache)
         arrays = (array for held in cache for array in held.state)
         return [x, *(array for array in arrays if isinstance(array, mx.array))]
@@ -96,7 +95,6 @@ def own_steps(checkpoint: Checkpoint) -> tuple[BuildStep, str]:
     numbers = itertools.count()
 
     def build() -> list[mx.array]:
-        """Return the lazy arrays of the next step."""
         number = next(numbers)
         run = (sequence, Segment(0, number, number, (1,)))
         x = stage.forward(stage.embed(mx.ones((1,), mx.uint32)), [run], lazily=True)

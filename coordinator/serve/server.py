@@ -194,7 +194,6 @@ class ModelDownload:
         """
 
         def show(done: int, total: int) -> None:
-            """Keep the progress for `status` and pass it on."""
             self._detail = f"downloading the model: {format_size(done)} of {format_size(total)}"
             on_progress(done, total)
 

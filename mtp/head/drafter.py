@@ -242,7 +242,6 @@ class Drafter:
         first = mx.zeros((1,), mx.uint32)
 
         def rest(x: mx.array) -> mx.array:
-            """Return the head's output for one pair."""
             return self.advance(first, x, [self.head.block.new_cache(self.kv_format)], [1])
 
         self.vocabulary.measure(hidden, rest)

@@ -209,7 +209,6 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
         spans: mx.array,
         constants: tuple[mx.array, ...],
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """See `WindowKernel`."""
         count, heads = spans.shape[0], shape.value_heads
         out, conv_out, state_out = kernel(
             [rows, past, conv, state, spans, *constants],

@@ -81,7 +81,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     def _guarded_call(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
-            """Make one guarded call."""
             async with self._guarded(method, request, context):
                 return await behaviour(request, context)
 
@@ -89,7 +88,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     def _guarded_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            """Make one guarded call with a stream of replies."""
             async with (
                 self._guarded(method, request, context),
                 contextlib.aclosing(behaviour(request, context)) as replies,

@@ -171,7 +171,6 @@ class WorkerService(pb_grpc.WorkerServicer):
         progress: asyncio.Queue[pb.LoadProgress] = asyncio.Queue()
 
         def on_progress(done: int, total: int) -> None:
-            """Queue a progress message."""
             progress.put_nowait(pb.LoadProgress(progress=pb.LoadBytes(done=done, total=total)))
 
         task = asyncio.create_task(self.node.load(request, on_progress))

@@ -99,7 +99,6 @@ class HeadAddition:
         check_free_space(self.target.path, total)
 
         def on_group(group: Group) -> None:
-            """Report a group that was written."""
             nonlocal done
             done += group.nbytes
             on_progress(done, total)

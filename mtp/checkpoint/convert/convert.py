@@ -213,7 +213,6 @@ def _write(
     check_free_space(path, total - done)
 
     def on_group(group: Group) -> None:
-        """Count a group that was written."""
         nonlocal done
         done += group.nbytes
         ways.update([group.way] if group.way else [])

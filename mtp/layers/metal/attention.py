@@ -130,7 +130,6 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         self._prepare = _compiled_prepare(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> KVRows:
-        """See `Layer.new_cache`."""
         return PairKV() if kv_format.bits is None else new_kv(kv_format)
 
     def add(
@@ -141,7 +140,6 @@ class PreparedAttentionLayer(JoinedAttentionLayer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         ends, places = _places(tuple(widths), tuple(cache.offset for cache in caches))
         if holes:
             places = places - mx.concatenate([hole.count for hole in holes])[:, None]

@@ -126,7 +126,6 @@ class WindowGDNLayer(Layer):
         self._compiled = _compiled(self._shape)
 
     def new_cache(self, kv_format: KVFormat) -> SnapshotGDNCache:
-        """See `Layer.new_cache`."""
         return SnapshotGDNCache.empty(self._recurrence, self._dtype)
 
     def pin_exact(self, products: Exact) -> None:
@@ -141,7 +140,6 @@ class WindowGDNLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        """See `Layer.add`."""
         windows, start = [], 0
         for cache, width, stays_open in zip(caches, widths, stay_open, strict=True):
             windows.append(Window(cache.point, start, width, stays_open))
