@@ -34,6 +34,10 @@ PROMPT = 'def read_config(path):\n    """Read the configuration file and return 
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 2}
 """Sampling of the answer. With greedy decoding a model of this size soon repeats itself."""
 
+WORKER = "--listen 127.0.0.1:0 --model builtin --no-mdns".split()
+COORDINATOR = "serve --model builtin --port 0 --no-mdns --wait 60".split()
+"""The arguments of the programs. The coordinator serves as soon as all workers are there, which may take its time."""
+
 START_SECONDS = 120.0
 """Seconds. Deadline for a process to be ready. Importing MLX on a busy machine takes some of them."""
 
@@ -70,12 +74,16 @@ def demo(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mtp-demo-")))
         names = [f"worker-{i + 1}" for i in range(workers)]
         with _start_bar(console, [*names, "coordinator"]) as ready:
-            started = [stack.enter_context(_worker(folder, name)) for name in names]
-            addresses = []
+            started = [
+                stack.enter_context(_process(folder, name, "worker.cli", *WORKER, "--name", name))
+                for name in names
+            ]
+            arguments = [*COORDINATOR, "--mtp", mtp]
             for program in started:
-                addresses.append(_wait_for(program, "worker ready", "address"))
+                arguments += ["--worker", _wait_for(program, "worker ready", "address")]
                 ready(program.log.stem)
-            coordinator = stack.enter_context(_coordinator(folder, addresses, mtp))
+            running = _process(folder, "coordinator", "coordinator.cli", *arguments)
+            coordinator = stack.enter_context(running)
             url = _wait_for(coordinator, "serving", "url")
             ready("coordinator")
         console.print(f"[dim]serving at {url}[/dim]\n")
@@ -107,27 +115,9 @@ def _start_bar(console: Console, names: list[str]) -> Iterator[Callable[[str], N
 
 
 @contextmanager
-def _worker(folder: Path, name: str) -> Iterator[Program]:
-    command = ["--listen", "127.0.0.1:0", "--name", name, "--model", "builtin", "--no-mdns"]
-    with _process(folder / f"{name}.log", "worker.cli", command) as program:
-        yield program
-
-
-@contextmanager
-def _coordinator(folder: Path, addresses: list[str], mtp: str) -> Iterator[Program]:
-    command = ["serve", "--model", "builtin", "--port", "0", "--no-mdns", "--mtp", mtp]
-    # It serves as soon as all are there, which on a busy machine takes its time.
-    command += ["--wait", "60"]
-    for address in addresses:
-        command += ["--worker", address]
-    with _process(folder / "coordinator.log", "coordinator.cli", command) as program:
-        yield program
-
-
-@contextmanager
-def _process(log: Path, module: str, arguments: list[str]) -> Iterator[Program]:
+def _process(folder: Path, name: str, module: str, *arguments: str) -> Iterator[Program]:
     """Run `main` of `module`, and stop its process when the block ends."""
-    start = f"from {module} import main; main()"
+    log, start = folder / f"{name}.log", f"from {module} import main; main()"
     pending: list[int] = []
     # A signal during Popen would lose the process id, and the process would not be stopped.
     handlers = {

@@ -145,16 +145,13 @@ class PrintedAnswer:
                 self.reason = event.reason
                 self._add_piece(self._pieces.finish())
         elif isinstance(event, TokenChunk) and self.reason is None:
-            self._add_tokens(event)
-
-    def _add_tokens(self, chunk: TokenChunk) -> None:
-        for index, token in enumerate(chunk.tokens):
-            self.tokens.append(token)
-            self.logprobs += chunk.logprobs[index : index + 1]
-            self._add_piece(self._pieces.add(token))
-            if self._pieces.stopped:
-                self.reason = "stop"
-                return
+            for index, token in enumerate(event.tokens):
+                self.tokens.append(token)
+                self.logprobs += event.logprobs[index : index + 1]
+                self._add_piece(self._pieces.add(token))
+                if self._pieces.stopped:
+                    self.reason = "stop"
+                    return
 
     def _add_piece(self, piece: Piece) -> None:
         self.text += piece.text

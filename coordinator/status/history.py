@@ -281,19 +281,13 @@ class EventLog:
 def _node_events(
     before: dict[str, NodeStatus], status: ClusterStatus, at: float
 ) -> list[ClusterEvent]:
-    events = []
-    gone = dict(before)
-    for node in status.nodes:
-        old = gone.pop(node.address or "", None)
-        if node.address is None:
-            continue
-        events += _node_event(old, node, at)
-    events += [
-        ClusterEvent(at, "leave", f"{node.name} left")
-        for node in gone.values()
-        if node.address is not None and node.health != "lost"
+    present = [node for node in status.nodes if node.address is not None]
+    events = [e for n in present for e in _node_event(before.pop(n.address or "", None), n, at)]
+    gone = (node for node in before.values() if node.address is not None)
+    left = [
+        ClusterEvent(at, "leave", f"{node.name} left") for node in gone if node.health != "lost"
     ]
-    return events
+    return events + left
 
 
 def _node_event(old: NodeStatus | None, node: NodeStatus, at: float) -> list[ClusterEvent]:
