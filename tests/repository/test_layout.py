@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "proto.trust": {"proto"},
     "mtp": set(),
     "mtp.builtin": set(),
-    "mtp.checkpoint": {"mtp.checkpoint.format"},
+    "mtp.checkpoint": set(),
     "mtp.checkpoint.convert": {"mtp.checkpoint.format", "mtp.head", "proto", "proto.terminal"},
     "mtp.checkpoint.families": set(),
     "mtp.checkpoint.format": {"mtp.checkpoint.families", "mtp.head", "proto", "proto.terminal"},

@@ -91,15 +91,20 @@ def write_shard(
         groups.reverse()
         while groups:
             group = groups.pop()
-            mx.eval(group.arrays)
-            for array in group.arrays:
-                flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-                writer.write(np.array(flat, copy=False).data)
+            _write_group(writer, group)
             on_group(group)
             del group
             mx.clear_cache()
 
     writer.complete(write_all)
+
+
+def _write_group(writer: ShardWriter, group: Group) -> None:
+    """Compute and write one group. No name refers to its arrays afterwards."""
+    mx.eval(group.arrays)
+    for array in group.arrays:
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        writer.write(np.array(flat, copy=False).data)
 
 
 def check_free_space(path: Path, needed: int) -> None:

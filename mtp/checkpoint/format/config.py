@@ -11,8 +11,8 @@ from typing import Any, Literal
 import mlx.nn as nn
 from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.checkpoint.families import FAMILIES, NOT_SERVED, find_family
 from mtp.checkpoint.families.family import Family
-from mtp.checkpoint.families.known import FAMILIES, NOT_SERVED, find_family
 from proto.errors import CheckpointError
 
 

@@ -13,7 +13,6 @@ from mlx_lm.models.qwen3_5 import DecoderLayer
 
 from mtp.layers.kv_cache import KVRows, new_kv
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.metal.add_norm import add_norm
 from mtp.layers.metal.kernel import MetalKernel
 from mtp.layers.metal.products import (
     COMPILED_ROWS,
@@ -21,6 +20,7 @@ from mtp.layers.metal.products import (
     JoinedLinear,
     JoinedMLP,
     Weights,
+    add_norm,
     gated_products,
 )
 from mtp.layers.pair_kv import PairKV
