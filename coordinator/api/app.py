@@ -105,6 +105,7 @@ def starting_app(
 
     @app.api_route("/{path:path}", methods=["GET", "POST"], dependencies=[Depends(require_key)])
     async def refuse(request: Request) -> None:
+        """Answer 503 with the state of the download."""
         detail = reason or f"The server is starting: {status.status().detail}."
         raise NotReadyError(f"{detail} Try again later.")
 

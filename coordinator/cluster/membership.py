@@ -33,7 +33,7 @@ from coordinator.pipeline.worker_client import (
     report_problem,
     shown_name,
 )
-from coordinator.planning.capacity import REFERENCE_BANDWIDTH
+from coordinator.planning.model_costs import REFERENCE_BANDWIDTH
 from proto import cluster_pb2 as pb
 from proto.errors import AccessError, ClusterError, DeadlineError, WorkerLostError
 from proto.rpc.listener import BackgroundTasks
@@ -312,6 +312,7 @@ class Membership:
         """Ask every watched worker about `model`. Return a member, or the reason for a refusal, by address."""
 
         async def describe(address: str, client: WorkerClient) -> Member | str:
+            """Describe one worker."""
             try:
                 info = await client.describe(model.ref)
             except ClusterError as error:

@@ -199,7 +199,8 @@ def check_bandwidth(chip: str, bytes_per_second: float) -> Finding:
     published = GIGABYTES_PER_SECOND[name] if name else None
     values = {"chip": chip, "measured": bytes_per_second, "published": published}
     if published is None:
-        return judged("bandwidth", f"{chip}: {measured:.3g} GB/s", "", values)
+        figure = f"{chip}: {measured:.3g} GB/s in products of a matrix and a vector"
+        return judged("bandwidth", figure, "", values)
     advice = (
         "Decoding will be slow, and the plan gives this machine fewer layers. End other programs that use the "
         "GPU, leave Low Power Mode, and let the machine cool down."
@@ -388,7 +389,7 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
 def check_equal_versions(own: str, workers: Mapping[str, str]) -> Finding:
     """Compare the versions of the programs of each worker, which decide the arithmetic, with `own`."""
     other = {name: version or "unknown" for name, version in workers.items() if version != own}
-    figure = f"{own} here and on {', '.join(workers)}"
+    figure = f"{own}, here and in all workers"
     advice = ""
     if other:
         figure = "; ".join(
