@@ -386,10 +386,7 @@ async def text_answer(
 
 
 async def chat_answer(
-    api: Api,
-    chat: ChatRequest,
-    answer_id: str,
-    restored: GenerationRequest | None = None,
+    api: Api, chat: ChatRequest, answer_id: str, restored: GenerationRequest | None = None
 ) -> GeneratedAnswer:
     """Return the answer to a conversation, before its first token. Raises RequestError for an invalid request.
 

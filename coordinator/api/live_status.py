@@ -13,12 +13,7 @@ from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import (
-    ClusterStatus,
-    Health,
-    ModelStatus,
-    NodeStatus,
-)
+from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus
 from coordinator.status.frame_records import StageLoad, chrome_trace, step_table
 
 
@@ -113,10 +108,7 @@ class LiveStatus:
         return [self._member(m, stages.get(m.address), loads) for m in members]
 
     def _member(
-        self,
-        member: Member,
-        stage: tuple[int, StagePlan] | None,
-        loads: tuple[StageLoad, ...],
+        self, member: Member, stage: tuple[int, StagePlan] | None, loads: tuple[StageLoad, ...]
     ) -> NodeStatus:
         assert self.manager is not None
         view = self.manager.view

@@ -212,10 +212,7 @@ def _report(body: bytes) -> LoadReport:
     return LoadReport(**json.loads(body))
 
 
-def replan(
-    url: UrlOption = DEFAULT_URL,
-    api_key: KeyOption = None,
-) -> None:
+def replan(url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
     """Look for a better plan over all workers, and show the result.
 
     It counts workers that joined since. If there is a better one, open answers pause while layers move, and continue.

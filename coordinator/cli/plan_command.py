@@ -121,10 +121,7 @@ def parse_node(text: str) -> NodeSpec:
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], question: Question) -> dict[str, Any]:
     """Return the object that --json prints. Sizes are bytes, times are seconds."""
     costs = model_costs(
-        checkpoint,
-        dtype=question.dtype,
-        kv_bits=question.kv_bits,
-        with_head=question.drafts > 0,
+        checkpoint, dtype=question.dtype, kv_bits=question.kv_bits, with_head=question.drafts > 0
     )
     workload = Workload(
         kv_tokens=min(question.context, checkpoint.config.max_positions),

@@ -214,12 +214,7 @@ def window_kernel(language: type[SourceKernel]) -> WindowKernel:
             [rows, past, conv, state, spans, *constants],
             blocks=(heads, count, 1),
             threads=THREADS,
-            template=[
-                ("InT", rows.dtype),
-                ("HK", shape.key_heads),
-                ("HV", heads),
-                ("TAPS", TAPS),
-            ],
+            template=[("InT", rows.dtype), ("HK", shape.key_heads), ("HV", heads), ("TAPS", TAPS)],
             shapes=[
                 (rows.shape[0], heads * HEAD_DIM),
                 (count, TAPS - 1, shape.channels),

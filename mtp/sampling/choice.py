@@ -142,11 +142,7 @@ def accepted_length(
 
 
 def ratio_targets(
-    target_scores: mx.array,
-    draft_scores: mx.array,
-    drafts: Tokens,
-    seed: int,
-    first_position: int,
+    target_scores: mx.array, draft_scores: mx.array, drafts: Tokens, seed: int, first_position: int
 ) -> mx.array:
     """Return the targets of a window's rows under the ratio rule: int32 `[w]`, lazy, for `accepted_length`.
 
