@@ -107,20 +107,15 @@ def check_memory() -> Finding:
     total, swap = psutil.virtual_memory().total, psutil.swap_memory().used
     limit, me = hardware.default_memory_limit(), psutil.Process().pid
     found = [process.info for process in psutil.process_iter(["name", "memory_info", "pid"])]
-    sizes = {i["pid"]: i["memory_info"].rss for i in found if i["memory_info"] and i["pid"] != me}
-    large = [
-        (i["name"] or "?", sizes[i["pid"]])
-        for i in found
-        if sizes.get(i["pid"], 0) > LARGE_SHARE * total
-    ]
+    others = [i for i in found if i["memory_info"] and i["pid"] != me]
+    sizes = [(i["name"] or "?", i["memory_info"].rss) for i in others]
+    large = [entry for entry in sizes if entry[1] > LARGE_SHARE * total]
     large = sorted(large, key=lambda entry: -entry[1])[:5]
     values: dict[str, Any] = {
         "total": total,
         "available": psutil.virtual_memory().available,
         "limit": limit,
         "swap": swap,
-    }
-    values |= {
         "recommended": mx.device_info().get("max_recommended_working_set_size"),
         "large": large,
     }
